@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +68,10 @@ def run_trial(trial: Trial) -> None:
     with log.open("ab") as output:
         command = [sys.executable, "-m", "hone.cli.main", *trial.words]
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=trial.cwd, **streams, start_new_session=True)
-        with _forwarding(process):
-            code = _wait(process)
-    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        with _Forwarding() as forwarding:
+            process = subprocess.Popen(command, cwd=trial.cwd, **streams, start_new_session=True)
+            code = forwarding.wait(process)
+    if forwarding.interrupted or code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN:]
@@ -85,23 +84,41 @@ def run_trial(trial: Trial) -> None:
         )
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end; an interrupt is passed on to the run, which saves first."""
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
+class _Forwarding:
+    """Pass SIGINT and SIGTERM on to a run, which saves and ends; a second one ends it at once.
 
+    Attributes:
+        interrupted: True after the first signal.
+    """
 
-@contextmanager
-def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM on to the run in the block, so that it saves and ends."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: list[int] = []
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Forwarding:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._forward)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: object) -> None:
+        self.interrupted = True
+        if self._process is None:
+            self._waiting.append(number)
+        else:
+            self._process.send_signal(number)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Return the exit code of the run when it has ended."""
+        self._process = process
+        for number in self._waiting:
+            process.send_signal(number)
+        return process.wait()
 
 
 def file_words(file: Path, preset: str | None, overrides: Sequence[str]) -> list[str]:

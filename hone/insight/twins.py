@@ -132,7 +132,11 @@ def verdict_text(decision: Decision, pairs: Sequence[TwinPair], settings: TwinsS
             return f"no difference of {settings.margin:g} or more, {confidence}: {detail}"
         case Outcome.STILL_NOISE:
             more = forecast_pairs([pair.difference for pair in pairs], margin=settings.margin, level=settings.level)
-            forecast = "the number of further seeds cannot be estimated" if more is None else f"{more} more seeds"
+            forecast = (
+                "the number of further seeds cannot be estimated"
+                if more is None
+                else f"{more} more seed{'s' * (more != 1)}"
+            )
             return f"still noise, {forecast}: {detail}"
 
 

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from typing import Any
 
 from hone.insight.comparison.arms import training_differences
+from hone.insight.metrics import is_timing
 
 Record = Mapping[str, Any]
 
@@ -36,7 +37,7 @@ class Stage(StrEnum):
 
 METRICS: tuple[tuple[Stage, tuple[str, ...]], ...] = (
     (Stage.ORDER, ("prompt_length/", "training/epoch", "curriculum/", "coverage/")),
-    (Stage.TOKENS, ("response_length/", "rollout/", "num_turns/", "episode/", "tool/", "agent_loop/", "forks/")),
+    (Stage.TOKENS, ("response_length/", "rollout/", "num_turns/", "episode/", "tool/", "forks/")),
     (Stage.LOG_PROBS, ("training/rollout_", "rollout_corr/", "actor/entropy", "actor/sum_pi_squared")),
     (Stage.REWARDS, ("critic/score/", "reward/", "critic/greedy_baseline/")),
     (
@@ -47,9 +48,6 @@ METRICS: tuple[tuple[Stage, tuple[str, ...]], ...] = (
     (Stage.WEIGHTS, ("actor/lr", "critic/lr", "train/lr", "val-core/", "val-aux/", "val/")),
 )
 """Prefixes of the metrics of each stage; all others are of the loss."""
-UNCOMPARED = ("timing_s/", "perf/", "replica/", "global_seqlen/imbalance", "training/global_step")
-"""Prefixes of metrics that differ between equal runs, apart from those that :data:`METRICS` lists."""
-
 COMPUTED = ("loss ", "gradient ")
 """Beginnings of the facts of a saved micro-batch that the update computed."""
 
@@ -290,7 +288,7 @@ def _metric_differences(
 ) -> Iterator[Divergence]:
     for name in dict.fromkeys([*good, *bad]):
         stage = next((stage for stage, prefixes in METRICS if name.startswith(prefixes)), None)
-        if name == "step" or (stage is None and name.startswith(UNCOMPARED)):
+        if name == "step" or is_timing(name):
             continue
         if not _same(good.get(name), bad.get(name), tolerance):
             yield Divergence(stage or Stage.LOSS, step, None, name, good.get(name), bad.get(name))

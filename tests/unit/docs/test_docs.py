@@ -126,6 +126,10 @@ OPTIONS = {
 
 def shortened(words: list[str]) -> list[str]:
     """The words of a `hone` command with less to do: few rows, few tokens, two steps (a few more where steps are named)."""
+    if words[0] in ("twins", "sweep"):
+        settings = [f"{key}={value}" for key, value in TRAIN.items()]
+        fewer = ["--max-pairs", "1"] if words[0] == "twins" else []
+        return [*words, *settings, *fewer]
     if words[0] in ("train", "sft", "prefer", "reward-model"):
         settings = dict(TRAIN if words[0] == "train" else SFT)
         if words[0] in ("prefer", "reward-model"):
@@ -314,6 +318,9 @@ def test_shortening_replaces_what_the_page_says() -> None:
     assert shortened(["data", "make", "x", "--size", "9", "--out", "d"]) == [
         *("data", "make", "x", "--out", "d", "--size", "24", "--val-size", "8")
     ]
+    twins = shortened(["twins", "a.yaml", "b.yaml"])
+    assert twins[:3] == ["twins", "a.yaml", "b.yaml"] and twins[-2:] == ["--max-pairs", "1"]
+    assert "trainer.total_training_steps=2" in twins
     assert shortened(["runs", "list"]) == ["runs", "list"]
 
 
