@@ -35,13 +35,14 @@ def rescore_run(run: str, root: Path, old: RewardConfig | None, new: RewardConfi
     files = [str(file) for file in _listed(chosen.config.get("data.train_files"))]
     key = str(chosen.config.get("data.reward_fn_key") or "data_source")
     rows = list(stored_episodes(chosen.path / "rollouts", files, key))
-    trajectories = [trajectory for _, _, trajectory in rows]
+    # a prompt that returns in a later step has its uid again, and the segments of an episode are joined by uid
+    trajectories = [replace(trajectory, uid=f"{trajectory.uid} step {step}") for step, _, trajectory in rows]
     recorded = [_recorded(record) for _, record, _ in rows]
     columns = [recorded if config is None else scores_of(config, trajectories) for config in (old, new)]
     return [
         ScoredTwice(
             step,
-            trajectory.uid,
+            record["uid"],
             trajectory.index,
             sum(trajectory.response_mask),
             trajectory.text,
@@ -50,7 +51,7 @@ def rescore_run(run: str, root: Path, old: RewardConfig | None, new: RewardConfi
             None if first.error is not None else first.passes,
             None if second.error is not None else second.passes,
         )
-        for (step, _, trajectory), first, second in zip(rows, *columns, strict=True)
+        for (step, record, trajectory), first, second in zip(rows, *columns, strict=True)
         if trajectory.part == 0
     ]
 
