@@ -20,7 +20,8 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
         ``lanes``: conversations, the episode's own first, then those of sub-agents, each with ``name``, ``first`` (number of its first
         turn), ``after`` (turn of the own lane that called it) and ``entries``; an entry is a message with its ``turn``, ``reward`` and
         ``calls``. ``segments``: number of tokens by segment, with the tokens that a segment shares with the one before (``shared``);
-        ``siblings``: the other answers of the group.
+        ``times``: seconds of the engine and of what is
+        outside; ``siblings``: numbers of the group's answers.
 
     Raises:
         HoneError: there is no such episode.
@@ -56,7 +57,7 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
             "error": episode.get("error"),
             "facts": episode.get("facts") or {},
             "retries": episode.get("retries") or 0,
-            "times": episode.get("seconds") or {},
+            "times": {"generate": episode.get("generate_seconds"), "outside": episode.get("tool_seconds")},
             "lanes": lanes,
             "segments": _segments(parts),
             "siblings": sorted({other["index"] for other in records}),

@@ -161,7 +161,8 @@ class Writer:
             "tokenization": None,
             "retries": 0,
             "conversations": [],
-            "seconds": {"generate": 1.2, "outside": sum(call["seconds"] for call in calls)},
+            "generate_seconds": 1.2,
+            "tool_seconds": sum(call["seconds"] for call in calls),
         }
         return Invented(pieces, sum(terms.values()), terms, "stop", episode)
 

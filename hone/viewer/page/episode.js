@@ -32,9 +32,9 @@ export function EpisodePage({ route }) {
 
 // Time as lanes: the engine, and each tool.
 function Times({ data, calls }) {
-  const { generate = null, outside = null, tools = {} } = data.times || {};
-  const byTool = { ...tools };
-  if (!Object.keys(byTool).length) for (const call of calls) if (call.seconds) byTool[call.name] = (byTool[call.name] || 0) + call.seconds;
+  const { generate, outside } = data.times;
+  const byTool = {};
+  for (const call of calls) if (call.seconds) byTool[call.name] = (byTool[call.name] || 0) + call.seconds;
   const lanes = [["engine", generate, "--accent"], ...Object.entries(byTool).map(([name, value]) => [name, value, "--pos"])].filter(([, value]) => value);
   const rest = (data.seconds || 0) - (generate || 0) - (outside || Object.values(byTool).reduce((a, b) => a + b, 0));
   if (rest > 0.001 && lanes.length) lanes.push(["other", rest, "--faint"]);

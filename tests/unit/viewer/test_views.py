@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
+from hone.insight.run_directory import RunDirectory
 from hone.viewer.api import READS, WRITES, Workspace
 from hone.viewer.comparison import phrases
 from hone.viewer.export import PAGE, bundle, export, page_with
@@ -101,6 +102,8 @@ def test_an_episode_has_its_calls_at_their_turns(workspace: Workspace, run_path:
     assert [entry["turn"] for entry in turns] == [0, 1, 2]
     assert [[call["status"] for call in entry["calls"]] for entry in turns] == [["invalid_arguments"], ["ok"], []]
     assert turns[0]["reward"] == pytest.approx(-0.1)
+    seconds = sum(call["seconds"] for call in record["episode"]["tool_calls"])
+    assert shown["times"] == {"generate": 1.2, "outside": pytest.approx(seconds)}
 
 
 def test_sub_agents_are_lanes_after_the_turn_that_called_them(tmp_path: Path) -> None:
@@ -208,6 +211,37 @@ def test_the_run_page_has_curves_ledger_and_environment(workspace: Workspace) ->
     assert metrics["steps"] == [1, 2, 3, 4, 5, 6] and len(metrics["columns"]["critic/rewards/mean"]) == 6
     assert overview["ledger"]["counts"]["drawn"] == 48 and overview["ledger"]["problem"] is None
     assert overview["record"]["versions"]["hone"] and overview["status"] == "finished"
+
+
+def test_an_edited_reward_scores_the_stored_answers_again(run_path: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "edited.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(ground_truth in solution_str)\n"
+    )
+    workspace = Workspace({"demo": run_path})
+    result = WRITES["rescore"](workspace, {"reward": f"{reward}:compute_score"})
+    assert (result["episodes"], result["groups"]) == (192, 48) and result["changed"] >= len(result["differences"]) > 0
+    for one in result["differences"]:
+        record = workspace.archived({}).record(one["step"], one["uid"], one["index"], 0)
+        assert (one["old"], one["new"]) == (
+            pytest.approx(record["score"]),
+            float(record["ground_truth"] in record["text"]),
+        )
+    with pytest.raises(HoneError) as error:
+        WRITES["rescore"](workspace, {"reward": f"{tmp_path}/none.py:f"})
+    assert error.value.code == "E-view-reward"
+
+
+def test_the_alerts_are_the_diagnoses_and_the_end_of_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "dead")
+    run.start(seed=1, config_yaml="data: {max_response_length: 64}\n", command=["hone", "train"])
+    for step in range(1, 5):
+        run.log_metrics(step, {"critic/score/max": 0.0, "critic/score/min": 0.0, "response_length/clip_ratio": 0.9})
+    run.update_status("failed", exit_reason="out of memory", last_step=4)
+    run.close()
+    found = ask(Workspace({"dead": tmp_path / "dead"}), "alerts")
+    assert [alert["step"] for alert in found] == [4, 3]
+    assert "out of memory" in found[0]["what"] and "data.max_response_length=128" in found[1]["causes"][0]
 
 
 # access --------------------------------------------------------------------------------------------------------------
