@@ -76,9 +76,13 @@ def _paired(
     runs: Sequence[Run], values: Sequence[Mapping[str, float]], first: list[int], second: list[int]
 ) -> tuple[PairedScores, bool]:
     """Pair two arms by seed; without a common seed by the order of their seeds."""
-    sides = [
-        {str(runs[i].config.get(SEED, runs[i].record.get("seed"))): values[i] for i in arm} for arm in (first, second)
-    ]
+    sides: list[dict[str, Mapping[str, float]]] = [{}, {}]
+    for side, arm in zip(sides, (first, second), strict=True):
+        for index in arm:
+            seed = str(runs[index].config.get(SEED, runs[index].record.get("seed")))
+            while seed in side:
+                seed += " again"
+            side[seed] = values[index]
     by_seed = bool(sides[0].keys() & sides[1].keys())
     if not by_seed:
         sides = [dict(zip(map(str, range(len(side))), side.values(), strict=False)) for side in sides]

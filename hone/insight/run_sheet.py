@@ -112,7 +112,7 @@ def _head(run: Run) -> list[str]:
         "seed": str(run.record.get("seed", "")),
         "hone": str((run.record.get("versions") or {}).get("hone", "")),
         "commit": str(commit or ""),
-        "command": f"`{' '.join(run.record.get('command', []))}`",
+        "command": f"`{' '.join(['hone', *run.record.get('command', [])[1:]])}`",
     }
     return [f"- {name}: {value}" for name, value in facts.items() if value]
 

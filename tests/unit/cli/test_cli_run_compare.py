@@ -87,3 +87,32 @@ def test_runs_without_a_common_prompt(root):
     run.write_validation(4, [REST | {"uid": "x", "index": 0, "score": 1.0, "terms": {}, "text": ""}])
     with raises(HoneError, "no prompt in common", code="E-runs"):
         confidence(root, "low1", "high1")
+
+
+def test_two_runs_of_one_seed_both_count(root):
+    write_run(root / "low1b", lr=1e-5, seed=1, score=0.4)
+    write_run(root / "high1b", lr=1e-4, seed=1, score=0.52)
+    (item,) = confidence(root, "low1", "low1b", "high1", "high1b")
+    assert item["result"]["seeds"] == 2 and item["result"]["difference"] == pytest.approx(0.11)
+
+
+def test_without_validation_the_rewards_of_training_are_paired_by_prompt(tmp_path):
+    """Only the last half of the common steps counts: there the second run has 0.25 more for every prompt."""
+    for name, rate, last, gain in (("low", 1e-5, 4, 0.0), ("high", 1e-4, 5, 0.25)):
+        run = RunDirectory(tmp_path / name)
+        run.start(seed=1, config_yaml=f"optim: {{lr: {rate}}}\ntrainer: {{seed: 1}}\n", command=["hone", "train"])
+        lines = []
+        for step in range(1, last + 1):
+            run.log_metrics(step, {"actor/ppo_kl": 0.001})
+            for row in range(3):
+                draw = {"step": step, "draw": 3 * (step - 1) + row, "row": row, "epoch": step - 1, "uid": f"t:{row}"}
+                reward = row / 2 + gain * (step > 2) + (5.0 if step > 4 else 0.0)
+                lines.append(draw | {"source": "sums", "fate": "trained", "lag": 0, "reward": reward})
+            fates = dict.fromkeys(("waiting", "in_flight", "finished", "filtered", "failed", "too_old"), 0)
+            lines.append({"step": step, "counts": fates | {"drawn": 3 * step, "trained": 3 * step}, "open": {}})
+        run.update_status("finished", "done", last_step=last)
+        run.close()
+        (tmp_path / name / "coverage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (item,) = confidence(tmp_path, "low", "high")
+    assert item["score"] == "training reward, steps 3 to 4"
+    assert (item["result"]["prompts"], item["result"]["difference"]) == (3, 0.25)
