@@ -67,9 +67,15 @@ def run_trial(trial: Trial) -> None:
     log = trial.directory / LOG
     with log.open("ab") as output:
         command = [sys.executable, "-m", "hone.cli.main", *trial.words]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         with _Forwarding() as forwarding:
-            process = subprocess.Popen(command, cwd=trial.cwd, **streams, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=trial.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             code = forwarding.wait(process)
     if forwarding.interrupted or code == 128 + signal.SIGINT:
         raise KeyboardInterrupt

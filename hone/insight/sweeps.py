@@ -147,15 +147,15 @@ def draw_sweep(path: Path, result: SweepResult) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    scored = [trial for trial in result.trials if trial.score is not None]
-    keys = list(dict.fromkeys(key for trial in scored for key in trial.values))
+    scored = [(trial, trial.score) for trial in result.trials if trial.score is not None]
+    keys = list(dict.fromkeys(key for trial, _ in scored for key in trial.values))
     columns = min(3, max(1, len(keys)))
     rows = max(1, math.ceil(len(keys) / columns))
     figure = Figure(figsize=(4.6 * columns, 3.4 * rows), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     for number, key in enumerate(keys, 1):
         axes = figure.add_subplot(rows, columns, number)
-        points = [(trial.values[key], trial.score) for trial in scored if key in trial.values]
+        points = [(trial.values[key], score) for trial, score in scored if key in trial.values]
         numbers = [_number(value) for value, _ in points]
         if all(value is not None for value in numbers):
             positions = [float(value) for value in numbers if value is not None]
