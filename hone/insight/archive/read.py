@@ -26,7 +26,7 @@ _BATCH = 256
 
 @dataclass(frozen=True)
 class Archive:
-    """Rollouts of a run by step. Each call lists the files anew, so a run that trains can be read.
+    """Rollouts of a run by step. Each call lists the files again, so a run that trains can be read.
 
     Attributes:
         folder: folder with the files of the steps.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hone.data.batch import Batch
+from hone.cluster.runtime import AnyBatch
 from hone.errors import HoneError
 from hone.insight.compare import read_whole_run
 from hone.insight.comparison.divergence import Bisection, RunTrace, bisect_runs
@@ -127,7 +127,7 @@ class ReplayTrainer(RLTrainer):
         computed |= set(CORRECTED) if any(stage.name == "rollout_corr" for stage in later) else set()
         kept = [name for name in self.stored.batch.names() if name not in computed - set(SAMPLED)]
 
-        def load(batch: Batch) -> Batch:
+        def load(batch: AnyBatch) -> AnyBatch:
             self.groups = []
             return self.stored.batch.select(*kept)
 

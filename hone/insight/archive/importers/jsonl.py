@@ -55,37 +55,37 @@ def _guessed(line: Mapping[str, Any], where: str) -> Row:
             where=where,
             fix=f"name it by one of {', '.join(_NAMES[missing])}",
         )
-    found = {value: line[name] for value, name in names.items() if name is not None and line[name] is not None}
-    prompt, messages = conversation(found.get("prompt"))
-    _, turns = conversation(found.get("completion"))
+    values = {value: line[name] for value, name in names.items() if name is not None and line[name] is not None}
+    prompt, messages = conversation(values.get("prompt"))
+    _, turns = conversation(values.get("completion"))
     terms, extra = split_values({name: value for name, value in line.items() if name not in names.values()})
     return {
-        "step": int(found.get("step", 0)),
-        "uid": str(found["uid"]) if "uid" in found else prompt_uid(found.get("prompt")),
+        "step": int(values.get("step", 0)),
+        "uid": str(values["uid"]) if "uid" in values else prompt_uid(values.get("prompt")),
         "fate": "trained",
         "prompt": prompt,
         "messages": messages,
-        "text": answer_text(found.get("completion")),
-        "ground_truth": found.get("ground_truth"),
-        "score": number(found.get("score")),
+        "text": answer_text(values.get("completion")),
+        "ground_truth": values.get("ground_truth"),
+        "score": number(values.get("score")),
         "terms": terms,
         "extra": extra,
         "episode": None if turns is None else episode(turns),
-        **_tokens(found),
+        **_tokens(values),
     }
 
 
-def _tokens(found: Mapping[str, Any]) -> dict[str, Any]:
+def _tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns by token whose length is that of the response; an answer's tokens are sampled unless a mask says so."""
-    ids = found.get("response_ids")
+    ids = values.get("response_ids")
     if not isinstance(ids, list):
         return {}
-    by_token = {name: found.get(name) for name in ("response_mask", "rollout_log_probs", "advantages")}
+    by_token = {name: values.get(name) for name in ("response_mask", "rollout_log_probs", "advantages")}
     columns = {
-        name: values for name, values in by_token.items() if isinstance(values, list) and len(values) == len(ids)
+        name: column for name, column in by_token.items() if isinstance(column, list) and len(column) == len(ids)
     }
     columns.setdefault("response_mask", [1] * len(ids))
-    prompt = found.get("prompt_ids")
+    prompt = values.get("prompt_ids")
     return {"prompt_ids": prompt if isinstance(prompt, list) else None, "response_ids": ids, **columns}
 
 
