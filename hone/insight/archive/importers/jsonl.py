@@ -55,37 +55,37 @@ def _guessed(line: Mapping[str, Any], where: str) -> Row:
             where=where,
             fix=f"name it by one of {', '.join(_NAMES[missing])}",
         )
-    values = {value: line[name] for value, name in names.items() if name is not None and line[name] is not None}
-    prompt, messages = conversation(values.get("prompt"))
-    _, turns = conversation(values.get("completion"))
+    known = {value: line[name] for value, name in names.items() if name is not None and line[name] is not None}
+    prompt, messages = conversation(known.get("prompt"))
+    _, turns = conversation(known.get("completion"))
     terms, extra = split_values({name: value for name, value in line.items() if name not in names.values()})
     return {
-        "step": int(values.get("step", 0)),
-        "uid": str(values["uid"]) if "uid" in values else prompt_uid(values.get("prompt")),
+        "step": int(known.get("step", 0)),
+        "uid": str(known["uid"]) if "uid" in known else prompt_uid(known.get("prompt")),
         "fate": "trained",
         "prompt": prompt,
         "messages": messages,
-        "text": answer_text(values.get("completion")),
-        "ground_truth": values.get("ground_truth"),
-        "score": number(values.get("score")),
+        "text": answer_text(known.get("completion")),
+        "ground_truth": known.get("ground_truth"),
+        "score": number(known.get("score")),
         "terms": terms,
         "extra": extra,
         "episode": None if turns is None else episode(turns),
-        **_tokens(values),
+        **_tokens(known),
     }
 
 
-def _tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+def _tokens(known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns by token whose length is that of the response; an answer's tokens are sampled unless a mask says so."""
-    ids = values.get("response_ids")
+    ids = known.get("response_ids")
     if not isinstance(ids, list):
         return {}
-    by_token = {name: values.get(name) for name in ("response_mask", "rollout_log_probs", "advantages")}
+    by_token = {name: known.get(name) for name in ("response_mask", "rollout_log_probs", "advantages")}
     columns = {
         name: column for name, column in by_token.items() if isinstance(column, list) and len(column) == len(ids)
     }
     columns.setdefault("response_mask", [1] * len(ids))
-    prompt = values.get("prompt_ids")
+    prompt = known.get("prompt_ids")
     return {"prompt_ids": prompt if isinstance(prompt, list) else None, "response_ids": ids, **columns}
 
 
