@@ -34,7 +34,7 @@ export function EpisodePage({ route }) {
 function Times({ data, calls }) {
   const { generate, outside } = data.times;
   const byTool = {};
-  for (const call of calls) if (call.seconds) byTool[call.name] = (byTool[call.name] || 0) + call.seconds;
+  for (const call of calls) if (call.seconds) byTool[call.name || "?"] = (byTool[call.name || "?"] || 0) + call.seconds;
   const lanes = [["engine", generate, "--accent"], ...Object.entries(byTool).map(([name, value]) => [name, value, "--pos"])].filter(([, value]) => value);
   const rest = (data.seconds || 0) - (generate || 0) - (outside || Object.values(byTool).reduce((a, b) => a + b, 0));
   if (rest > 0.001 && lanes.length) lanes.push(["other", rest, "--faint"]);
@@ -49,8 +49,17 @@ function Segmented({ segments }) {
     ${segments.map((segment) => html`<div key=${segment.part} class="lane-row"><span>part ${segment.part}</span><span class="segment"><i style=${{ width: `${(100 * segment.shared) / longest}%`, background: "var(--line-strong)" }} title=${`${segment.shared} tokens shared`}></i><i style=${{ width: `${(100 * (segment.tokens - segment.shared)) / longest}%`, background: "var(--accent)" }}></i></span><span class="num muted">${fmt(segment.tokens)} tokens</span></div>`)}</section>`;
 }
 
+// The messages of a lane without those of tools whose output is shown at the call.
+function shownEntries(entries) {
+  let outputs = [];
+  return entries.filter((entry) => {
+    if (entry.turn !== null) outputs = entry.calls.map((call) => call.result);
+    return !(entry.message.role === "tool" && outputs.includes(entry.message.content));
+  });
+}
+
 function Lane({ lane, children = [] }) {
-  return html`<ol class="lane" aria-label=${lane.name}>${lane.entries.map((entry, place) => html`<${Entry} key=${place} entry=${entry} children=${children.filter((child) => entry.turn !== null && child.after === entry.turn)} />`)}
+  return html`<ol class="lane" aria-label=${lane.name}>${shownEntries(lane.entries).map((entry, place) => html`<${Entry} key=${place} entry=${entry} children=${children.filter((child) => entry.turn !== null && child.after === entry.turn)} />`)}
     ${children.filter((child) => child.after === null).map((child) => html`<li key=${child.name}><${Child} lane=${child} /></li>`)}</ol>`;
 }
 

@@ -46,7 +46,7 @@ export function PromptPage({ route, range }) {
     <div class="prompt"><div class="text">${data.prompt}</div>
       <div class="facts" style=${{ marginTop: "8px" }}><span>${data.source} · row <b>${data.row}</b></span><span class="chip ${data.course === "learned" || data.course === "always" ? "pos" : data.course === "open" ? "" : "neg"}">${data.course}</span><span>right <b class="num">${fmt(data.first, 2)}</b> at first, <b class="num">${fmt(data.last, 2)}</b> at last, length × <b class="num">${fmt(data.tokens, 2)}</b></span></div></div>
     <div class="visits" role="group" aria-label="visits">${visits.map((visit, place) => html`<button key=${place} class="visit" aria-pressed=${String(shown.includes(place))} onClick=${() => toggle(place)} title=${`step ${visit.step}: ${fmt(visit.right, 2)} right`}><${Strip} scores=${visit.scores} range=${range} /><span class="num">${visit.step}</span></button>`)}</div>
-    <div class="answers" style=${{ gridAutoColumns: `minmax(300px, 1fr)` }}>${shown.map((place) => html`<${Visit} key=${place} run=${route.run} kind=${kind} visit=${visits[place]} range=${range} />`)}</div>`;
+    <div class="answers">${shown.map((place) => html`<${Visit} key=${place} run=${route.run} kind=${kind} visit=${visits[place]} range=${range} />`)}</div>`;
 }
 
 function Visit({ run, kind, visit, range }) {

@@ -72,6 +72,10 @@ export function TokensPage({ route, state }) {
 
 function withDerived(data) {
   const columns = { ...data.columns };
+  const mask = columns.response_mask;
+  for (const name of ["advantages", "entropy", "correction"]) {
+    if (columns[name] && mask) columns[name] = columns[name].map((value, place) => (mask[place] ? value : null));
+  }
   const sampled = columns.rollout_log_probs || columns.old_log_probs;
   if (sampled) columns.surprise = sampled.map((value, place) => (columns.response_mask?.[place] && value !== null ? -value : null));
   const share = data.chain.find((factor) => factor.name === "share");
@@ -148,11 +152,13 @@ function reason(data, at) {
   return data.fate === "trained" ? "" : `No update used it: the group's fate is ${data.fate}.`;
 }
 
+const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";
+
 function Inspector({ data, columns, at }) {
   const why = reason(data, at);
   const rest = ["log_ratio", "engine_gap", "reference_gap", "old_log_probs", "new_log_probs", "rollout_log_probs", "sampling_log_probs", "ref_log_probs", "entropy", "values", "returns", "token_versions"].filter((name) => columns[name]);
   return html`<section class="stack">
-    <div class="row"><code class="token-text">${JSON.stringify(data.texts[at]).slice(1, -1) || "∅"}</code><span class="grow"></span><span class="faint num">${at} · id ${data.ids[at] ?? "–"}</span></div>
+    <div class="row"><code class="token-text">${visible(data.texts[at])}</code><span class="grow"></span><span class="faint num">${at} · id ${data.ids[at] ?? "–"}</span></div>
     <ol class="chain">${data.chain.map((factor) => html`<li key=${factor.name} class=${factor.values[at] === 0 && factor.name !== "reward" ? "zero" : ""}>
       <div class="row"><span>${factor.name}</span><span class="grow"></span><b class="num">${SIGNED.includes(factor.name) ? signed(factor.values[at], 4) : fmt(factor.values[at], 4)}</b></div>
       <div class="row faint mono"><span class="ellipsis" title=${factor.key}>${factor.key}</span>${factor.config !== null && factor.config !== undefined && html`<span class="ellipsis">= ${typeof factor.config === "object" ? JSON.stringify(factor.config) : factor.config}</span>`}</div></li>`)}</ol>
