@@ -9,7 +9,7 @@ from hone.viewer.run import Archived, plain
 
 _COLUMNS = (
     *("step", "uid", "index", "part", "prompt", "messages", "text", "ground_truth", "score", "terms", "stop_reason"),
-    *("seconds", "episode", "response_mask", "prompt_ids", "response_ids"),
+    *("seconds", "episode", "turn_values", "response_mask", "prompt_ids", "response_ids"),
 )
 
 
@@ -18,8 +18,8 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
 
     Returns:
         ``lanes``: conversations, the episode's own first, then those of sub-agents, each with ``name``, ``first`` (number of its first
-        turn), ``after`` (turn of the own lane that called it) and ``entries``; an entry is a message with its ``turn``, ``reward`` and
-        ``calls``. ``segments``: number of tokens by segment, with the tokens that a segment shares with the one before (``shared``);
+        turn), ``after`` (turn of the own lane that called it) and ``entries``; an entry is a message with its ``turn``, ``reward``,
+        ``value`` (of a forked turn) and ``calls``. ``segments``: number of tokens by segment, with the tokens that a segment shares with the one before (``shared``);
         ``times``: seconds of the engine and of what is
         outside; ``siblings``: numbers of the group's answers.
 
@@ -29,7 +29,7 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
     records = archived.records(step, uid, _COLUMNS)
     parts = [record for record in records if record["index"] == index]
     record = (parts or [archived.record(step, uid, index, 0)])[0]
-    episode = record["episode"] or {}
+    episode = (record["episode"] or {}) | {"turn_values": record["turn_values"] or {}}
     conversations = episode.get("conversations") or []
     of_others = {turn for part in conversations for turn in range(part["turn"], part["turn"] + part["turns"])}
     total = int(episode.get("assistant_turns") or 1)
@@ -67,7 +67,7 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
 
 def _given(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for message in messages:
-        yield {"message": dict(message), "turn": None, "reward": None, "calls": []}
+        yield {"message": dict(message), "turn": None, "reward": None, "value": None, "calls": []}
 
 
 def _entries(
@@ -78,12 +78,13 @@ def _entries(
     left = iter(turns)
     for message in messages:
         if message.get("role") != "assistant":
-            yield {"message": dict(message), "turn": None, "reward": None, "calls": []}
+            yield {"message": dict(message), "turn": None, "reward": None, "value": None, "calls": []}
             continue
         turn = next(left, None)
         reward = rewards[turn] if turn is not None and turn < len(rewards) else None
         made = [call for call in calls if turn is not None and call.get("turn") == turn]
-        yield {"message": dict(message), "turn": turn, "reward": reward, "calls": made}
+        value = episode["turn_values"].get(str(turn))
+        yield {"message": dict(message), "turn": turn, "reward": reward, "value": value, "calls": made}
 
 
 def _segments(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

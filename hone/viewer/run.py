@@ -47,6 +47,7 @@ class Archived:
         self._masks: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
         self._prompts: OrderedDict[tuple[Any, ...], list[str]] = OrderedDict()
         self._records: OrderedDict[tuple[Any, ...], list[dict[str, Any]]] = OrderedDict()
+        self._tables: OrderedDict[tuple[Any, ...], pa.Table] = OrderedDict()
         self._derived: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._vocabulary: list[str] | None = None
         self._vocabulary_stamp = 0
@@ -121,7 +122,8 @@ class Archived:
         Raises:
             HoneError: it does not exist (code E-view-address).
         """
-        table = self.index.archive.table(step, None, uid)
+        key = (step, uid, self.index.stamp(step))
+        table = _kept(self._tables, key, lambda: self.index.archive.table(step, None, uid), held=_HELD_GROUPS)
         chosen = (table["index"].to_numpy() == index) & (table["part"].to_numpy() == part)
         for record in table_records(table.filter(pa.array(chosen))):
             return record

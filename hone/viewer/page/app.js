@@ -1,7 +1,7 @@
 // Frame of the viewer: navigation, search field, theme, help, live updates.
 import { html, render, useState, useEffect, useRef } from "./vendor/preact.js";
 import { get, link, go, useRoute, useKeys, handleKey, embedded, fmt } from "./lib.js";
-import { Failure, Toasts, Segments } from "./widgets.js";
+import { Failure, Toasts, Segments, copy } from "./widgets.js";
 import { Groups, GroupPage } from "./groups.js";
 import { RunPage } from "./run.js";
 import { TokensPage } from "./tokens.js";
@@ -101,6 +101,7 @@ function App() {
     Escape: () => (help ? setHelp(false) : document.activeElement?.blur()),
     d: toggleTheme,
     u: () => history.back(),
+    y: () => copy(location.href, "Link copied"),
     ...Object.fromEntries(Object.entries(VIEWS).filter(([, entry]) => entry.key).map(([name, entry]) => [`g ${entry.key}`, () => go(link(run, name))])),
   });
   if (!runs) return error ? html`<${Failure} error=${error} />` : null;
@@ -155,7 +156,7 @@ function SearchField({ field, route, run, view, columns }) {
 
 const KEYS = [
   ["j k", "next, previous"], ["/", "filter and search"], ["h l", "answer left, right"], ["?", "this help"], ["o Enter", "open"], ["u", "back"],
-  ["t", "tokens of the answer"], ["d", "light or dark"], ["e", "episode of the answer"], ["Esc", "close, leave a field"],
+  ["t", "tokens of the answer"], ["d", "light or dark"], ["e", "episode of the answer"], ["Esc", "close, leave a field"], ["y", "copy a link to this view"],
 ];
 
 function Help({ onClose, columns }) {

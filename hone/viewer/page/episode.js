@@ -66,11 +66,11 @@ function Lane({ lane, children = [] }) {
 const Child = ({ lane }) => html`<details class="child" open><summary>${lane.name} <span class="faint">from turn ${lane.first + 1}</span></summary><${Lane} lane=${lane} /></details>`;
 
 function Entry({ entry, children }) {
-  const { message, turn, reward, calls } = entry;
+  const { message, turn, reward, value, calls } = entry;
   const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content, null, 1) : "";
   const isTool = message.role === "tool";
   return html`<li class="turn ${message.role}">
-    <div class="row who"><b>${turn !== null ? `turn ${turn + 1}` : message.role}</b>${message.name && html`<span class="mono">${message.name}</span>`}${reward ? html`<span class="chip ${tone(reward)}">reward ${signed(reward)}</span>` : ""}</div>
+    <div class="row who"><b>${turn !== null ? `turn ${turn + 1}` : message.role}</b>${message.name && html`<span class="mono">${message.name}</span>`}${reward ? html`<span class="chip ${tone(reward)}">reward ${signed(reward)}</span>` : ""}${value !== null && html`<span class="chip accent" title="mean reward of the answers that were forked here">fork, value ${fmt(value)}</span>`}</div>
     ${message.reasoning_content && html`<details class="thoughts"><summary>thoughts</summary><div class="text">${message.reasoning_content}</div></details>`}
     ${content && (isTool && content.length > 900 ? html`<details><summary class="muted">${plural(content.length, "character")} of output</summary><div class="text">${content}</div></details>` : html`<div class="text">${content}</div>`)}
     ${calls.map((call, place) => html`<${Call} key=${place} call=${call} />`)}

@@ -7,6 +7,11 @@ import { Group } from "./groups.js";
 export function Questions({ route, state }) {
   const { kind } = route.params;
   const { data, error } = useData("questions", { run: route.run, kind }, state.version);
+  const move = (change) => {
+    const cards = [...document.querySelectorAll(".question")];
+    cards[Math.min(cards.length - 1, Math.max(0, cards.indexOf(document.activeElement) + change))]?.focus();
+  };
+  useKeys({ j: () => move(1), k: () => move(-1), ArrowDown: () => move(1), ArrowUp: () => move(-1) });
   if (error) return html`<${Failure} error=${error} />`;
   return html`<div class="scroll"><div class="pad"><h1 style=${{ marginBottom: "4px" }}>Questions</h1>
     <p class="muted" style=${{ marginBottom: "16px" }}>Each is a filter with an order; change it in the list that it opens.${state.reading ? ` Numbers grow while ${state.steps.length - state.deep} steps are still being indexed.` : ""}</p>

@@ -117,7 +117,15 @@ def test_sub_agents_are_lanes_after_the_turn_that_called_them(tmp_path: Path) ->
         "tool_calls": [{"name": "delegate", "turn": 0, "status": "ok"}],
         "conversations": [{"turn": 1, "turns": 1, "messages": [{"role": "user", "content": "q"}, said]}],
     }
-    base = {"step": 1, "uid": "u", "index": 0, "fate": "trained", "text": "x", "episode": episode}
+    base = {
+        "step": 1,
+        "uid": "u",
+        "index": 0,
+        "fate": "trained",
+        "text": "x",
+        "episode": episode,
+        "turn_values": {2: 0.25},
+    }
     parts = [
         base | {"part": 0, "prompt_ids": [1, 2], "response_ids": [3, 4]},
         base | {"part": 1, "prompt_ids": [1, 2, 9], "response_ids": [5]},
