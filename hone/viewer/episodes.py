@@ -29,7 +29,7 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
     records = archived.records(step, uid, _COLUMNS)
     parts = [record for record in records if record["index"] == index]
     record = (parts or [archived.record(step, uid, index, 0)])[0]
-    episode = (record["episode"] or {}) | {"turn_values": record["turn_values"] or {}}
+    episode: dict[str, Any] = (record["episode"] or {}) | {"turn_values": record["turn_values"] or {}}
     conversations = episode.get("conversations") or []
     of_others = {turn for part in conversations for turn in range(part["turn"], part["turn"] + part["turns"])}
     total = int(episode.get("assistant_turns") or 1)
