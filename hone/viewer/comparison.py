@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,7 +161,7 @@ def phrases(first: list[str], second: list[str]) -> dict[str, list[dict[str, Any
     }
 
 
-def _is_telling(phrase: tuple[str, ...]) -> bool:
+def _is_telling(phrase: Sequence[str]) -> bool:
     """Return whether a phrase begins and ends with a word, and is not one short word."""
     return phrase[0].isalpha() and phrase[-1].isalpha() and (len(phrase) > 1 or len(phrase[0]) > _SHORT)
 
