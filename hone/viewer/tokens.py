@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hone.insight.archive.schema import COLUMNS
+from hone.viewer.chains import loss_factors
 from hone.viewer.run import Archived, ViewedRun, number, numbers, plain
 
-_ACTOR = "actor_rollout_ref.actor"
-_CHAIN = "hone.insight.archive.chain"
 KEYS = {
     "reward": "reward.*",
     "advantage": "algorithm.adv_estimator",
     "correction": "algorithm.rollout_correction",
     "mask": "algorithm.rollout_correction",
-    "ratio": f"{_ACTOR}.policy_loss.loss_mode",
 }
 """Config key of each stored factor."""
 
@@ -60,7 +58,7 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
         "texts": _texts(ids, vocabulary) if ids else [record["text"]],
         "ids": ids,
         "columns": columns,
-        "chain": chain(record, run.read().config),
+        "chain": chain(record, run.read().config, run.path),
     }
 
 
@@ -87,14 +85,14 @@ def _differences(record: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def chain(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def chain(record: Mapping[str, Any], config: Mapping[str, Any], run: Path) -> list[dict[str, Any]]:
     """Return the factors of every token's weight in the update, from the reward on, each with its config key.
 
-    Without :func:`hone.insight.archive.chain.token_chain` the factors end with the ratio.
+    Args:
+        record: the sequence.
+        config: flat configuration of the run.
+        run: directory of the run, for the factors of the loss.
     """
-    if importlib.util.find_spec(_CHAIN) is not None:
-        module = importlib.import_module(_CHAIN)
-        return [plain(factor) for factor in module.token_chain(record, config)]
     ids, mask = record["response_ids"] or [], record["response_mask"] or []
     loss = record["loss_mask"] or mask
     score = record["score"]
@@ -104,8 +102,8 @@ def chain(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str
         ("correction", record["correction"]),
         ("mask", loss),
     ]
+    stored = [{"name": name, "key": KEYS[name], "values": values} for name, values in factors if values is not None]
     return [
-        {"name": name, "key": KEYS[name], "config": plain(config.get(KEYS[name])), "values": numbers(values)}
-        for name, values in factors
-        if values is not None
+        {**factor, "config": plain(config.get(factor["key"])), "values": numbers(factor["values"])}
+        for factor in (*stored, *loss_factors(run, record))
     ]
