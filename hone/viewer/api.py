@@ -107,13 +107,17 @@ def _metrics(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
 
 
 def _tokens(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
-    address = (
-        integer(parameters, "step"),
-        parameters.get("uid", ""),
-        integer(parameters, "index"),
-        integer(parameters, "part"),
-    )
-    return tokens.token_list(workspace.run(parameters), workspace.archived(parameters), *address)
+    return tokens.token_list(workspace.run(parameters), workspace.archived(parameters), *_sequence(parameters))
+
+
+def _factors(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return tokens.factor_list(workspace.run(parameters), workspace.archived(parameters), *_sequence(parameters))
+
+
+def _sequence(parameters: Mapping[str, str]) -> tuple[int, str, int, int]:
+    """Return step, uid, index and part."""
+    numbers = integer(parameters, "index"), integer(parameters, "part")
+    return integer(parameters, "step"), parameters.get("uid", ""), *numbers
 
 
 def _episode(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
@@ -184,6 +188,7 @@ READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "selection": _selection,
     "metrics": _metrics,
     "tokens": _tokens,
+    "factors": _factors,
     "episode": _episode,
     "prompts": _prompts,
     "prompt": _prompt,

@@ -90,8 +90,9 @@ def _answers(workspace: Workspace, run: str, query: str) -> dict[str, Any]:
         answers[key] = one
         for answer in one["answers"]:
             place = at | {"index": answer["index"]}
-            key, value = _ask(workspace, "tokens", place | {"part": answer["part"]})
-            answers[key] = value
+            for name in ("tokens", "factors"):
+                key, value = _ask(workspace, name, place | {"part": answer["part"]})
+                answers[key] = value
             key, value = _ask(workspace, "episode", place)
             answers[key] = value
     return answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hone.insight.archive.schema import COLUMNS
@@ -58,7 +57,7 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
         "texts": _texts(ids, vocabulary) if ids else [record["text"]],
         "ids": ids,
         "columns": columns,
-        "chain": chain(record, run.read().config, run.path),
+        "chain": _with_settings(stored_factors(record), run.read().config),
     }
 
 
@@ -85,25 +84,30 @@ def _differences(record: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def chain(record: Mapping[str, Any], config: Mapping[str, Any], run: Path) -> list[dict[str, Any]]:
-    """Return the factors of every token's weight in the update, from the reward on, each with its config key.
+def factor_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: int, part: int) -> list[dict[str, Any]]:
+    """Return the factors that the loss computes, after those of :func:`token_list`: ratio, clip, normaliser, KL loss, share.
 
-    Args:
-        record: the sequence.
-        config: flat configuration of the run.
-        run: directory of the run, for the factors of the loss.
+    Raises:
+        HoneError: there is no such sequence.
     """
+    return _with_settings(loss_factors(run.path, archived.record(step, uid, index, part)), run.read().config)
+
+
+def stored_factors(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the factors that the run stored, from the reward on, each with its config key."""
     ids, mask = record["response_ids"] or [], record["response_mask"] or []
-    loss = record["loss_mask"] or mask
-    score = record["score"]
     factors: list[tuple[str, Any]] = [
-        ("reward", record["token_rewards"] or [score] * len(ids)),
+        ("reward", record["token_rewards"] or [record["score"]] * len(ids)),
         ("advantage", record["advantages"]),
         ("correction", record["correction"]),
-        ("mask", loss),
+        ("mask", record["loss_mask"] or mask),
     ]
-    stored = [{"name": name, "key": KEYS[name], "values": values} for name, values in factors if values is not None]
+    return [{"name": name, "key": KEYS[name], "values": values} for name, values in factors if values is not None]
+
+
+def _with_settings(factors: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Add the value of each factor's key."""
     return [
         {**factor, "config": plain(config.get(factor["key"])), "values": numbers(factor["values"])}
-        for factor in (*stored, *loss_factors(run, record))
+        for factor in factors
     ]

@@ -14,8 +14,7 @@ from hone.insight.run_files import read_metrics
 from hone.trainers.replay.direction import WeightGradients
 from hone.trainers.replay.stored import load_step, run_config
 from hone.trainers.replay.what_if import recompute, what_if
-from hone.viewer.run import ViewedRun
-from hone.viewer.tokens import chain
+from hone.viewer.chains import loss_factors
 
 STEPS = ("trainer.total_training_steps=2", "trainer.rollout_dump_freq=1", "trainer.test_freq=0", "trainer.save_freq=1")
 ONE_UPDATE = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
@@ -99,11 +98,10 @@ def test_a_step_without_all_its_samples_or_its_checkpoint_is_refused(world: Worl
 @pytest.mark.slow
 def test_the_viewer_shows_the_chain_of_each_token(plain: Path) -> None:
     """The product of the factors, and their shares of the step, for every token that the policy sampled."""
-    run, records = ViewedRun(plain, "run"), list(open_archive(plain).records(1))
     total = 0.0
-    for record in records:
-        factors = {factor["name"]: factor for factor in chain(record, run.read().config, plain)}
-        assert list(factors) == ["reward", "advantage", "mask", "ratio", "clip", "normaliser", "KL loss", "share"]
+    for record in open_archive(plain).records(1):
+        factors = {factor["name"]: factor for factor in loss_factors(plain, record)}
+        assert list(factors) == ["ratio", "clip", "normaliser", "KL loss", "share"]
         assert all(factor["key"] for factor in factors.values())
         for token, share in enumerate(factors["share"]["values"]):
             sampled = record["response_mask"][token]

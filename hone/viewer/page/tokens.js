@@ -26,7 +26,10 @@ const ABOUT = {
 export function TokensPage({ route, state }) {
   const [step, uid, index, part] = route.args;
   const { kind } = route.params;
-  const { data, error } = useData("tokens", { run: route.run, kind, step, uid, index, part });
+  const address = { run: route.run, kind, step, uid, index, part };
+  const { data: stored, error } = useData("tokens", address);
+  const factors = useData("factors", address).data; // of the loss: the first ones of a step take some seconds
+  const data = useMemo(() => stored && { ...stored, chain: [...stored.chain, ...(factors || [])] }, [stored, factors]);
   const group = useData("group", { run: route.run, kind, step, uid });
   const [picked, setPicked] = useState(null);
   const [hovered, setHovered] = useState(null);
