@@ -8,6 +8,7 @@ from typing import Any
 
 from hone.errors import HoneError
 from hone.viewer import (
+    chains,
     comparison,
     episodes,
     groups,
@@ -87,6 +88,7 @@ def _answers(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
 
 
 def _group(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    chains.prepare()  # a reader of a group's answers looks at their tokens next
     return groups.one_group(workspace.archived(parameters), integer(parameters, "step"), parameters.get("uid", ""))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,14 @@ WHY = {
     "clip": "the loss clips it: the ratio has left the bounds on the side that the advantage pushes to",
 }
 """Reason for a share of 0, by the first factor that is 0."""
+
+
+@functools.cache
+def prepare() -> None:
+    """Import in the background, once, what the factors need: the first answer would otherwise wait for it."""
+    threading.Thread(
+        target=importlib.import_module, args=("hone.trainers.replay.token_gradients",), daemon=True
+    ).start()
 
 
 def loss_factors(run: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
