@@ -14,6 +14,8 @@ from typing import Any
 
 EXIT_FAILED = 3
 """Exit code of a run that lost a process or hung."""
+EXIT_STOPPED = 4
+"""Exit code of a run that an alert of ``insight.stop_on`` ended; the same command resumes it."""
 
 
 class HoneError(Exception):

@@ -1,4 +1,4 @@
-"""`hone runs`: list, show, compare and bisect runs from their directories, and print sheets, samples and the fates of prompts."""
+"""`hone runs`: list, show, compare and bisect runs from their directories, and print sheets, samples, alerts and fates of prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli import run_bisect, run_compare, run_coverage, run_engines, run_samples, run_sheet
+from hone.cli import run_alerts, run_bisect, run_compare, run_coverage, run_engines, run_samples, run_sheet
 from hone.cli.run_output import (
     CHARTS,
     PngOption,
@@ -41,7 +41,7 @@ _HIGHLIGHTS = (
 
 @app.callback()
 def group() -> None:
-    """List, show, compare and bisect runs, print sheets and samples, and change the number of engines."""
+    """List, show, compare, diagnose and bisect runs, print sheets and samples, and change the number of engines."""
 
 
 app.command("compare")(run_compare.compare)
@@ -51,6 +51,8 @@ app.command("note")(run_sheet.note)
 app.command("samples")(run_samples.samples)
 app.command("coverage")(run_coverage.coverage)
 app.command("engines")(run_engines.engines)
+app.command("alerts")(run_alerts.alerts)
+app.command("diagnose")(run_alerts.diagnose)
 
 
 @app.command("list")

@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.config.data import CustomDatasetConfig
 from hone.config.fields import block, choice, dataset_paths, model_path, named, number
+from hone.config.insight import InsightConfig
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preflight import PreflightConfig
 from hone.config.run import RunConfig
@@ -114,6 +115,8 @@ class PreferenceConfig:
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)
     """Checks before the run."""
+    insight: InsightConfig = block(InsightConfig)
+    """Detectors that watch the run."""
 
 
 @dataclass
@@ -146,3 +149,5 @@ class RewardModelConfig:
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)
     """Checks before the run."""
+    insight: InsightConfig = block(InsightConfig)
+    """Detectors that watch the run."""

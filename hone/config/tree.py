@@ -18,6 +18,7 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
 from hone.config.fields import block
+from hone.config.insight import InsightConfig
 from hone.config.model import ModelConfig
 from hone.config.preflight import RLPreflightConfig
 from hone.config.ray import RayConfig
@@ -60,3 +61,5 @@ class RLConfig:
     """Worker processes."""
     preflight: RLPreflightConfig = block(RLPreflightConfig)
     """Checks before the run."""
+    insight: InsightConfig = block(InsightConfig)
+    """Detectors that watch the run."""

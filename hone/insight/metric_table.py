@@ -27,6 +27,7 @@ def _mean_max_min(name: str, unit: str, meaning: str, alarm: str = "") -> tuple[
 
 _TRAINING = (
     MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 means before training."),
+    MetricSpec("insight/alerts", "alerts", _SUM, "Alerts of the detectors in this step; only in steps with alerts."),
     MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data, of the step's prompts."),
     MetricSpec(
         "curriculum/stage", "stages", _LAST, "Stage of the latest drawn prompts (data.sampler.name=stages), from 1."

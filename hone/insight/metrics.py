@@ -36,11 +36,12 @@ TIMING_PREFIXES = (
     "perf/driver_overhead_ratio",
     "agent_loop/",
     "replica/",
+    "insight/",
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
 )
-"""Prefixes of metrics of wall time and memory, and of replicas, which take work as they become free. Only these differ
-between two runs of one seed."""
+"""Prefixes of metrics of wall time and memory, of replicas, which take work as they become free, and of alerts, some of which are about
+time and memory. Only these differ between two runs of one seed."""
 
 
 def is_timing(name: str) -> bool:

@@ -5,6 +5,7 @@
       run.json                versions, hardware, seed, git state, command, status, exit reason, times, last step
       metrics.jsonl           one object per step; a second one for a validation that ended after its step
       coverage.jsonl          the fate of every drawn prompt, see :mod:`hone.insight.coverage`
+      alerts.jsonl            one object per alert, see :mod:`hone.insight.detectors`
       rollouts/step_<N>.parquet     samples of a step, see :mod:`hone.insight.archive`
       rollouts/step_<N>.txt         some episodes of several turns, as text
       rollouts/vocabulary.parquet   text of every token id
@@ -14,7 +15,7 @@
       replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.replica_requests`
       run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`
 
-``metrics.jsonl`` and ``coverage.jsonl`` grow by whole lines, see :mod:`hone.insight.step_lines`. Every other file is written
+``metrics.jsonl``, ``coverage.jsonl`` and ``alerts.jsonl`` grow by whole lines, see :mod:`hone.insight.step_lines`. Every other file is written
 under another name and renamed into place.
 """
 
@@ -26,7 +27,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ from hone.insight.archive.write import to_table, write_step
 from hone.insight.records import trajectory_record
 from hone.insight.redaction import redact_command, redact_text, redact_tree
 from hone.insight.run_files import (
+    ALERTS_FILE,
     CONFIG,
     COVERAGE_FILE,
     METRICS_FILE,
@@ -46,6 +49,7 @@ from hone.insight.run_files import (
     encode_number,
     jsonable,
     now,
+    read_alerts,
     read_metrics,
     read_run,
     unwritable,
@@ -95,6 +99,7 @@ class RunDirectory:
         self.rollouts, self.validation = self.path / "rollouts", self.path / "validation"
         self.checkpoints = self.path / "checkpoints"
         self._metrics, self.coverage = StepLines(self.metrics_path), StepLines(self.path / COVERAGE_FILE)
+        self._alerts = StepLines(self.path / ALERTS_FILE)
         with disk_errors(self.path):
             for folder in (self.path, self.rollouts, self.validation, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -120,8 +125,8 @@ class RunDirectory:
     def rewind(self, step: int) -> int:
         """Remove everything after ``step``, for a run that resumes from that step's checkpoint.
 
-        Drops later lines of ``metrics.jsonl`` and ``coverage.jsonl``, and later rollout and validation files. Checkpoints
-        and micro-batches are kept. A run that starts again in a used directory rewinds to -1: step 0 is the validation before training.
+        Drops later lines of ``metrics.jsonl``, ``coverage.jsonl`` and ``alerts.jsonl``, and later rollout and validation files.
+        Checkpoints and micro-batches are kept. A run that starts again in a used directory rewinds to -1: step 0 is the validation before training.
 
         Returns:
             Number of dropped metric lines.
@@ -131,12 +136,28 @@ class RunDirectory:
         """
         dropped = self._metrics.rewind(step)
         self.coverage.rewind(step)
+        if self._alerts.rewind(step):
+            self._count_alerts()
         for folder in (self.rollouts, self.validation):
             for file in folder.iterdir():
                 match = _STEP_FILE.fullmatch(file.name)
                 if match and int(match[1]) > step:
                     file.unlink()
         return dropped
+
+    def add_alerts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append the alerts of a step to ``alerts.jsonl``, and count them in ``run.json``.
+
+        Raises:
+            ValueError: this step or a later one has alerts already; call :meth:`rewind` first on resume.
+            HoneError: the disk is full.
+        """
+        self._alerts.append(step, records)
+        self._count_alerts()
+
+    def _count_alerts(self) -> None:
+        counts = Counter(alert["detector"] for alert in read_alerts(self.path))
+        self._write_run(self._run() | {"alerts": dict(sorted(counts.items()))})
 
     # samples ---------------------------------------------------------------------------------------------------------
 
@@ -228,6 +249,7 @@ class RunDirectory:
                 "hardware": environment.hardware(),
                 "git": environment.git_state(Path.cwd()),
                 "trackers": earlier.get("trackers", {}),
+                "alerts": earlier.get("alerts", {}),
             }
         )
 
@@ -278,8 +300,9 @@ class RunDirectory:
         self._write_run(record)
 
     def close(self) -> None:
-        """Close ``metrics.jsonl`` and ``coverage.jsonl``; the next use opens them again."""
+        """Close ``metrics.jsonl``, ``coverage.jsonl`` and ``alerts.jsonl``; the next use opens them again."""
         self._metrics.close()
+        self._alerts.close()
         self.coverage.close()
 
     def _run(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from hone.errors import HoneError
 from hone.text import valid_text
 
 CONFIG, RUN, METRICS_FILE, COVERAGE_FILE = "config.yaml", "run.json", "metrics.jsonl", "coverage.jsonl"
+ALERTS_FILE = "alerts.jsonl"
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
@@ -51,6 +52,12 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
         values = {name: float(value) if isinstance(value, str) else value for name, value in json.loads(line).items()}
         rows[step] = rows.get(step, {}) | values
     return list(rows.values())
+
+
+def read_alerts(run: str | Path) -> list[dict[str, Any]]:
+    """Return the alerts of a run directory by step, each with its ``step``; see :mod:`hone.insight.detectors`."""
+    file = Path(run) / ALERTS_FILE
+    return [json.loads(line) for _, line in read_rows(file)] if file.exists() else []
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, str]]:

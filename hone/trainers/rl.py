@@ -40,7 +40,6 @@ from hone.data.types import Sample
 from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
-from hone.insight.diagnoses import Diagnoses
 from hone.insight.metrics import MetricStore
 from hone.trainers.archiving import Archiving
 from hone.trainers.batch_ops import BatchOps
@@ -108,7 +107,7 @@ class RLTrainer:
         self.tokenizer = run_tokenizer(config)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.spec = RunSpec(config)
-        self.metrics, self.diagnoses = MetricStore(), Diagnoses(config)
+        self.metrics = MetricStore()
         self.step = resume.step if resume else 0
         dataset = prompt_dataset(config, config.data.train_files, self.tokenizer, config.data.train_max_samples)
         self.sampler = make_sampler(
@@ -456,7 +455,6 @@ class RLTrainer:
             self.metrics.update(await self.runtime.group("rollout").take_engine_metrics())
         overhead_metrics(self.metrics, time.perf_counter() - started, await self._busy_seconds())
         metrics = self.metrics.reduce()
-        self.diagnoses.observe(self.step, metrics)
         if self.validation is None and self.session.due(trainer.test_freq, self.step):
             metrics |= await self.validate(self.step)
         return metrics

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
+
 from hone.cluster.failures import is_out_of_memory, out_of_memory
 from hone.cluster.watchdog import Hang, Watchdog, end_run
 from hone.config import to_yaml
@@ -18,8 +20,10 @@ from hone.config.environment import environment_variables
 from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
-from hone.errors import HoneError
+from hone.errors import EXIT_STOPPED, HoneError
 from hone.insight import activity
+from hone.insight.compare import flatten
+from hone.insight.detectors.watch import Watch
 from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_lock import RunLock
@@ -73,7 +77,7 @@ class RunSession:
         self.agent_contract: dict[str, str] = {}
         self._signal: int | None = None
         self._callbacks = run_callbacks()
-        self._stopped_by_callback = False
+        self._stopped_by_callback, self._exit_code = False, 0
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
         self._outcome = ("failed", "the loop ended without a recorded reason", 0)
         self._memory: dict[str, dict[str, float]] = {}
@@ -105,6 +109,9 @@ class RunSession:
             agent_contract=self.agent_contract,
         )
         self.directory.rewind(-1 if last_step is None else last_step)
+        insight = self.config.insight
+        settings = dict(flatten(yaml.safe_load(config_yaml)))
+        self.detectors = Watch(self.directory, settings, ignore=insight.ignore, stop_on=insight.stop_on)
         self.trackers = build_trackers(
             self.trainer.logger,
             run_dir=self.directory,
@@ -127,8 +134,9 @@ class RunSession:
 
     @property
     def stop_requested(self) -> bool:
-        """True once SIGINT or SIGTERM has arrived, or a callback has returned True."""
-        return self._signal is not None or self._stopped_by_callback
+        """True once SIGINT or SIGTERM has arrived, a callback has returned True, or insight.stop_on names the detector of an alert."""
+        stopped = self._stopped_by_callback or self.detectors.stopped_by is not None
+        return self._signal is not None or stopped
 
     def due(self, frequency: int | str, step: int) -> bool:
         """Return whether an activity is due after ``step``: every k steps, -1 only at the end, 0 never, or after each epoch."""
@@ -136,8 +144,10 @@ class RunSession:
         return every != 0 and (step == self.total_steps or (every > 0 and step % every == 0))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write a line of metrics.jsonl and log to the trackers."""
+        """Let the detectors read the metrics, write a line of metrics.jsonl, and log to the trackers."""
         self._logged_step = step
+        if alerts := self.detectors.observe(step, metrics):
+            metrics = {**metrics, "insight/alerts": float(len(alerts))}
         self.checkpoints.note_metrics(step, metrics)
         if seconds := self.checkpoints.take_seconds():
             metrics = {**metrics, "timing_s/save_checkpoint": seconds}
@@ -148,6 +158,7 @@ class RunSession:
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation that ended after its step was logged, as a second line of that step."""
         self.checkpoints.note_validation(step, metrics)
+        self.detectors.add_validation(metrics)
         self.trackers.log(step, metrics)
         if self._callbacks.step(step, metrics):
             self._stopped_by_callback = True
@@ -198,7 +209,16 @@ class RunSession:
             memory: memory of each process, see :class:`hone.models.kernels.cpu.memory.MemoryUse`.
         """
         self._memory = memory
-        if self._stopped_by_callback and step < self.total_steps:
+        alert, left = self.detectors.stopped_by, step < self.total_steps
+        if alert is not None and left and self._signal is None:
+            resume = "run the command again to resume, or leave the detector out of insight.stop_on"
+            reason = (
+                f"{alert.detector} ended it after step {step} of {self.total_steps} (insight.stop_on): {alert.what}"
+            )
+            self._outcome = ("interrupted", f"{reason}; {alert.fix}; {resume}", step)
+            self._exit_code = EXIT_STOPPED
+            log.error("%s.\n  Why it matters: %s\n  Fix: %s; then %s", reason, alert.why, alert.fix, resume)
+        elif self._stopped_by_callback and left:
             self._outcome = ("finished", f"a callback ended it after step {step} of {self.total_steps}", step)
         elif self._signal is None:
             self._outcome = ("finished", f"all {self.total_steps} steps done", step)
@@ -212,8 +232,8 @@ class RunSession:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 0, or 128 + the signal that stopped the run."""
-        return 0 if self._signal is None else 128 + self._signal
+        """Exit code: 0, 4 if an alert of insight.stop_on ended the run, or 128 + the signal that stopped it."""
+        return self._exit_code if self._signal is None else 128 + self._signal
 
     @contextlib.contextmanager
     def running(self, total_steps: int, steps_per_epoch: int) -> Iterator[None]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hone.errors import HoneError
 from hone.insight.compare import flatten, headline_metrics
 from hone.insight.coverage.ledger import Fate, Stage
 from hone.insight.coverage.reading import read_coverage
+from hone.insight.run_files import read_alerts
 from hone.viewer.run import ViewedRun, number, numbers, plain
 
 _SLOW = ("pid", "plan", "downloads", "agent_contract")
@@ -60,12 +60,16 @@ class Alert:
         what: the problem, with numbers.
         why: why it matters.
         causes: likely causes with their fixes.
+        detector: name of the detector that reported it; empty for the state of the run.
+        samples: step, uid and index of samples that show it.
     """
 
     step: int | None
     what: str
     why: str = ""
     causes: Sequence[str] = ()
+    detector: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 def alerts(run: ViewedRun) -> list[Alert]:
@@ -77,27 +81,9 @@ def alerts(run: ViewedRun) -> list[Alert]:
         result.append(Alert(read.steps, f"the run is {read.status}: {reason}"))
     for step, why in run.archived("rollouts").index.progress()["broken"].items():
         result.append(Alert(step, f"the rollouts of step {step} cannot be read: {why}"))
-    return result + list(_diagnoses(run))[::-1]
-
-
-def _diagnoses(run: ViewedRun) -> Iterator[Alert]:
-    """Diagnose the metrics again, as the run did while it trained."""
-    command = run.read().record.get("command", [])
-    if not run.read().metrics or "train" not in command[:2] or not (run.path / "config.yaml").exists():
-        return
-    from hone.config.load import load_config
-    from hone.config.tree import RLConfig
-    from hone.insight.diagnoses import Diagnoses
-
-    try:
-        diagnoses = Diagnoses(load_config(RLConfig, config_path=run.path.absolute(), config_name="config"))
-    except HoneError as error:
-        logging.getLogger("hone.view").info("the metrics of %s are not diagnosed: %s", run.name, error.what)
-        return
-    for row in run.read().metrics:
-        for diagnosis in diagnoses.due(int(row["step"]), row):
-            causes = [f"{cause.evidence}. Fix: {cause.fix}" for cause in diagnosis.causes]
-            yield Alert(int(row["step"]), diagnosis.what, diagnosis.why, causes)
+    names = [field.name for field in dataclasses.fields(Alert)]
+    reported = [Alert(**{name: plain(alert[name]) for name in names}) for alert in read_alerts(run.path)]
+    return result + reported[::-1]
 
 
 # ledger --------------------------------------------------------------------------------------------------------------

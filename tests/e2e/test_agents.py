@@ -124,7 +124,7 @@ def test_agent_presets_learn_a_game(game: Path, run, tmp_path: Path, preset: str
     assert ended.code == 0, ended.output
     scores = curve(tmp_path / "run")
     assert mean(scores[-3:]) > mean(scores[:3]) + 0.1, scores
-    assert "diagnosis" not in ended.output
+    assert "alert, step" not in ended.output
 
 
 def test_a_recorded_game_is_forked_at_every_turn(game: Path, run, tmp_path: Path):

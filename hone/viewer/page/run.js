@@ -44,9 +44,10 @@ function Alerts({ alerts, run }) {
   if (!alerts?.length) return null;
   return html`<section aria-label="alerts" class="stack" style=${{ marginBottom: "16px" }}>
     ${alerts.slice(0, 6).map((alert, place) => html`<details key=${place} class="card alert" open=${place === 0}>
-      <summary><span class="warn">▲</span> ${alert.what} ${alert.step !== null && html`<a href=${link(run, "groups", [], { q: `step=${alert.step}` })}>step ${alert.step}</a>`}</summary>
+      <summary><span class="warn">▲</span> ${alert.detector && html`<b>${alert.detector}</b> `}${alert.what} ${alert.step !== null && html`<a href=${link(run, "groups", [], { q: `step=${alert.step}` })}>step ${alert.step}</a>`}</summary>
       ${alert.why && html`<p class="muted">${alert.why}</p>`}
       <ol>${alert.causes.map((cause) => html`<li key=${cause}>${cause}</li>`)}</ol>
+      ${alert.samples.length > 0 && html`<p class="muted">Look at ${alert.samples.map((sample) => html`<a key=${`${sample.uid}#${sample.index}`} href=${link(run, "tokens", [sample.step, sample.uid, sample.index, 0])}>${sample.uid}#${sample.index}</a> `)}</p>`}
     </details>`)}
     ${alerts.length > 6 && html`<span class="muted">and ${plural(alerts.length - 6, "older alert")}</span>`}
   </section>`;

@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.agents import call, play, sample, setting
 from support.messages import mentioned, raises
 
+from hone.agents.tools.calculator import Calculator
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.trajectories import to_batch
@@ -298,3 +300,24 @@ def test_a_batch_without_identities_still_gets_a_message():
     plain = Batch({"response_ids": Ragged.from_rows([[1], [2]]), "response_mask": Ragged.from_rows([[1], [0]])})
     with raises(InvariantError, code="D-mask", where="row 1, tokens 0 to 1 of 1"):
         Invariants().check_mask(plain)
+
+
+def test_tool_tokens_in_the_loss_stop_the_run():
+    calls = lambda name, turn: call("calculator", expression="6*7") if turn == 0 else "#### 42"  # noqa: E731
+    played, _ = play(setting([Calculator()]), calls, [sample(tools=[Calculator().schema])], n=2)
+    batch, invariants = to_batch(played), Invariants()
+    invariants.check_mask(batch)
+    invariants.check_ids(batch)
+    mask = batch.ragged("response_mask")
+    given = int((mask.values == 0).sum())
+    assert given > 0
+    planted = batch.with_columns(response_mask=mask.with_values(mask.values * 0 + 1))
+    for check in (invariants.check_mask, invariants.check_ids):
+        with raises(InvariantError, f"{given} tokens in 2 rows", code="D-mask"):
+            check(planted)
+    one = mask.values.clone()
+    first = int((mask.values == 0).nonzero()[0])
+    one[first] = 1
+    with raises(InvariantError, "1 tokens in 1 rows", code="D-mask") as caught:
+        invariants.check_ids(batch.with_columns(response_mask=Ragged(one, mask.offsets)))
+    assert "row 0" in caught.value.where

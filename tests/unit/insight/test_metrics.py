@@ -136,10 +136,10 @@ def test_an_exact_name_wins_over_a_pattern():
         find_metric("val-core/x/acc/mean@many")
 
 
-def test_timing_names_are_exactly_those_measured_in_time_or_memory_and_those_of_replicas():
+def test_timing_names_are_exactly_those_measured_in_time_or_memory_replicas_and_alerts():
     units = {"s", "ms", "GB", "tokens/s/device", "share of time", "reward - time"}
     measured = {
-        s.name for s in METRICS if s.unit in units or s.name.startswith("replica/")
+        s.name for s in METRICS if s.unit in units or s.name.startswith(("replica/", "insight/"))
     }  # a free replica takes the next request
     assert {spec.name for spec in METRICS if is_timing(spec.name)} == measured
 

@@ -14,7 +14,9 @@ from starlette.testclient import TestClient
 
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
+from hone.insight.detectors.watch import Watch
 from hone.insight.run_directory import RunDirectory
+from hone.insight.run_files import read_alerts
 from hone.viewer.api import READS, WRITES, Workspace
 from hone.viewer.comparison import phrases
 from hone.viewer.export import PAGE, bundle, export, page_with
@@ -240,16 +242,22 @@ def test_an_edited_reward_scores_the_stored_answers_again(run_path: Path, tmp_pa
     assert error.value.code == "E-view-reward"
 
 
-def test_the_alerts_are_the_diagnoses_and_the_end_of_the_run(tmp_path: Path) -> None:
+def test_the_alerts_are_those_of_the_detectors_and_the_end_of_the_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "dead")
     run.start(seed=1, config_yaml="data: {max_response_length: 64}\n", command=["hone", "train"])
+    watch = Watch(run, {"data.max_response_length": 64})
     for step in range(1, 5):
-        run.log_metrics(step, {"critic/score/max": 0.0, "critic/score/min": 0.0, "response_length/clip_ratio": 0.9})
+        metrics = {"critic/score/max": 0.0, "critic/score/min": 0.0, "response_length/clip_ratio": 0.9}
+        run.log_metrics(step, metrics)
+        watch.observe(step, metrics)
     run.update_status("failed", exit_reason="out of memory", last_step=4)
     run.close()
-    found = ask(Workspace({"dead": tmp_path / "dead"}), "alerts")
-    assert [alert["step"] for alert in found] == [4, 3]
-    assert "out of memory" in found[0]["what"] and "data.max_response_length=128" in found[1]["causes"][0]
+    shown = ask(Workspace({"dead": tmp_path / "dead"}), "alerts")
+    assert shown[0]["step"] == 4 and "out of memory" in shown[0]["what"] and not shown[0]["detector"]
+    reported = read_alerts(tmp_path / "dead")
+    assert reported and [alert["detector"] for alert in shown[1:]] == [alert["detector"] for alert in reported][::-1]
+    zero = next(alert for alert in shown if alert["detector"] == "zero_reward")
+    assert "data.max_response_length=128" in zero["causes"][0]
 
 
 # access --------------------------------------------------------------------------------------------------------------

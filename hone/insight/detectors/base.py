@@ -1,0 +1,157 @@
+"""Detector of a problem in the metrics of a run, and its alert.
+
+A detector examines every step. The first step that shows its symptom opens an episode and gives one alert. The episode ends after
+``cool_down`` steps without the symptom; only then can the detector give another alert.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+Settings = Mapping[str, Any]
+"""Configuration of a run, flat: dotted key to value."""
+Metrics = Mapping[str, float]
+"""Metrics of a step."""
+
+WARNING, ERROR = "warning", "error"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Likely cause of a symptom.
+
+    Attributes:
+        evidence: what was measured, with numbers.
+        fix: what to change, with the exact keys.
+    """
+
+    evidence: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """Symptom in the metrics of a step.
+
+    Attributes:
+        severity: ``warning`` or ``error``.
+        what: the symptom, with figures.
+        causes: likely causes, the most likely first.
+    """
+
+    severity: str
+    what: str
+    causes: tuple[Cause, ...]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Report of a detector.
+
+    Attributes:
+        detector: its name.
+        step: step that showed the symptom first.
+        severity: ``warning`` or ``error``.
+        what: the symptom, with figures.
+        why: why it matters.
+        causes: likely causes, the most likely first.
+        samples: step, uid and index of samples to look at, in the archive.
+    """
+
+    detector: str
+    step: int
+    severity: str
+    what: str
+    why: str
+    causes: tuple[Cause, ...]
+    samples: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def fix(self) -> str:
+        """Return the fix of the likeliest cause."""
+        return self.causes[0].fix
+
+    def record(self) -> dict[str, Any]:
+        """Return the alert as an object of ``alerts.jsonl``, without its step."""
+        return {
+            "detector": self.detector,
+            "severity": self.severity,
+            "what": self.what,
+            "why": self.why,
+            "causes": [f"{cause.evidence}. Fix: {cause.fix}" for cause in self.causes],
+            "fix": self.fix,
+            "samples": [dict(sample) for sample in self.samples],
+        }
+
+
+def render_alert(record: Mapping[str, Any], run: str = "RUN") -> str:
+    """Return an object of ``alerts.jsonl`` as text, with the command that shows its samples.
+
+    Args:
+        record: the object, with its step.
+        run: run directory, or its name.
+    """
+    lines = [f"alert, step {record['step']}, {record['detector']} ({record['severity']}): {record['what']}."]
+    lines.append(f"  Why it matters: {record['why']}")
+    lines += [f"  {number}. {cause}" for number, cause in enumerate(record["causes"], 1)]
+    if record["samples"]:
+        first = record["samples"][0]
+        lines.append(f"  Samples: hone runs samples {run} --step {first['step']} --uid {first['uid']}")
+    return "\n".join(lines)
+
+
+class Detector(ABC):
+    """Detector of one symptom.
+
+    Args:
+        settings: configuration of the run, flat.
+
+    Attributes:
+        name: name in ``insight.stop_on`` and ``insight.ignore``.
+        question: question of a user that it answers.
+        reads: metrics that decide whether it fires; steps that have none of them are not counted.
+        fires: figures at which it fires, with their source.
+        why: why the symptom matters.
+        warm_up: steps before it can fire, counted from the start of the process.
+        cool_down: steps without the symptom that end an episode.
+        columns: columns of the archive that :meth:`concern` reads.
+    """
+
+    name: ClassVar[str]
+    question: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]]
+    fires: ClassVar[str]
+    why: ClassVar[str]
+    warm_up: ClassVar[int] = 0
+    cool_down: ClassVar[int] = 20
+    columns: ClassVar[tuple[str, ...]] = ("score",)
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._steps = 0
+        self._absent = self.cool_down
+
+    def observe(self, step: int, metrics: Metrics) -> Alert | None:
+        """Read the metrics of a step; return an alert if an episode begins."""
+        if not any(name in metrics for name in self.reads):
+            return None
+        self._steps += 1
+        symptom = self.examine(metrics)
+        if symptom is None or self._steps <= self.warm_up:
+            self._absent += 1
+            return None
+        begins, self._absent = self._absent >= self.cool_down, 0
+        if not begins:
+            return None
+        return Alert(self.name, step, symptom.severity, symptom.what, self.why, symptom.causes)
+
+    @abstractmethod
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        """Add the metrics of a step to the history, and return the symptom that they show."""
+
+    def concern(self, record: Mapping[str, Any]) -> float:
+        """Return how much a sample of the archive illustrates the symptom; the default prefers low scores."""
+        return -(record["score"] or 0.0)
