@@ -14,15 +14,15 @@ COVERAGE_METRICS = (
         "coverage/failed",
         "prompts",
         _LAST,
-        "Prompts dropped because of a failed episode.",
-        "it grows: `hone runs coverage` says whether these prompts differ from the trained ones",
+        "Prompts dropped because of a failed episode."
+        " Look when it grows: `hone runs coverage` says whether these prompts differ from the trained ones.",
     ),
     MetricSpec(
         "coverage/too_old",
         "prompts",
         _LAST,
-        "Prompts dropped because their answers exceeded the staleness bound.",
-        "it grows: long answers are dropped first; use more rollout capacity or a larger bound",
+        "Prompts dropped because their answers exceeded the staleness bound."
+        " Look when it grows: long answers are dropped first; use more rollout capacity or a larger bound.",
     ),
     MetricSpec("coverage/open", "prompts", _LAST, "Prompts without a fate: waiting, in flight, or finished."),
     *(
@@ -30,11 +30,10 @@ COVERAGE_METRICS = (
             f"coverage/{fate}_token_share",
             "fraction",
             _LAST,
-            f"Share of the sampled tokens whose prompts {became}.",
-            concern,
+            f"Share of the sampled tokens whose prompts {became}.{advice}",
         )
-        for fate, became, concern in (
-            ("trained", "were trained on", "it falls: generation is spent on answers that are dropped"),
+        for fate, became, advice in (
+            ("trained", "were trained on", " Look when it falls: generation is spent on answers that are dropped."),
             ("filtered", "a filter removed", ""),
             ("failed", "had a failed episode", ""),
             ("too_old", "exceeded the staleness bound", ""),

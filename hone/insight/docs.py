@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hone.insight.detectors import DETECTORS
 from hone.insight.metric_table import GROUPS
 from hone.insight.metrics import is_timing
 
@@ -19,6 +20,9 @@ Every step writes one JSON object to `metrics.jsonl` in the run directory; track
 values of one step (micro-batches, updates, ranks) become one number by the reduction named here: `mean` is weighted by
 tokens or sequences, `last` keeps the latest. `<x>` means any text, `<n>` a number. JSON has no numbers that
 are not finite: such a value is written as the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
+
+The last column names the detectors that act on a metric: they give an alert, and may end the run
+([detectors.md](detectors.md)). No other metric acts by itself.
 
 Two runs with one seed on one machine write the same numbers, except for metrics of wall time and memory, marked ⏱.
 """
@@ -44,21 +48,30 @@ makes is by design and is not counted.
 
 def metrics_page() -> str:
     """Return the page as Markdown."""
-    lines = [_HEAD]
+    lines, acting = [_HEAD], _detectors_by_metric()
     for title, specs in GROUPS.items():
         lines += [
             f"## {title}",
             "",
             *([_NOTES[title]] if title in _NOTES else []),
-            "| Metric | Unit | Reduction | Meaning | Look when |",
+            "| Metric | Unit | Reduction | Meaning | Detectors |",
             "|---|---|---|---|---|",
         ]
         for spec in specs:
             mark = " ⏱" if is_timing(spec.name) else ""
-            cells = [f"`{spec.name}`{mark}", spec.unit, spec.reduction.value, spec.meaning, spec.alarm]
+            cells = [f"`{spec.name}`{mark}", spec.unit, spec.reduction.value, spec.meaning, acting.get(spec.name, "")]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _detectors_by_metric() -> dict[str, str]:
+    """Return the names of the detectors that act on each metric."""
+    names = {name for detector in DETECTORS for name in detector.reads}
+    return {
+        name: ", ".join(f"`{detector.name}`" for detector in DETECTORS if name in detector.reads)
+        for name in sorted(names)
+    }
 
 
 if __name__ == "__main__":

@@ -21,15 +21,15 @@ EPISODE_METRICS = (
         "share of episodes",
         _MEAN,
         "Episodes that ended for this reason: answer, done, or the limit that they reached (tokens, context, assistant_turns, "
-        "user_turns, tool_calls, time), aborted, error.",
-        "a limit for more than a few percent: episodes are cut before they can be solved",
+        "user_turns, tool_calls, time), aborted, error."
+        " Look when a limit has more than a few percent: episodes are cut before they can be solved.",
     ),
     MetricSpec(
         "episode/error_rate",
         "share of episodes",
         _MEAN,
-        "Episodes that failed in a tool, an environment or a loop, even after retries.",
-        "> 0: read the trace in the log",
+        "Episodes that failed in a tool, an environment or a loop, even after retries."
+        " Look when > 0: read the trace in the log.",
     ),
     MetricSpec("episode/retries", "episodes", _SUM, "Episodes that were played again after an error."),
     MetricSpec(
@@ -39,8 +39,8 @@ EPISODE_METRICS = (
         "episode/tokenization/<kind>",
         "share of episodes",
         _MEAN,
-        "Episodes whose tokens differ in this way from their conversation rendered again (training uses the sampled tokens).",
-        "> 0.1: the model writes text that its chat template renders differently; see `hone data template`",
+        "Episodes whose tokens differ in this way from their conversation rendered again (training uses the sampled tokens)."
+        " Look when > 0.1: the model writes text that its chat template renders differently; see `hone data template`.",
     ),
     MetricSpec(
         "episode/sampled_tokens/mean", "tokens", _MEAN, "Tokens that the policy sampled per episode, all its segments."
@@ -59,8 +59,8 @@ EPISODE_METRICS = (
         "share of goals",
         _MEAN,
         "Share of its goals that an episode reached: the fact `goals` where the environment reports it, else 1 for an episode that "
-        "ended by itself (answer, done) with a positive reward, and 0 for others.",
-        "it stays below val-core: episodes are cut before their plan is carried out; see episode/end/<reason>",
+        "ended by itself (answer, done) with a positive reward, and 0 for others."
+        " Look when it stays below val-core: episodes are cut before their plan is carried out; see episode/end/<reason>.",
     ),
     MetricSpec("tool/calls/mean", "calls", _MEAN, "Tool calls per episode."),
     MetricSpec("tool/calls/max", "calls", _MAX, "Most tool calls in an episode."),
@@ -72,7 +72,6 @@ EPISODE_METRICS = (
         "share of calls",
         _MEAN,
         "Calls that cannot be parsed.",
-        "> 0.2: the wrong multi_turn.format, or a model that has never seen it",
     ),
     MetricSpec("tool/unknown_tool_rate", "share of calls", _MEAN, "Calls of tools that do not exist."),
     MetricSpec(
@@ -84,22 +83,21 @@ EPISODE_METRICS = (
         "tool/over_limit_rate",
         "share of calls",
         _MEAN,
-        "Calls that were not executed because of a limit; the model gets a message.",
-        "> 0.1: raise multi_turn.max_parallel_calls or max_tool_calls",
+        "Calls that were not executed because of a limit; the model gets a message."
+        " Look when > 0.1: raise multi_turn.max_parallel_calls or max_tool_calls.",
     ),
     MetricSpec(
         "tool/truncated_rate",
         "share of calls",
         _MEAN,
-        "Calls whose result was truncated.",
-        "> 0.1: raise multi_turn.max_tool_response_length",
+        "Calls whose result was truncated. Look when > 0.1: raise multi_turn.max_tool_response_length.",
     ),
     MetricSpec(
         "tool/left_out_rate",
         "share of calls",
         _MEAN,
-        "Calls whose result had images or other parts that are not text; the model gets a message that they were left out.",
-        "> 0: let the tool describe its images in words",
+        "Calls whose result had images or other parts that are not text; the model gets a message that they were left out."
+        " Look when > 0: let the tool describe its images in words.",
     ),
     MetricSpec("tool/reward/mean", "reward", _MEAN, "Reward of tools per episode."),
     MetricSpec("tool/<name>/calls", "calls", _SUM, "Calls of this tool."),
@@ -120,8 +118,8 @@ EPISODE_METRICS = (
         "agent_loop/cost_aware_reward/mean",
         "reward - time",
         _MEAN,
-        "Reward less the price of tokens and wall time (reward.episode_prices), mean over episodes with a verdict.",
-        "it falls while critic/score rises: the policy buys reward with longer episodes",
+        "Reward less the price of tokens and wall time (reward.episode_prices), mean over episodes with a verdict."
+        " Look when it falls while critic/score rises: the policy buys reward with longer episodes.",
     ),
     MetricSpec("agent_loop/slowest/seconds", "s", _MAX, "Wall time of the slowest episode."),
     MetricSpec("agent_loop/slowest/tool_calls", "s", _MAX, "Its wait for tools, environment or user."),

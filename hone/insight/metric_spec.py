@@ -26,11 +26,9 @@ class MetricSpec:
         unit: unit of the value.
         reduction: rule that combines the values of one step.
         meaning: description in a sentence.
-        alarm: when to look, and at what first; empty if no value is alarming by itself.
     """
 
     name: str
     unit: str
     reduction: Reduction
     meaning: str
-    alarm: str = ""

@@ -16,10 +16,10 @@ __all__ = ["GROUPS", "METRICS", "MetricSpec", "Reduction"]
 _SUM, _MEAN, _MAX, _MIN, _LAST = Reduction.SUM, Reduction.MEAN, Reduction.MAX, Reduction.MIN, Reduction.LAST
 
 
-def _mean_max_min(name: str, unit: str, meaning: str, alarm: str = "") -> tuple[MetricSpec, ...]:
+def _mean_max_min(name: str, unit: str, meaning: str) -> tuple[MetricSpec, ...]:
     """Declare mean, largest and smallest value of one quantity."""
     return (
-        MetricSpec(f"{name}/mean", unit, _MEAN, f"{meaning}: mean.", alarm),
+        MetricSpec(f"{name}/mean", unit, _MEAN, f"{meaning}: mean."),
         MetricSpec(f"{name}/max", unit, _MAX, f"{meaning}: largest."),
         MetricSpec(f"{name}/min", unit, _MIN, f"{meaning}: smallest."),
     )
@@ -36,8 +36,8 @@ _TRAINING = (
         "curriculum/forced",
         "stages",
         _LAST,
-        "Stages that began after max_batches of the stage before, without success.",
-        "> 0: the stage before is too hard, or its gate too high",
+        "Stages that began after max_batches of the stage before, without success."
+        " Look when > 0: the stage before is too hard, or its gate too high.",
     ),
     MetricSpec(
         "curriculum/success/<stage>", "pass rate", _LAST, "Mean pass rate of the latest groups drawn for this stage."
@@ -59,30 +59,29 @@ _TRAINING = (
         "async/age_<age>/effective_sample_share",
         "share of tokens",
         _MEAN,
-        "Effective sample size of the importance weights trainer / engine of tokens of this age, before truncation.",
-        "below 0.5: the policy moves too far for data of that age; a smaller trainer.async_training.max_staleness or learning rate",
+        "Effective sample size of the importance weights trainer / engine of tokens of this age, before truncation."
+        " Look when below 0.5: the policy moves too far for data of that age; a smaller trainer.async_training.max_staleness or learning rate.",
     ),
     MetricSpec(
         "training/staleness",
         "updates",
         _MAX,
-        "Weight versions between sampling and training, the largest of the batch; 0 means on-policy.",
-        "above the staleness bound of the run",
+        "Weight versions between sampling and training, the largest of the batch; 0 means on-policy."
+        " Look when above the staleness bound of the run.",
     ),
     MetricSpec(
         "rollout/canary_gap",
         "nats",
         _MAX,
         "Mean |log-prob gap| between the engines and the trainer on the canary prompts after a weight sync; only "
-        "where engines hold a copy of the weights.",
-        "above 10 x the value after the first weight sync",
+        "where engines hold a copy of the weights."
+        " Look when above 10 x the value after the first weight sync.",
     ),
     MetricSpec(
         "training/rollout_probs_diff_mean",
         "probability",
         _MEAN,
         "|p(engine) - p(trainer)| of the sampled tokens: mean.",
-        "> 0.005 look, > 0.01 act: dtype, stale weights, truncated sampling",
     ),
     MetricSpec("training/rollout_probs_diff_max", "probability", _MAX, "|p(engine) - p(trainer)|: largest."),
     MetricSpec(
@@ -90,7 +89,6 @@ _TRAINING = (
         "nats",
         _MEAN,
         "|log p(engine) - log p(trainer)| of the sampled tokens: mean.",
-        "a rise over the run: stale weights",
     ),
     MetricSpec("training/rollout_log_probs_diff_max", "nats", _MAX, "|log p(engine) - log p(trainer)|: largest."),
     MetricSpec("training/filter_groups/tried_groups", "groups", _SUM, "Groups generated and scored for this step."),
@@ -99,7 +97,6 @@ _TRAINING = (
         "share of groups",
         _LAST,
         "Groups of these that were replaced because all their answers are equally good.",
-        "> 0.5 look: most generated groups are dropped; choose problems of suitable difficulty",
     ),
     MetricSpec("training/filter_groups/evicted_samples", "responses", _SUM, "Responses in the replaced groups."),
     MetricSpec(
@@ -116,7 +113,6 @@ _CORRECTION = (
         "nats",
         _MEAN,
         "KL from the engine that sampled to the trainer, mean of log p(engine) - log p(trainer) of the sampled tokens.",
-        "> 0.01 look, > 0.1 act; a rise over the run: the engine drifts from the trainer",
     ),
     MetricSpec("rollout_corr/k3_kl", "nats", _MEAN, "The same KL by the k3 estimator: never negative, less noisy."),
     MetricSpec(
@@ -133,8 +129,8 @@ _CORRECTION = (
         "rollout_corr/ratio_outside",
         "share of tokens",
         _MEAN,
-        "Sampled tokens with p(trainer) / p(engine) outside [0.5, 2].",
-        "> 0.001 look, > 0.01 act: different weights or temperatures, or tokens that are not aligned",
+        "Sampled tokens with p(trainer) / p(engine) outside [0.5, 2]."
+        " Look when > 0.001: different weights or temperatures, or tokens that are not aligned.",
     ),
     MetricSpec("rollout_corr/log_ratio_abs_max", "nats", _MAX, "Largest size of that gap."),
     MetricSpec("rollout_corr/training_log_ppl", "nats", _MEAN, "Log-perplexity of the responses under the trainer."),
@@ -153,14 +149,13 @@ _CORRECTION = (
         "share of samples",
         _MEAN,
         "Kish's effective sample size of the importance weights: 1 when all are equal.",
-        "< 0.5: half the batch is wasted because weights vary; use token level or a lower threshold",
     ),
     MetricSpec(
         "rollout_corr/rollout_rs_masked_fraction",
         "share of tokens",
         _MEAN,
-        "Tokens left out of the loss by rejection.",
-        "> 0.1 look, > 0.5 act: engine and trainer disagree, or the bounds are too tight",
+        "Tokens left out of the loss by rejection."
+        " Look when > 0.1: engine and trainer disagree, or the bounds are too tight.",
     ),
     MetricSpec(
         "rollout_corr/rollout_rs_seq_masked_fraction", "share of sequences", _MEAN, "Sequences that lost a token."
@@ -196,7 +191,6 @@ _ACTOR = (
         "share of tokens",
         _MEAN,
         "Tokens whose ratio was clipped.",
-        "> 0.5: lower the learning rate or the number of updates per batch",
     ),
     MetricSpec("actor/pg_clipfrac_lower", "share of tokens", _MEAN, "Tokens at the dual-clip bound."),
     MetricSpec(
@@ -204,7 +198,6 @@ _ACTOR = (
         "nats",
         _MEAN,
         "KL from the policy that sampled to the current policy, estimated as old minus new log-prob.",
-        "> 0.1: updates are too large",
     ),
     MetricSpec("actor/ratio/mean", "ratio", _MEAN, "Ratio of the current policy to the policy that sampled: mean."),
     MetricSpec(
@@ -212,7 +205,6 @@ _ACTOR = (
         "ratio",
         _MAX,
         "That ratio: largest.",
-        "> 10: tokens are not aligned, or the learning rate is too high",
     ),
     MetricSpec("actor/kl_loss", "nats", _MEAN, "KL to the reference policy as used in the loss."),
     MetricSpec("actor/kl_coef", "weight", _LAST, "Weight of the KL term in the loss."),
@@ -221,7 +213,6 @@ _ACTOR = (
         "nats",
         _MEAN,
         "Entropy of the next-token distribution over response tokens.",
-        "a fall of more than half within 100 steps: lower the learning rate",
     ),
     MetricSpec("actor/entropy_loss", "nats", _MEAN, "Entropy as it enters the loss, aggregated like the policy loss."),
     MetricSpec("actor/loss", "loss", _MEAN, "Minimised loss: policy loss, KL term and entropy bonus together."),
@@ -230,15 +221,14 @@ _ACTOR = (
         "norm",
         _MEAN,
         "Norm of the policy's gradient before clipping, mean over the updates.",
-        "exactly 0 for two steps: nothing is learned; spikes: a bad sample or an engine mismatch",
     ),
     MetricSpec("actor/loss_scale", "factor", _LAST, "float16: factor of the policy's loss in the backward pass."),
     MetricSpec(
         "actor/overflows",
         "updates",
         _SUM,
-        "float16: updates of the policy that were skipped because a scaled gradient overflowed; the next scale is half.",
-        "in most steps: train in bfloat16",
+        "float16: updates of the policy that were skipped because a scaled gradient overflowed; the next scale is half."
+        " Look when > 0 in most steps: train in bfloat16.",
     ),
     MetricSpec("actor/lr", "rate", _LAST, "Learning rate of the policy at the last update."),
     MetricSpec("actor/reward_kl_penalty", "nats", _MEAN, "KL to the reference policy, as subtracted from the reward."),
@@ -264,15 +254,14 @@ _ACTOR = (
         "actor/rollout_rejected",
         "share of tokens",
         _MEAN,
-        "bypass_mode: tokens without gradient because policy and engine disagree on them.",
-        "> 0.1 look, > 0.5 act",
+        "bypass_mode: tokens without gradient because policy and engine disagree on them. Look when > 0.1.",
     ),
     MetricSpec(
         "actor/first_ratio_max_abs_log",
         "nats",
         _MAX,
-        "Largest |log ratio| of the step's first update against the old log-probs; 0 where the update's forward pass gave them.",
-        "> 1e-3 in float32, > 0.05 in bfloat16: tokens, masks or temperatures do not match",
+        "Largest |log ratio| of the step's first update against the old log-probs; 0 where the update's forward pass gave them."
+        " Look when > 1e-3 in float32, > 0.05 in bfloat16: tokens, masks or temperatures do not match.",
     ),
 )
 
@@ -292,8 +281,8 @@ _CRITIC = (
         "critic/overflows",
         "updates",
         _SUM,
-        "float16: updates of the critic that were skipped because a scaled gradient overflowed; the next scale is half.",
-        "in most steps: train in bfloat16",
+        "float16: updates of the critic that were skipped because a scaled gradient overflowed; the next scale is half."
+        " Look when > 0 in most steps: train in bfloat16.",
     ),
     MetricSpec("critic/lr", "rate", _LAST, "Learning rate of the critic at the last update."),
     MetricSpec(
@@ -301,7 +290,6 @@ _CRITIC = (
         "share",
         _MEAN,
         "1 - Var(returns - values) / Var(returns); 1 is a perfect critic.",
-        "< 0 after warm-up: the critic is worse than a constant; change its learning rate first",
     ),
 )
 
@@ -312,7 +300,6 @@ _SAMPLES = (
         "share of responses",
         _MEAN,
         "Responses that reached the token limit.",
-        "> 0.1 look, > 0.3 act: raise data.max_response_length",
     ),
     *_mean_max_min("prompt_length", "tokens", "Prompt length, chat template included"),
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
@@ -341,8 +328,8 @@ _SAMPLES = (
         "share of responses",
         _MEAN,
         "Responses without a verdict, which are left out of their groups and of training: scoring failed, the episode broke, or "
-        "the function returned None.",
-        "> 0: read the first traceback in the log, and reward/no_verdict/<cause>",
+        "the function returned None."
+        " Look when > 0: read the first traceback in the log, and reward/no_verdict/<cause>.",
     ),
     MetricSpec(
         "reward/no_verdict/<cause>",
@@ -362,15 +349,14 @@ _SAMPLES = (
         "share of groups",
         _MEAN,
         "Groups whose rewards are all equal; group estimators learn nothing from them.",
-        "> 0.5 look, > 0.8 act: tasks too easy or too hard, or groups too small",
     ),
     MetricSpec("reward/<term>/mean", "reward", _MEAN, "A named term that the reward function returned: mean."),
     MetricSpec(
         "invariant/<id>",
         "count",
         _SUM,
-        "Tolerated violations of an always-on invariant, e.g. `invariant/D-ratio`; each is explained in the log.",
-        "> 0",
+        "Tolerated violations of an always-on invariant, e.g. `invariant/D-ratio`; each is explained in the log."
+        " Look when > 0.",
     ),
 )
 
@@ -390,7 +376,6 @@ _TIME = (
         "share of time",
         _LAST,
         "Wall time that is neither generation, scoring, forward nor backward.",
-        "> 0.05",
     ),
     MetricSpec("perf/cpu_memory_used_gb", "GB", _MAX, "Resident memory of the process."),
     MetricSpec("perf/max_memory_allocated_gb", "GB", _MAX, "Most device memory allocated so far."),
@@ -418,8 +403,8 @@ _BALANCE = (
         "global_seqlen/balanced_imbalance",
         "ratio",
         _LAST,
-        "The same with balanced rows; ranks wait for the busiest one.",
-        "> 1.1: a single sequence is longer than a rank's share; use fewer ranks, or more sequences per step",
+        "The same with balanced rows; ranks wait for the busiest one."
+        " Look when > 1.1: a single sequence is longer than a rank's share; use fewer ranks, or more sequences per step.",
     ),
 )
 

@@ -10,16 +10,16 @@ REPLICA_METRICS = (
         "replica/<n>/throughput",
         "tokens/s",
         Reduction.LAST,
-        "Tokens that the replica sampled in the step, divided by the time in which it had requests.",
-        "one is far below the others: its cores or its GPU are shared",
+        "Tokens that the replica sampled in the step, divided by the time in which it had requests."
+        " Look when one is far below the others: its cores or its GPU are shared.",
     ),
     MetricSpec("replica/<n>/num_requests", "requests", Reduction.SUM, "Requests that it completed."),
     MetricSpec(
         "replica/<n>/queue_time",
         "s",
         Reduction.MEAN,
-        "Mean time of a request between its arrival and its start in the engine.",
-        "a large part of timing_s/gen: use more replicas, or a larger cache (max_cache_tokens)",
+        "Mean time of a request between its arrival and its start in the engine."
+        " Look when it is a large part of timing_s/gen: use more replicas, or a larger cache (max_cache_tokens).",
     ),
     MetricSpec(
         "replica/<n>/time_to_first_token",
@@ -38,8 +38,8 @@ REPLICA_METRICS = (
         "replica/<n>/num_preemptions",
         "requests",
         Reduction.SUM,
-        "Requests that were evicted from the KV cache and restarted; only from engines that report it.",
-        "> 0 in most steps: the cache is too small, raise max_cache_tokens or gpu_memory_utilization",
+        "Requests that were evicted from the KV cache and restarted; only from engines that report it."
+        " Look when > 0 in most steps: the cache is too small, raise max_cache_tokens or gpu_memory_utilization.",
     ),
     MetricSpec(
         "replica/<n>/max_concurrency",
@@ -51,15 +51,14 @@ REPLICA_METRICS = (
         "replica/<n>/num_retried",
         "requests",
         Reduction.SUM,
-        "Requests moved to another replica, because this one was lost or too slow.",
-        "> 0: see its log in engines/",
+        "Requests moved to another replica, because this one was lost or too slow."
+        " Look when > 0: see its log in engines/.",
     ),
     MetricSpec(
         "replica/<n>/num_restarts",
         "starts",
         Reduction.LAST,
-        "Restarts of its engine since the beginning of the run.",
-        "a rise: see its log in engines/",
+        "Restarts of its engine since the beginning of the run. Look when it rises: see its log in engines/.",
     ),
     MetricSpec(
         "replica/<n>/draft_acceptance",
@@ -77,21 +76,21 @@ REPLICA_METRICS = (
         "replica/<n>/weights_on_gpu_mb",
         "MiB",
         Reduction.SUM,
-        "Bytes of replica/<n>/weights_sent_mb that stayed on the GPU (cuda_ipc); the others went through the host.",
-        "0 although the engine has the trainer's GPU: the run's log says why",
+        "Bytes of replica/<n>/weights_sent_mb that stayed on the GPU (cuda_ipc); the others went through the host."
+        " Look when 0 although the engine has the trainer's GPU: the run's log says why.",
     ),
     MetricSpec(
         "replica/<n>/weights_changed",
         "share of entries",
         Reduction.MEAN,
-        "Entries of the served weights that the update changed; only with checkpoint_engine.delta.",
-        "> 0.5: whole weights are as small, so checkpoint_engine.delta=false is faster",
+        "Entries of the served weights that the update changed; only with checkpoint_engine.delta."
+        " Look when > 0.5: whole weights are as small, so checkpoint_engine.delta=false is faster.",
     ),
     MetricSpec(
         "replica/<n>/weights_refused",
         "weights",
         Reduction.SUM,
-        "Weights with wrong values after their delta, which were sent whole; only with checkpoint_engine.delta.",
-        "> 0: bytes are lost in transfer, or another program sends weights to the same server",
+        "Weights with wrong values after their delta, which were sent whole; only with checkpoint_engine.delta."
+        " Look when > 0: bytes are lost in transfer, or another program sends weights to the same server.",
     ),
 )

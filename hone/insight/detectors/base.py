@@ -112,6 +112,7 @@ class Detector(ABC):
     Attributes:
         name: name in ``insight.stop_on`` and ``insight.ignore``.
         question: question of a user that it answers.
+        changes: what its alerts advise to change, in order, as Markdown.
         reads: metrics that decide whether it fires; steps that have none of them are not counted.
         fires: figures at which it fires, with their source.
         why: why the symptom matters.
@@ -122,6 +123,7 @@ class Detector(ABC):
 
     name: ClassVar[str]
     question: ClassVar[str]
+    changes: ClassVar[str]
     reads: ClassVar[tuple[str, ...]]
     fires: ClassVar[str]
     why: ClassVar[str]

@@ -18,6 +18,7 @@ class ZeroGradient(Detector):
 
     name = "zero_gradient"
     question = "The loss is 0: is that normal?"
+    changes = "`rollout.n`, `optim.lr`, `rollout_correction.rollout_rs`, masks"
     reads = ("actor/grad_norm",)
     fires = (
         "the gradient norm is exactly 0 in 2 steps in a row (proposal), and the rewards of the steps differ or never differed; a "
@@ -69,6 +70,7 @@ class GradientSpike(Detector):
 
     name = "gradient_spike"
     question = "Why does the gradient spike?"
+    changes = "`rollout_correction.rollout_is`; the order above; `optim.clip_grad`"
     reads = ("actor/grad_norm", "train/grad_norm")
     fires = (
         "the norm before clipping is not finite; or it is 3 standard deviations above the mean of the first 20 steps (rlwatch: frozen "
@@ -120,7 +122,15 @@ class EngineMismatch(Detector):
 
     name = "engine_mismatch"
     question = "Do engine and trainer disagree?"
-    reads = ("training/rollout_probs_diff_mean", "rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size")
+    changes = "stale weights (D-sync), `async_training.max_staleness`, dtypes, `rollout.keep_support`, `rollout_correction.rollout_is`"
+    reads = (
+        "training/rollout_probs_diff_mean",
+        "training/rollout_log_probs_diff_mean",
+        "rollout_corr/kl",
+        "rollout_corr/chi2_token",
+        "rollout_corr/rollout_is_mean",
+        "rollout_corr/rollout_is_eff_sample_size",
+    )
     fires = (
         "in 3 steps in a row: mean |p(engine) - p(trainer)| above 0.01 with fresh weights (verl FAQ: a problem); or "
         "|rollout_corr/kl| above 0.1, chi2_token above 1, mean weight outside 0.5 to 2, or effective sample share below 0.3 (verl's "
@@ -197,6 +207,7 @@ class CriticLag(Detector):
 
     name = "critic_lag"
     question = "Does the critic lag?"
+    changes = "`critic.cliprange_value`, `critic.optim.lr`, `trainer.critic_warmup`, the scale of the reward"
     reads = ("critic/vf_explained_var", "critic/vf_loss")
     fires = (
         "after 20 steps the mean explained variance of 10 steps is below 0 (proposal); or the value loss is not finite"

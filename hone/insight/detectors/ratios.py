@@ -30,6 +30,7 @@ class RatioExplosion(_Moves):
 
     name = "ratio_explosion"
     question = "Why does the ratio explode?"
+    changes = "tokens and masks of a loop of your own, `rollout_correction.rollout_is`, `async_training.max_staleness`; then the order above, with a tenth of the rate"
     reads = ("actor/ratio/mean", "actor/ratio/max")
     fires = (
         "the mean ratio is outside 0.5 to 2 or a token's ratio is above 1000 (TRL: too drastic), or above 20 (verl notes: broken) in 3 "
@@ -88,6 +89,7 @@ class ClipFraction(_Moves):
 
     name = "clip_fraction"
     question = "Are too many tokens clipped?"
+    changes = "the order above"
     reads = ("actor/pg_clipfrac",)
     fires = "more than 0.5 (error: 0.8) of the tokens are clipped in 3 steps in a row (agent-loop notes: above 0.5 is too aggressive)"
     why = "clipped tokens have no gradient: most of the batch teaches nothing"
@@ -112,6 +114,7 @@ class PolicyKL(_Moves):
 
     name = "policy_kl"
     question = "Is a step too large?"
+    changes = "the order above"
     reads = ("actor/ppo_kl",)
     fires = (
         "|KL of the old and the new policy| is above 0.1 (error: 0.5) in 3 steps in a row (agent-loop notes: below 0.1)"
@@ -136,6 +139,7 @@ class ReferenceKL(_Moves):
 
     name = "reference_kl"
     question = "Why does the KL to the reference blow up?"
+    changes = "the order above, with a larger KL weight before the rate"
     reads = ("actor/kl_loss", "actor/reward_kl_penalty")
     fires = (
         "in 3 steps in a row the KL is above 0.01, 2 x the mean of the last 100 steps and 3 (error: 4.5) standard deviations over it "

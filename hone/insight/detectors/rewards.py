@@ -16,6 +16,7 @@ class ZeroReward(Detector):
 
     name = "zero_reward"
     question = "Why is the reward 0 from the start?"
+    changes = "what the figures show: the limit that cuts responses (`data.max_response_length`, `multi_turn.max_*`), `reward.scorer`, `multi_turn.format`, `data.sampler.name=stages`"
     reads = ("critic/score/max", "critic/score/min")
     fires = "every score of 3 steps in a row is 0 (proposal)"
     why = "all advantages are 0, so these steps teach nothing"
@@ -43,6 +44,7 @@ class FlatReward(Detector):
 
     name = "flat_reward"
     question = "Why is the reward flat?"
+    changes = "difficulty of the rows, `algorithm.filter_groups.enable`, `rollout.n`, the KL weight, `optim.lr`"
     reads = ("reward/zero_std_group_ratio", "training/filter_groups/evicted_ratio")
     fires = (
         "over 20 steps more than 0.5 (error: 0.8) of the groups have equal rewards (proposal), the reward does not rise by its "
@@ -104,6 +106,7 @@ class AdvantageShift(Detector):
 
     name = "advantage_shift"
     question = "Are the advantages odd?"
+    changes = "bounds of reward terms, `algorithm.norm_adv_by_std_in_grpo`, `optim.lr`"
     reads = ("critic/advantages/max", "critic/advantages/min")
     fires = (
         "3 steps in a row the range of advantages exceeds 3 x the median of the 50 steps before (rlwatch: std ratio 3)"
@@ -151,6 +154,7 @@ class RewardHacking(Detector):
 
     name = "reward_hacking"
     question = "Is the reward hacked?"
+    changes = "terms of the reward, `reward.overlong_buffer.enable`, `use_kl_loss`, `optim.lr`"
     reads = ("critic/score/mean",)
     fires = (
         "since the best validation the training score rose by more than 0.1 of its range (rlwatch: drift 0.1) and the held-out score "

@@ -19,6 +19,7 @@ class ToolCalls(Detector):
 
     name = "tool_calls"
     question = "Do tool calls work?"
+    changes = "`multi_turn.format`, the tools, `multi_turn.max_tool_response_length`, `max_parallel_calls`, `use_kl_loss`, `optim.lr`"
     reads = ("tool/calls/mean", *_UNREADABLE)
     fires = (
         "in 3 steps in a row more calls than in the best 5 steps so far are unreadable or fail, by 10 points (proposal; error: 50 points); "
@@ -79,7 +80,8 @@ class SlowSteps(Detector):
 
     name = "slow_steps"
     question = "Why is it slow?"
-    reads = ("perf/throughput",)
+    changes = "`reward.num_workers`, `rollout.max_cache_tokens`, `async_training.max_staleness`, `multi_turn.max_episode_seconds`"
+    reads = ("perf/throughput", "perf/driver_overhead_ratio")
     fires = (
         "the median throughput of 10 steps is below a tenth of that of steps 2 to 21 (proposal; other load slows a shared machine less); or over 10 "
         "steps scoring and the driver take more than half of the step (proposal), and a step takes more than 10 s"
@@ -94,7 +96,7 @@ class SlowSteps(Detector):
         self._first = True
 
     def examine(self, metrics: Metrics) -> Symptom | None:
-        speed, seconds = metrics["perf/throughput"], metrics.get("perf/time_per_step", 0.0)
+        speed, seconds = metrics.get("perf/throughput", 0.0), metrics.get("perf/time_per_step", 0.0)
         if self._first:  # the first step compiles and fills caches
             self._first = False
             return None
@@ -155,6 +157,7 @@ class MemoryGrowth(Detector):
 
     name = "memory_growth"
     question = "Does memory creep?"
+    changes = "`ppo_max_token_len_per_gpu` (device), `reward.memory_mb`, verifiers and callbacks that keep objects"
     reads = ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb")
     fires = "after 30 steps memory grows in each quarter of 20 steps, by more than 0.5 % a step in all (proposal) and 0.5 GB"
     why = "the run ends out of memory, at a step that the growth predicts"

@@ -36,6 +36,7 @@ class EntropyCollapse(_Entropy):
 
     name = "entropy_collapse"
     question = "Does the entropy collapse?"
+    changes = "the order above, with `clip_ratio_high=0.28` before the rate; `algorithm.filter_groups.enable`"
     fires = (
         "the mean of 10 steps is less than 0.5 (error: 0.2) of the mean of the first 20 steps (proposal; absolute floors differ by "
         "model), and the reward neither rose over 40 steps nor is near the best score"
@@ -82,6 +83,7 @@ class EntropyRise(_Entropy):
 
     name = "entropy_rise"
     question = "Why does the entropy rise?"
+    changes = "`entropy_coeff`, `reward.overlong_buffer.enable`; then the order above"
     fires = "the mean of 10 steps exceeds 2 x the mean of the first 20 steps and 0.1 nats (proposal), and the reward does not rise"
     why = "the policy becomes random: long repetitive text follows"
     floor = 0.1
@@ -113,7 +115,10 @@ class ResponseLength(Detector):
 
     name = "response_length"
     question = "Why do responses get long, short or cut?"
-    reads = ("response_length/mean",)
+    changes = (
+        "`data.max_response_length`, `reward.overlong_buffer.enable`, terms of the reward, `optim.lr`, `loss_agg_mode`"
+    )
+    reads = ("response_length/mean", "response_length/clip_ratio")
     fires = (
         "more than 0.1 (error: 0.3) of the responses of 10 steps are cut; or after 10 steps their mean length grew or fell by half in 20 steps; the "
         "reward does not rise meanwhile (proposals)"

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hone.config.keys import documentation
 from hone.config.trees import TREES
 from hone.insight.detectors import DETECTORS
 from hone.insight.detectors.base import Alert, Cause, Detector, Symptom
+from hone.insight.detectors.page import detectors_page
 from hone.insight.detectors.watch import Watch, diagnose_run
 from hone.insight.metrics import is_declared
 from hone.insight.run_directory import RunDirectory
@@ -43,7 +45,7 @@ SETTINGS = {
 }
 
 
-def healthy(seed: int, steps: int = STEPS) -> list[dict[str, float]]:
+def healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
     """Return the metrics of a run that learns: noise of some percent, spikes of a factor of three, a reward that saturates."""
     draw = random.Random(seed)
     rows = []
@@ -152,7 +154,7 @@ KEYS = {
 """Part of a fix that the alert of each detector must name."""
 
 
-def with_fault(name: str, seed: int = 0) -> list[dict[str, float]]:
+def with_fault(name: str, seed: int = 0) -> list[dict[str, Any]]:
     """Return a healthy series whose later steps have the fault of a detector."""
     rows = healthy(seed)
     return [row if row["step"] < FAULT else row | FAULTS[name](row, row["step"] - FAULT) for row in rows]
@@ -363,3 +365,8 @@ def test_an_alert_names_the_samples_of_the_nearest_archived_step(tmp_path: Path)
         (4, "train:2", 4),
         (4, "train:0", 4),
     ]
+
+
+def test_the_page_is_up_to_date():
+    page = Path(__file__).parents[3] / "docs" / "detectors.md"
+    assert page.read_text(encoding="utf-8") == detectors_page(), "run scripts/make_docs"

@@ -1,0 +1,64 @@
+"""The page ``docs/detectors.md``, generated from the detectors by ``scripts/make_docs``."""
+
+from __future__ import annotations
+
+from hone.errors import EXIT_STOPPED
+from hone.insight.detectors import DETECTORS
+
+_HEAD = f"""# Detectors
+
+<!-- Generated from hone/insight/detectors by scripts/make_docs. Do not edit. -->
+
+Every run of `hone train`, `hone sft`, `hone prefer` and `hone reward-model` reads the metrics of each step by the detectors below. A
+detector answers one question. The first step that shows its symptom gives one alert; the detector is then silent until the symptom has been
+absent for 20 steps. An alert says what was seen in figures, why it matters, the likely causes in order with the exact keys to
+change, and which samples of the archive show it.
+
+An alert is logged, written to `alerts.jsonl` in the run directory (one JSON object a line: `step`, `detector`, `severity`, `what`, `why`,
+`causes`, `fix`, `samples` with `step`, `uid` and `index`), counted in `run.json`, and counted for trackers as `insight/alerts`. The samples
+are those of its step, or of the nearest step in the archive. `hone runs samples RUN --step N --uid UID` prints them.
+
+```bash
+hone runs alerts RUN        # what the run reported; --json for programs
+hone runs diagnose RUN      # run all detectors over the metrics of any run
+```
+
+| Key | Effect |
+|---|---|
+| `insight.stop_on=[zero_reward,ratio_explosion]` | an alert of these ends the run after its step: the state is saved, the status is `interrupted`, the exit code {EXIT_STOPPED}, and the same command resumes the run |
+| `insight.ignore=[slow_steps]` | these do not run |
+
+A resumed or restarted run begins with new detectors: warm-up and baselines start again, and a symptom that lasts is reported once more.
+
+Detectors do not see a run without progress: the watchdog (`trainer.watchdog_seconds`) ends it ([failures.md](failures.md)). Errors
+that need no history, such as tokens with a wrong mask, are invariants and stop the run at once.
+
+## The order of changes
+
+Alerts about an unstable policy advise changes in one order, and leave out what does not apply:
+
+1. batches: fewer updates a batch (`ppo_epochs`, `ppo_mini_batch_size`)
+2. clip and KL: `clip_ratio_high`, `use_kl_loss` or the weight of the KL
+3. learning rate and warm-up: `optim.lr` halved, `optim.lr_warmup_steps`
+4. loss mode: `policy_loss.loss_mode`, `loss_agg_mode`
+
+Change one thing at a time, and compare with `hone runs compare`.
+
+## The table
+
+A figure marked *proposal* is Hone's; the others name their source. Most are relative to the run's earlier steps, because absolute figures differ
+between models. Each detector is tested on an injected fault, on random healthy series, and on recorded runs of the examples. They find faults
+after they begin; they do not predict them.
+
+| Detector | Question | Fires when | After step | What to change, in order |
+|---|---|---|---|---|
+"""
+
+
+def detectors_page() -> str:
+    """Return the page as Markdown."""
+    rows = [
+        " | ".join((f"| `{d.name}`", d.question, d.fires.replace("|", "\\|"), str(d.warm_up), f"{d.changes} |"))
+        for d in DETECTORS
+    ]
+    return _HEAD + "\n".join(rows) + "\n"
