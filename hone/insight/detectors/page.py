@@ -18,6 +18,7 @@ An alert is logged, written to `alerts.jsonl` in the run directory (one JSON obj
 `causes`, `fix`, `samples` with `step`, `uid` and `index`), counted in `run.json`, and counted for trackers as `insight/alerts`. The samples
 are those of its step, or of the nearest step in the archive. `hone runs samples RUN --step N --uid UID` prints them.
 
+<!-- not run by tests: RUN is a run of yours -->
 ```bash
 hone runs alerts RUN        # what the run reported; --json for programs
 hone runs diagnose RUN      # run all detectors over the metrics of any run
