@@ -60,6 +60,9 @@ class RunConfig:
     """Seconds without progress in any process after which the run counts as hung. Stacks and a report of which process waits for
     which are written to hangs/ in the run directory, and the run ends with exit code 3, or restarts its workers. 0 switches it
     off. Keep it below the timeout of collectives."""
+    timeline: bool = True
+    """Record what each process did and waited for, and when, in timeline/ of the run directory (at most 16 MB per process), for
+    `hone profile RUN --trace FILE`."""
 
 
 @dataclass

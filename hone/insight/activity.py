@@ -2,6 +2,7 @@
 
         <run>/activity/<name>.<pid>.activity     one memory-mapped page per process, overwritten in place
         <run>/activity/<name>.<pid>.stacks       its Python stacks, written on request (see hone.insight.stacks)
+        <run>/activity/timeline                  exists while processes also record what they finished (see hone.insight.timeline)
 
 A process names itself once (:func:`begin`), and then describes its work around the work itself:
 
@@ -32,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hone.insight import stacks
+from hone.insight import stacks, timeline
 
 FOLDER = "activity"
 _PAGE = 4096
@@ -43,6 +44,7 @@ _SLOT = struct.Struct("<QI")  # version and length of the text that follows
 _SLOT_BYTES = (_PAGE - _HEAD.size) // 2
 _TEXT_BYTES = _SLOT_BYTES - _SLOT.size - _VERSION.size
 _STAGE = "_hone_stage"
+_TIMELINE = "timeline"  # file of the folder; it exists while processes record their timelines
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class _Publisher:
         self._identity: dict[str, object] = {}
         self._ticks = self._version = 0
         self._files: list[Path] = []
+        self._recorder: timeline.Recorder | None = None
 
     def begin(self, directory: Path, role: str, rank: int | None, log: str | None) -> None:
         self.end()
@@ -159,7 +162,17 @@ class _Publisher:
                 "log": log,
             }
             self._write()
+        if (directory / _TIMELINE).exists():
+            self.record()
         stacks.answer_requests(path.with_suffix(".stacks"))
+
+    def record(self) -> None:
+        """Append every span that ends from now on to the timeline of this process."""
+        folder = self._files[0].parent.parent / timeline.FOLDER
+        folder.mkdir(exist_ok=True)
+        process = {key: self._identity[key] for key in ("role", "rank", "pid", "host")}
+        with self._lock:
+            self._recorder = timeline.Recorder(folder / f"{self._files[0].stem}.jsonl", process)
 
     @property
     def stage(self) -> str:
@@ -175,6 +188,9 @@ class _Publisher:
             if isinstance(self._page, mmap.mmap):
                 self._page.close()
             self._page, files, self._files = bytearray(_PAGE), self._files, []
+            if self._recorder is not None:
+                self._recorder.write()
+                self._recorder = None
         if files:
             stacks.stop_answering()
         for file in files:
@@ -193,6 +209,8 @@ class _Publisher:
         with self._lock:
             self._spans = [other for other in self._spans if other is not span]
             self._write()
+            if self._recorder is not None:
+                self._recorder.add(span.what, span.since, span.thread, span.waits)
 
     def _write(self) -> None:
         """Write the whole record into the slot that is not in use, then name it as the current one.
@@ -238,6 +256,15 @@ def clear(directory: Path) -> None:
     for path in directory.glob("*.activity"):
         path.with_suffix(".stacks").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
+    (directory / _TIMELINE).unlink(missing_ok=True)
+
+
+def record_timeline() -> None:
+    """Record the timeline of this process, which publishes, and of every process that begins to publish after it."""
+    directory = _publisher.folder
+    if directory is not None:
+        (directory / _TIMELINE).touch()
+        _publisher.record()
 
 
 def forget(pid: int) -> None:

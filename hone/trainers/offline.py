@@ -118,7 +118,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         started, metrics = time.perf_counter(), MetricStore()
         torch.manual_seed(derive_seed(self.config.trainer.seed, "step", self.step))
         batch = self.prepare(self.batch([self.dataset[row] for row in self.sampler.next_batch()]), metrics)
-        with metrics.timer("update_actor"):
+        with activity.doing("update_actor"), metrics.timer("update_actor"):
             result = self.engine.train_batch(batch, self.objective, step=self.step - 1)
         update_metrics(metrics, [result], "train", self.engine.learning_rate(self.step - 1))
         tokens = float(batch.ragged("prompt_ids").lengths.sum() + batch.ragged("response_ids").lengths.sum())
@@ -126,7 +126,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         metrics.add("training/global_step", self.step)
         metrics.add("training/epoch", self.sampler.epoch)
         if self.validation is not None and self.session.due(self.config.trainer.test_freq, self.step):
-            with metrics.timer("testing"):
+            with activity.doing("testing"), metrics.timer("testing"):
                 for name, value in self.validate().items():
                     metrics.add(name, value)
         memory_metrics(metrics)

@@ -21,7 +21,7 @@ from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
 from hone.errors import EXIT_STOPPED, HoneError
-from hone.insight import activity
+from hone.insight import activity, timeline
 from hone.insight.compare import flatten
 from hone.insight.detectors.watch import Watch
 from hone.insight.redaction import hide_variables
@@ -72,6 +72,10 @@ class RunSession:
         self._watchdog = self._watch(on_hang)
         self.checkpoints = RunCheckpoints(config, self.directory)
         self.resumed_from = self.checkpoints.resumed_from
+        if self.resumed_from is None:
+            timeline.clear(self.directory.path)
+        if self.trainer.timeline:
+            activity.record_timeline()
         self.total_steps = 0
         self.rewards: dict[str, str] = {}
         self.agent_contract: dict[str, str] = {}
