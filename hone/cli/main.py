@@ -45,6 +45,7 @@ COMMANDS = {
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),
+    "profile": Entry("hone.cli.profile", "Show where the time of a run goes, and what to change first."),
     "runs": Entry("hone.cli.runs", "List, show, compare and bisect runs; sheets and samples."),
     "twins": Entry("hone.cli.twins", "Train two configurations in pairs until one is better, or they are equal."),
     "sweep": Entry("hone.cli.sweep", "Train a grid or random draws of a configuration, and rank them."),
