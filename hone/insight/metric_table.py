@@ -377,6 +377,12 @@ _TIME = (
         _LAST,
         "Wall time that is neither generation, scoring, forward nor backward.",
     ),
+    MetricSpec(
+        "perf/idle/<role>",
+        "share of time",
+        _LAST,
+        "Share of the step in which the model of a role (actor, reference, critic) does not compute, in its busiest process.",
+    ),
     MetricSpec("perf/cpu_memory_used_gb", "GB", _MAX, "Resident memory of the process."),
     MetricSpec("perf/max_memory_allocated_gb", "GB", _MAX, "Most device memory allocated so far."),
 )

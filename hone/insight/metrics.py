@@ -34,6 +34,7 @@ TIMING_PREFIXES = (
     "perf/time_per_step",
     "perf/throughput",
     "perf/driver_overhead_ratio",
+    "perf/idle/",
     "agent_loop/",
     "replica/",
     "insight/",

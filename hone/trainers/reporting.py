@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -131,19 +131,22 @@ def memory_metrics(metrics: MetricStore) -> None:
         metrics.add("perf/max_memory_allocated_gb", torch.cuda.max_memory_allocated() / 2**30)
 
 
-def overhead_metrics(metrics: MetricStore, seconds: float, model: float) -> None:
-    """Add step time, throughput, and the share of time outside generation, models and rewards.
+def overhead_metrics(metrics: MetricStore, seconds: float, models: Mapping[str, float]) -> None:
+    """Add step time, throughput, the share of time outside generation, models and rewards, and the idle share of each model.
 
     Args:
         seconds: seconds of the step.
-        model: seconds in which models computed.
+        models: seconds in which the model of each role computed.
     """
     reduced = metrics.reduce()
-    busy = model + reduced.get("timing_s/gen", 0.0) + reduced.get("timing_s/reward", 0.0)
+    busy = sum(models.values()) + reduced.get("timing_s/gen", 0.0) + reduced.get("timing_s/reward", 0.0)
     metrics.add("timing_s/step", seconds)
     metrics.add("perf/time_per_step", seconds)
     metrics.add("perf/throughput", reduced["perf/total_num_tokens"] / seconds)
     metrics.add("perf/driver_overhead_ratio", max(0.0, 1 - busy / seconds))
+    for role, computed in models.items():
+        if computed > 0:  # a reference that is the actor without its adapter counts as the actor
+            metrics.add(f"perf/idle/{role}", max(0.0, 1 - computed / seconds))
 
 
 def sample_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:

@@ -459,12 +459,13 @@ class RLTrainer:
             metrics |= await self.validate(self.step)
         return metrics
 
-    async def _busy_seconds(self) -> float:
-        """Return the seconds in which models computed in this step."""
-        pending: list[Awaitable[float]] = [
-            role.take_busy_seconds() for role in (self.actor, self.reference, self.critic) if role is not None
-        ]
-        return sum([await seconds for seconds in pending])
+    async def _busy_seconds(self) -> dict[str, float]:
+        """Return the seconds in which the model of each role computed in this step."""
+        roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
+        pending: dict[str, Awaitable[float]] = {
+            name: role.take_busy_seconds() for name, role in roles.items() if role is not None
+        }
+        return {name: await seconds for name, seconds in pending.items()}
 
     async def validate(self, step: int) -> dict[str, float]:
         """Answer the validation prompts with the weights of a step; return the metrics, empty without a dataset."""
