@@ -10,7 +10,7 @@ from hone.config.trees import TREES, AnyConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.preflight.rules import Finding, error, rule
 
-_TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_TRACKER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}
 
 
 @rule("R11", RLConfig)

@@ -18,7 +18,7 @@ from hone.cluster.watchdog import Hang, Watchdog, end_run
 from hone.config import to_yaml
 from hone.config.environment import environment_variables
 from hone.config.fields import AFTER_EACH_EPOCH
-from hone.config.run import RunConfig
+from hone.config.run import RunConfig, TrainerConfig
 from hone.config.trees import AnyConfig
 from hone.errors import EXIT_STOPPED, HoneError
 from hone.insight import activity, timeline
@@ -123,6 +123,7 @@ class RunSession:
             experiment=self.trainer.experiment_name,
             config_yaml=config_yaml,
             total_steps=total_steps,
+            samples=self.trainer.log_rollout_samples if isinstance(self.trainer, TrainerConfig) else 0,
         )
         self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         if self.resumed_from:
@@ -156,6 +157,7 @@ class RunSession:
         if seconds := self.checkpoints.take_seconds():
             metrics = {**metrics, "timing_s/save_checkpoint": seconds}
         self.trackers.log(step, metrics)
+        self.trackers.alerts(step, [alert.record() for alert in alerts])
         if self._callbacks.step(step, metrics):
             self._stopped_by_callback = True
 

@@ -24,6 +24,8 @@ ADAPTERS = {
     "torch.utils.tensorboard": ("insight/trackers/tensorboard.py",),
     "wandb": ("insight/trackers/wandb.py",),
     "mlflow": ("insight/trackers/mlflow.py",),
+    "trackio": ("insight/trackers/trackio.py",),
+    "swanlab": ("insight/trackers/swanlab.py",),
     "math_verify": ("rewards/scorers/math_answer.py",),
     "reasoning_gym": ("rewards/scorers/gym.py", "data/tasks/reasoning_gym.py", "agents/environments/reasoning_gym.py"),
 }

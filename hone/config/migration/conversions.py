@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from hone.config.migration.entries import Others, Refused
 
-_TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
-_MISSING_TRACKERS = ("swanlab", "vemlp_wandb", "clearml", "trackio")
+_TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+_MISSING_TRACKERS = ("vemlp_wandb", "clearml")
 _ALWAYS_WRITTEN = ("file", "jsonl")
 """Trackers whose work is always done: every run writes metrics.jsonl."""
 _KEEP: Any = object()

@@ -1,4 +1,4 @@
-"""Trackers of metrics with one interface: metrics.jsonl, the terminal, TensorBoard, wandb, mlflow.
+"""Trackers of metrics with one interface: metrics.jsonl, the terminal, TensorBoard, wandb, mlflow, trackio, swanlab.
 
 >>> trackers = build_trackers(["console"], run_dir=run, project="hone", experiment="demo",     # doctest: +SKIP
 ...                           config_yaml=text, total_steps=100)
@@ -10,7 +10,10 @@ from hone.insight.trackers.base import TRACKERS, CompositeTracker, RunInfo, Trac
 from hone.insight.trackers.console import ConsoleTracker
 from hone.insight.trackers.jsonl import JsonlTracker
 from hone.insight.trackers.mlflow import MlflowTracker
+from hone.insight.trackers.shown import Rollouts
+from hone.insight.trackers.swanlab import SwanLabTracker
 from hone.insight.trackers.tensorboard import TensorBoardTracker
+from hone.insight.trackers.trackio import TrackioTracker
 from hone.insight.trackers.wandb import WandbTracker
 
 __all__ = [
@@ -19,9 +22,12 @@ __all__ = [
     "ConsoleTracker",
     "JsonlTracker",
     "MlflowTracker",
+    "Rollouts",
     "RunInfo",
+    "SwanLabTracker",
     "TensorBoardTracker",
     "Tracker",
+    "TrackioTracker",
     "WandbTracker",
     "build_trackers",
 ]

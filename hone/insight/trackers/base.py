@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import tempfile
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,23 +20,33 @@ from typing import Any, Protocol
 import yaml
 
 from hone.errors import ConfigError, HoneError
-from hone.insight.redaction import redact_tree
+from hone.insight.redaction import redact_credentials, redact_tree
 from hone.insight.run_directory import RunDirectory
+from hone.insight.trackers.shown import NewRollouts, Rollouts, draw_curves
 from hone.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Receiver of the metrics of one run."""
+    """Receiver of the metrics of one run, and of what else its service can show; the default ignores the rest."""
 
+    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive metrics of a step. Steps do not decrease; a validation that ends after its step has a call of its own."""
-        ...
 
+    def rollouts(self, rollouts: Rollouts) -> None:
+        """Receive sampled rollouts of a step; the step may be earlier than the last one that was logged."""
+
+    def alert(self, step: int, alert: Mapping[str, Any]) -> None:
+        """Receive an alert of a detector, as ``alerts.jsonl`` has it."""
+
+    def picture(self, file: Path) -> None:
+        """Receive the curves of the run as a PNG, before the end; the file is removed afterwards."""
+
+    @abstractmethod
     def finish(self, status: str) -> None:
         """Flush and close; ``status`` is ``finished``, ``interrupted`` or ``failed``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,9 @@ class RunInfo:
         return redact_tree(yaml.safe_load(self.config_yaml) or {})
 
 
+SAMPLES = 8
+"""Sequences of a step that trackers show by default."""
+
 TRACKERS: Registry[Callable[[RunInfo], Tracker]] = Registry("tracker", key="trainer.logger")
 """Tracker factories by the name that trainer.logger lists."""
 
@@ -72,10 +87,16 @@ def build_trackers(
     experiment: str,
     config_yaml: str,
     total_steps: int,
+    samples: int | None = SAMPLES,
 ) -> CompositeTracker:
     """Build the trackers called ``names``, plus the one of ``metrics.jsonl``.
 
     On resume, rewind the run directory first: trackers continue from its last step.
+
+    Args:
+        names: names of trackers.
+        run_dir, project, experiment, config_yaml, total_steps: see :class:`RunInfo`.
+        samples: sequences of a step that trackers show; None for all in the archive.
 
     Raises:
         ConfigError: a tracker does not exist, its package is not installed, or it cannot start.
@@ -87,7 +108,7 @@ def build_trackers(
     }  # unknown names raise before any tracker starts
     record = TRACKERS.get("jsonl")(info)
     others = {name: _start(name, factory, info) for name, factory in factories.items() if name != "jsonl"}
-    return CompositeTracker(record, others)
+    return CompositeTracker(record, others, info, samples)
 
 
 def _start(name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> Tracker:
@@ -112,33 +133,88 @@ class CompositeTracker:
     Args:
         record: writes ``metrics.jsonl``.
         others: other trackers by name.
+        info: the run, whose rollouts and curves are shown; None shows metrics and alerts alone.
+        samples: sequences of a step that are shown; None for all in the archive.
 
     Attributes:
         errors: failed calls by tracker name.
     """
 
-    def __init__(self, record: Tracker, others: Mapping[str, Tracker]) -> None:
-        self._record, self._trackers = record, dict(others)
+    def __init__(
+        self,
+        record: Tracker,
+        others: Mapping[str, Tracker],
+        info: RunInfo | None = None,
+        samples: int | None = SAMPLES,
+    ) -> None:
+        self._record, self._trackers, self._info = record, dict(others), info
         self.errors: Counter[str] = Counter()
         self._finished = False
+        self._new = NewRollouts(info.run_dir, samples) if info and self._showing("rollouts") else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step to all trackers."""
+        """Log the metrics of a step to all trackers, and the rollouts that the run has written since the last call."""
         self._record.log(step, metrics)
         for name, tracker in self._trackers.items():
             self._guarded(name, tracker.log, step, metrics)
+        self._show_rollouts()
+
+    def alerts(self, step: int, alerts: Sequence[Mapping[str, Any]]) -> None:
+        """Show alerts of detectors, as ``alerts.jsonl`` has them; credentials in their texts are hidden."""
+        for alert in alerts:
+            shown = {key: redact_credentials(text) if isinstance(text, str) else text for key, text in alert.items()}
+            shown["causes"] = [redact_credentials(cause) for cause in alert["causes"]]
+            for name, tracker in self._showing("alert").items():
+                self._guarded(name, tracker.alert, step, shown)
 
     def finish(self, status: str) -> None:
-        """Close all trackers and report how many calls failed. A second call does nothing."""
+        """Show the last rollouts and the curves, close all trackers, and report how many calls failed.
+
+        A second call does nothing.
+        """
         if self._finished:
             return
         self._finished = True
+        self._show_rollouts()
+        self._show_curves()
         for name, tracker in self._trackers.items():
             self._guarded(name, tracker.finish, status)
         self._record.finish(status)
         if self.errors:
             counts = ", ".join(f"{name}: {count}" for name, count in sorted(self.errors.items()))
             logger.warning("tracker errors: %s (metrics.jsonl is complete)", counts)
+
+    def _showing(self, kind: str) -> dict[str, Tracker]:
+        """Return the trackers whose service shows a kind of thing: those that override the method of that name."""
+        overridden = {name: getattr(type(tracker), kind, None) for name, tracker in self._trackers.items()}
+        return {
+            name: self._trackers[name]
+            for name, method in overridden.items()
+            if method not in (None, getattr(Tracker, kind))
+        }
+
+    def _show_rollouts(self) -> None:
+        if self._new is None:
+            return
+        try:
+            for rollouts in self._new.take():
+                for name, tracker in self._showing("rollouts").items():
+                    self._guarded(name, tracker.rollouts, rollouts)
+        except (HoneError, OSError) as error:  # a damaged file of the archive
+            logger.warning("trackers do not show rollouts of a step: %s", error)
+
+    def _show_curves(self) -> None:
+        showing = self._showing("picture")
+        if not showing or self._info is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                picture = draw_curves(self._info.run_dir, Path(folder) / "curves.png", self._info.experiment)
+            except Exception:  # noqa: BLE001 - matplotlib may fail in many ways; the run must end all the same
+                logger.exception("the curves cannot be drawn for the trackers")
+                return
+            for name, tracker in showing.items() if picture else ():
+                self._guarded(name, tracker.picture, picture)
 
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         try:

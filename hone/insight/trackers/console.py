@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from hone.insight.trackers.base import TRACKERS, RunInfo
+from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker
 from hone.insight.trackers.notebook import NotebookDisplay
 
 _FIELDS = (
@@ -36,7 +36,7 @@ _PACE_WINDOW = 20
 
 
 @TRACKERS.register("console")
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Show step, reward, KL, length, tokens/s and ETA; validation results remain as lines above.
 
     Args:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hone.insight.trackers.base import TRACKERS, RunInfo
+from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker
 
 
 @TRACKERS.register("jsonl")
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Append one line per call; always on. A metric that its step has already is refused."""
 
     def __init__(self, info: RunInfo) -> None:

@@ -6,21 +6,27 @@ the tracker sets it. To view one: ``MLFLOW_ALLOW_FILE_STORE=true mlflow ui --bac
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from hone.insight.trackers.base import TRACKERS, RunInfo, require
+from hone.insight.detectors import render_alert
+from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, require
+from hone.insight.trackers.shown import COLUMNS, Rollouts
 
 _BATCH = 1000  # limit of metrics, and _PARAMS of parameters, in one MLflow request
 _PARAMS = 100
 _LONGEST_VALUE = 6000
+_TABLES = "mlflow.loggedArtifacts"
+"""Tag of a run that names its tables, so that MLflow shows them as such."""
 
 
 @TRACKERS.register("mlflow")
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """One MLflow run per run directory; a resumed run continues it. :func:`metric_key` rewrites names that MLflow forbids."""
 
     def __init__(self, info: RunInfo) -> None:
@@ -50,6 +56,23 @@ class MlflowTracker:
         entries = [self._entities.Metric(metric_key(name), value, now, step) for name, value in metrics.items()]
         for start in range(0, len(entries), _BATCH):
             self._client.log_batch(self._identity, metrics=entries[start : start + _BATCH])
+
+    def rollouts(self, rollouts: Rollouts) -> None:
+        """Store a table ``samples/<kind>_step_<N>.json``, in the form that MLflow shows as a table."""
+        file = f"samples/{rollouts.kind}_step_{rollouts.step}.json"
+        self._client.log_dict(self._identity, {"columns": list(COLUMNS), "data": rollouts.rows()}, file)
+        stored = json.loads(self._client.get_run(self._identity).data.tags.get(_TABLES, "[]"))
+        if (entry := {"path": file, "type": "table"}) not in stored:
+            self._client.set_tag(self._identity, _TABLES, json.dumps([*stored, entry]))
+
+    def alert(self, step: int, alert: Mapping[str, Any]) -> None:
+        """Set the tag ``alert.<detector>``, which has the newest alert of the detector."""
+        text = render_alert({"step": step, **alert})[:_LONGEST_VALUE]
+        self._client.set_tag(self._identity, f"alert.{alert['detector']}", text)
+
+    def picture(self, file: Path) -> None:
+        """Store the picture ``curves.png``."""
+        self._client.log_artifact(self._identity, str(file))
 
     def finish(self, status: str) -> None:
         """Close the run as FINISHED, KILLED (interrupted) or FAILED."""

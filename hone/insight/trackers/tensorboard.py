@@ -1,4 +1,4 @@
-"""TensorBoard event files in ``<run>/tensorboard``: scalars, the config, its hyperparameters, and samples as tables."""
+"""TensorBoard event files in ``<run>/tensorboard``: scalars, hyperparameters, rollouts as tables, alerts, and the curves."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hone.insight.archive.read import open_archive
-from hone.insight.records import shown_score
-from hone.insight.samples import SampleQuery, read_samples
-from hone.insight.trackers.base import TRACKERS, RunInfo, require
+from hone.insight.detectors import render_alert
+from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, require
+from hone.insight.trackers.shown import COLUMNS, Rollouts
 
-SHOWN = 8
-"""Samples of a table."""
-_LONGEST = 1500
-"""Characters of a cell."""
 _RESULTS = ("critic/rewards/mean", "train/loss", "rewards/accuracies", "val/loss", "val/rewards/accuracies")
 """Metrics that the page of hyperparameters compares, with those of the first validation."""
 
 
 @TRACKERS.register("tensorboard")
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Write scalars, text and hyperparameters. After a resume, TensorBoard hides values after the checkpoint."""
 
     def __init__(self, info: RunInfo) -> None:
@@ -32,34 +27,44 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(
             log_dir=str(info.run_dir.path / "tensorboard"), purge_step=None if last is None else last + 1
         )
-        archives = [open_archive(folder) for folder in (info.run_dir.rollouts, info.run_dir.validation)]
-        self._samples = [(archive, set(archive.steps())) for archive in archives]
+        self._last = last or 0
         self._described = last is not None
         if last is None:
             self._writer.add_text("config", "\n".join(f"    {line}" for line in _dump(info).splitlines()), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar per metric, and the samples that the run has written since the last call."""
+        """Write one scalar per metric; the first call also writes the hyperparameters."""
+        self._last = step
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         if not self._described:
             self._described = True
             self._write_hyperparameters(metrics)
-        self._write_samples()
+
+    def rollouts(self, rollouts: Rollouts) -> None:
+        """Write a table ``samples/rollouts`` or ``samples/validation``."""
+        self._writer.add_text(f"samples/{rollouts.kind}", markdown_table(rollouts), rollouts.step)
+
+    def alert(self, step: int, alert: Mapping[str, Any]) -> None:
+        """Write a text ``alerts/<detector>``."""
+        text = html.escape(render_alert({"step": step, **alert})).replace("\n", "  \n")
+        self._writer.add_text(f"alerts/{alert['detector']}", text, step)
+
+    def picture(self, file: Path) -> None:
+        """Write the picture ``curves``."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        png = file.read_bytes()
+        width, height = (int.from_bytes(png[start : start + 4], "big") for start in (16, 20))  # of the header chunk
+        image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+        self._writer.file_writer.add_summary(  # type: ignore[union-attr]
+            Summary(value=[Summary.Value(tag="curves", image=image)]), self._last
+        )
 
     def finish(self, status: str) -> None:
         """Flush and close."""
         del status
-        self._write_samples()
         self._writer.close()
-
-    def _write_samples(self) -> None:
-        """Write samples of the steps whose file has appeared; it may be written after the step is logged."""
-        for archive, written in self._samples:
-            for step in archive.steps():
-                if step not in written:
-                    written.add(step)
-                    self._writer.add_text(f"samples/{archive.folder.name}", samples_table(archive.folder, step), step)
 
     def _write_hyperparameters(self, metrics: Mapping[str, float]) -> None:
         """Write the data of the hparams plugin; of several entries in one file it reads the first."""
@@ -71,22 +76,24 @@ class TensorBoardTracker:
             self._writer.file_writer.add_summary(summary)  # type: ignore[union-attr]
 
 
-def samples_table(folder: Path, step: int) -> str:
-    """Return some samples of a step as a Markdown table."""
-    samples = read_samples(folder, SampleQuery(step, limit=SHOWN))
-    rows = [
-        [record.get("prompt") or "", record["text"], str(record["ground_truth"]), shown_score(record)]
-        for record in samples.shown
-    ]
-    lines = ["| prompt | answer | expected | score |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(_cell(text) for text in row)} |" for row in rows]
-    return "\n".join([*lines, "", f"{len(rows)} of {samples.total} samples"])
+def markdown_table(rollouts: Rollouts) -> str:
+    """Return sampled rollouts as a Markdown table, with the number of sequences below it.
+
+    >>> print(markdown_table(Rollouts("rollouts", 1, [], 0, 0.0)))
+    | step | uid | index | prompt | answer | expected | score | terms | advantage | end |
+    |---|---|---|---|---|---|---|---|---|---|
+    <BLANKLINE>
+    0 of 0 samples
+    """
+    rows = rollouts.rows()
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines += [f"| {' | '.join(_cell(value) for value in row)} |" for row in rows]
+    return "\n".join([*lines, "", f"{len(rows)} of {rollouts.total} samples"])
 
 
-def _cell(text: str) -> str:
-    """Return a text for a cell of a Markdown table, shortened in the middle."""
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+def _cell(value: Any) -> str:
+    """Return a value for a cell of a Markdown table."""
+    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return html.escape(text).replace("|", "&#124;").replace("\n", "<br>")
 
 

@@ -298,7 +298,7 @@ def overrides(*lines: str) -> Translation:
         ("actor_rollout_ref.model.use_remove_padding=False", Outcome.UNSUPPORTED, {}),
         ("data.custom_cls.path=x.py", Outcome.KEPT, {"data.custom_cls.path": "x.py"}),
         ("data.custom_cls.path=null", Outcome.KEPT, {"data.custom_cls.path": None}),
-        ("trainer.logger=[console,swanlab]", Outcome.UNSUPPORTED, {"trainer.logger": ["console"]}),
+        ("trainer.logger=[console,clearml]", Outcome.UNSUPPORTED, {"trainer.logger": ["console"]}),
         ("trainer.logger=[console,file]", Outcome.CHANGED, {"trainer.logger": ["console"]}),
         ("trainer.device=npu", Outcome.UNSUPPORTED, {"trainer.device": "auto"}),
         ("algorithm.rollout_is=True", Outcome.CHANGED, {"algorithm.rollout_correction.rollout_is": "token"}),

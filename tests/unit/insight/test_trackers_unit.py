@@ -5,13 +5,16 @@ import logging
 
 import pytest
 from rich.console import Console
+from support.archives import archive
 from support.messages import raises
 
 from hone.errors import ConfigError
 from hone.insight.run_directory import RunDirectory, read_metrics
-from hone.insight.trackers import TRACKERS, CompositeTracker, ConsoleTracker, RunInfo, build_trackers
+from hone.insight.trackers import TRACKERS, CompositeTracker, ConsoleTracker, RunInfo, Tracker, build_trackers
 from hone.insight.trackers import base as base_module
+from hone.insight.trackers.jsonl import JsonlTracker
 from hone.insight.trackers.mlflow import metric_key
+from hone.insight.trackers.shown import COLUMNS
 
 METRICS = {
     "critic/rewards/mean": 0.25,
@@ -89,7 +92,7 @@ def test_finishing_before_the_first_step(info):
     assert out.file.getvalue() == "failed at step 0/10\n"
 
 
-class Broken:
+class Broken(Tracker):
     def __init__(self):
         self.seen = []
 
@@ -138,6 +141,78 @@ def test_metrics_jsonl_is_always_written_and_once(names, tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "actor/lr": 0.1}, {"step": 2, "actor/lr": 0.2}]
 
 
+class Showing(Good):
+    def rollouts(self, rollouts):
+        self.seen.append((rollouts.kind, rollouts.step, rollouts.rows(), rollouts.total))
+
+    def alert(self, step, alert):
+        self.seen.append((step, dict(alert)))
+
+    def picture(self, file):
+        self.seen.append(file.read_bytes()[:8])
+
+
+ALERT = {"detector": "zero_reward", "severity": "error", "what": "no reward", "why": "w", "fix": "f", "samples": []}
+SECRET = "sk-" + "a1" * 12
+
+
+def test_rollouts_of_a_step_are_shown_once(info, tmp_path):
+    advantages = {"loss_mask": [1, 0, 1], "advantages": [1.0, 9.0, 2.0]}
+    sample = {"uid": "a", "prompt": "2+2", "ground_truth": "4", "score": 0.5, "terms": {"format": 1.0}, **advantages}
+    archive(tmp_path, 1, [sample])
+    tracker = Showing()
+    trackers = CompositeTracker(JsonlTracker(info), {"x": tracker, "plain": Good()}, info, samples=3)
+    trackers.log(2, {"critic/rewards/mean": 0.0})  # the archive has no file of the step yet, and that of step 1 is old
+    episode = {"episode": {"end": "tool_calls"}}
+    archive(tmp_path, 2, [{**sample, **episode, "index": n, "text": f"{n}" * 2000, "error": None} for n in range(7)])
+    info.run_dir.write_validation(2, [{"uid": "b", "index": 0, "part": 0, "text": "no", "stop_reason": "stop"}])
+    trackers.log(3, {"critic/rewards/mean": 0.5})
+    trackers.log(4, {})
+    trackers.finish("finished")
+    kinds = [seen[0] for seen in tracker.seen if isinstance(seen, tuple)]
+    assert kinds == [2, 3, "rollouts", "validation", 4] and trackers.errors == {}
+    _, step, rows, total = tracker.seen[2]
+    assert step == 2 and total == 7 and len(rows) == 3
+    values = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    assert [row["index"] for row in values] == [0, 2, 4]
+    first = values[0]
+    assert first["score"] == 0.5 and first["advantage"] == 1.5 and first["end"] == "tool_calls"
+    assert first["terms"] == "format 1" and first["prompt"] == "2+2" and first["expected"] == "4"
+    assert len(first["answer"]) == 1505 and first["uid"] == "a" and first["step"] == 2
+    validation = dict(zip(COLUMNS, tracker.seen[3][2][0], strict=True))
+    assert validation["end"] == "stop" and validation["score"] is None and validation["advantage"] is None
+    assert tracker.seen[-2:] == [b"\x89PNG\r\n\x1a\n", "finished"]
+
+
+@pytest.mark.parametrize(("samples", "shown"), [(0, []), (None, [20]), (8, [8])])
+def test_the_number_of_samples_is_a_setting(samples, shown, info, tmp_path):
+    tracker = Showing()
+    trackers = CompositeTracker(JsonlTracker(info), {"x": tracker}, info, samples)
+    archive(tmp_path, 1, [{"index": n} for n in range(20)])
+    trackers.finish("finished")
+    assert [len(seen[2]) for seen in tracker.seen[:-1]] == shown
+
+
+def test_a_damaged_archive_does_not_end_the_run(info, tmp_path, caplog):
+    tracker = Showing()
+    trackers = CompositeTracker(JsonlTracker(info), {"x": tracker}, info)
+    (tmp_path / "rollouts" / "step_1.parquet").write_bytes(b"no parquet")
+    trackers.log(1, {"train/loss": 1.0})
+    trackers.log(2, {"train/loss": 0.5})
+    assert [seen[0] for seen in tracker.seen] == [1, 2] and caplog.text.count("step_1.parquet") == 1
+
+
+def test_alerts_are_shown_without_credentials_and_failures_are_counted(info):
+    class Failing(Showing):
+        def alert(self, step, alert):
+            raise ConnectionError
+
+    tracker = Showing()
+    trackers = CompositeTracker(JsonlTracker(info), {"bad": Failing(), "x": tracker, "plain": Good()}, info)
+    trackers.alerts(5, [{**ALERT, "causes": [f"key {SECRET}"]}])
+    assert tracker.seen == [(5, {**ALERT, "causes": ["key <redacted>"]})] and trackers.errors == {"bad": 1}
+
+
 def test_interrupts_are_not_swallowed():
     class Interrupted(Good):
         def log(self, step, metrics):
@@ -148,13 +223,13 @@ def test_interrupts_are_not_swallowed():
 
 
 def test_names(tmp_path):
-    assert TRACKERS.names() == ["console", "jsonl", "mlflow", "tensorboard", "wandb"]
+    assert TRACKERS.names() == ["console", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
     with raises(ConfigError, "'tensorbord'", "tensorboard", where="trainer.logger"):
         build(["console", "tensorbord"], tmp_path)
     assert build([], tmp_path).errors == {}
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"])
 def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     def missing(module):
         raise ModuleNotFoundError(f"No module named '{module}'")
