@@ -26,6 +26,7 @@ from hone.training.engine import TrainSettings
 from hone.training.microbatches import MicroBatchTarget
 from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
+from hone.training.step_profile import profiled_update
 from hone.training.updates import Outputs, PartialLoss, UpdateResult
 
 
@@ -142,14 +143,15 @@ class PolicyWorker(WeightSource, ModelRole):
         self._save_micro_batch(step)
         results: list[UpdateResult] = []
         whole = list(range(len(batch)))
-        for rows in [whole] if keep_outputs else minis:
-            mini = batch if keep_outputs else batch.reorder(rows)
-            seen = None if outputs is None else outputs.for_rows(rows)
-            if self._by_pairs is None and self._objective.needs_preparation:
-                mini = self._prepared(mini, first=not results)
-            results.append(
-                self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy, outputs_seen=seen)
-            )
+        with profiled_update(self.config.trainer, step + 1, f"actor-{self.context.rank}", self.context.device):
+            for rows in [whole] if keep_outputs else minis:
+                mini = batch if keep_outputs else batch.reorder(rows)
+                seen = None if outputs is None else outputs.for_rows(rows)
+                if self._by_pairs is None and self._objective.needs_preparation:
+                    mini = self._prepared(mini, first=not results)
+                results.append(
+                    self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy, outputs_seen=seen)
+                )
         update = RoleUpdate(results, self.engine.learning_rate(step))
         columns = outputs.columns() if outputs else {}
         new = {"new_log_probs": columns["log_probs"]} if keep_last else {}
@@ -169,7 +171,9 @@ class PolicyWorker(WeightSource, ModelRole):
             self.engine.begin_update()
             self._partial = PartialLoss(self._objective, DIVISORS[self.config.actor_rollout_ref.actor.loss_agg_mode])
         outputs = Outputs(batch.ragged("response_ids"))
-        self.engine.accumulate(batch, self._partial, with_entropy=True, outputs_seen=outputs)
+        trainer, name = self.config.trainer, f"actor-{self.context.rank}"
+        with profiled_update(trainer, step + 1, name, self.context.device) if first else contextlib.nullcontext():
+            self.engine.accumulate(batch, self._partial, with_entropy=True, outputs_seen=outputs)
         return Batch(outputs.columns())
 
     @dispatch(Split.ALL, Collect.FIRST)
@@ -253,7 +257,7 @@ class CriticWorker(ModelRole):
 
     def __init__(self, context: WorkerContext) -> None:
         config, device, resume = context.config, context.device, context.resume
-        self.config = config
+        self.config, self.context = config, context
         actor, critic = config.actor_rollout_ref.actor, config.critic
         policy = config.actor_rollout_ref.model
         path = str(model_directory(resume, "critic")) if resume else critic.model.path or policy.path
@@ -292,7 +296,10 @@ class CriticWorker(ModelRole):
     @dispatch(Split.ROWS, Collect.FIRST)
     def update(self, batch: Batch, minis: RowGroups, step: int) -> RoleUpdate:
         """Apply all optimizer updates of one step; see :meth:`PolicyWorker.update`."""
-        results = [self.engine.train_batch(mini, self._objective, step=step) for mini in self._updates(batch, minis)]
+        with profiled_update(self.config.trainer, step + 1, f"critic-{self.context.rank}", self.context.device):
+            results = [
+                self.engine.train_batch(mini, self._objective, step=step) for mini in self._updates(batch, minis)
+            ]
         return RoleUpdate(results, self.engine.learning_rate(step))
 
     @dispatch(Split.ALL, Collect.FIRST)

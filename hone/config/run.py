@@ -63,6 +63,10 @@ class RunConfig:
     timeline: bool = True
     """Record what each process did and waited for, and when, in timeline/ of the run directory (at most 16 MB per process), for
     `hone profile RUN --trace FILE`."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps whose updates torch.profiler records in every training process: a trace, the slowest operators, and on CUDA a snapshot
+    of memory, in profile/ of the run directory. Such a step takes longer and computes the same numbers. With
+    async_training.stream: the first part of the update."""
 
 
 @dataclass

@@ -12,6 +12,7 @@
       validation/step_<N>.parquet   validation samples
       microbatches/step_<N>/        written by the actor, see :mod:`hone.training.microbatches`
       checkpoints/step_<N>/         written by the trainer
+      profile/step_<N>.*      profiles of updates, see :mod:`hone.training.step_profile`
       timeline/               what each process did and when, see :mod:`hone.insight.timeline`
       replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.replica_requests`
       run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`

@@ -1,4 +1,4 @@
-"""Rules about the life of a run: it saves checkpoints, and its configuration holds no secrets."""
+"""Rules about the life of a run: it saves checkpoints, profiles steps that exist, and its configuration holds no secrets."""
 
 from __future__ import annotations
 
@@ -42,3 +42,19 @@ def no_secrets_in_the_configuration(config: AnyConfig) -> Iterator[Finding]:
                 fix=f"read it from the environment: '{key}=${{oc.env:NAME}}', or os.environ['...'] where it is used",
                 where=path,
             )
+
+
+@rule("R83", *TREES.values())
+def profiled_steps_exist(config: AnyConfig) -> Iterator[Finding]:
+    """The steps of trainer.profile_steps belong to the run."""
+    trainer, key = config.trainer, "trainer.profile_steps"
+    last = trainer.total_training_steps
+    outside = [step for step in trainer.profile_steps if step < 1 or (last is not None and step > last)]
+    if outside:
+        inside = [str(step) for step in trainer.profile_steps if step not in outside]
+        yield warning(
+            f"{key} has {outside}, but the steps are 1 to {last or 'the end'}",
+            why="nothing is profiled for them",
+            fix=f"{key}=[{', '.join(inside)}]",
+            where=key,
+        )

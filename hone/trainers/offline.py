@@ -29,6 +29,7 @@ from hone.trainers.reporting import memory_metrics, update_metrics
 from hone.trainers.session import RunSession, session_steps
 from hone.training.backends.protocol import TrainBackend
 from hone.training.checkpoints.checkpoint import model_directory
+from hone.training.step_profile import profiled_update
 from hone.training.updates import LossFn
 
 ConfigT = TypeVar("ConfigT", SFTConfig, PreferenceConfig | RewardModelConfig)
@@ -48,7 +49,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
     def __init__(self, config: ConfigT) -> None:
         self.config: ConfigT = config
         self.session = RunSession(config)
-        device = prepare_torch(config.trainer)
+        self.device = prepare_torch(config.trainer)
         self.memory = MemoryUse()
         resume = self.session.resumed_from
         self.tokenizer = load_tokenizer(
@@ -63,7 +64,9 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
             len(self.dataset), data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
-        self.build(saved_model(config.model, model_directory(str(resume), "actor")) if resume else config.model, device)
+        self.build(
+            saved_model(config.model, model_directory(str(resume), "actor")) if resume else config.model, self.device
+        )
         self.step = 0
         if resume is not None:
             self.engine.restore(str(resume), "actor")
@@ -118,7 +121,8 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         started, metrics = time.perf_counter(), MetricStore()
         torch.manual_seed(derive_seed(self.config.trainer.seed, "step", self.step))
         batch = self.prepare(self.batch([self.dataset[row] for row in self.sampler.next_batch()]), metrics)
-        with activity.doing("update_actor"), metrics.timer("update_actor"):
+        profiled = profiled_update(self.config.trainer, self.step, "main-0", self.device)
+        with activity.doing("update_actor"), metrics.timer("update_actor"), profiled:
             result = self.engine.train_batch(batch, self.objective, step=self.step - 1)
         update_metrics(metrics, [result], "train", self.engine.learning_rate(self.step - 1))
         tokens = float(batch.ragged("prompt_ids").lengths.sum() + batch.ragged("response_ids").lengths.sum())

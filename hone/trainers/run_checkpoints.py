@@ -48,7 +48,13 @@ ORIGIN_KEYS = (
 FREE_KEYS = (
     *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
     *("trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.total_", "trainer.num_threads"),
-    *("trainer.best_ckpt_", "trainer.checkpoint_dir", "trainer.async_save", "trainer.timeline"),
+    *(
+        "trainer.best_ckpt_",
+        "trainer.checkpoint_dir",
+        "trainer.async_save",
+        "trainer.timeline",
+        "trainer.profile_steps",
+    ),
     "trainer.async_training.validation_share",
     *("trainer.watchdog_seconds", "trainer.max_restarts", "trainer.test_freq", "trainer.val_before_train"),
     *("trainer.rollout_dump_", "trainer.save_steps_for_replay", "trainer.log_val_generations", "preflight."),

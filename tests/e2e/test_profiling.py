@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 from support.launch import hone
-from support.tiny_runs import make_tiny_runs, rl_words
+from support.tiny_runs import make_tiny_runs, offline_words, rl_words
 
+from hone.insight.metrics import is_timing
 from hone.insight.run_files import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -27,6 +29,32 @@ def train(root: Path, name: str, *words: str) -> Path:
     )
     assert ended.code == 0, ended.output
     return root / name
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if not is_timing(name)} for row in read_metrics(run)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_profiled_steps_compute_the_same_numbers(tiny: Path, stream: bool):
+    name = f"stream_{stream}"
+    words = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "algorithm.adv_estimator=grpo")
+    words += (f"trainer.async_training.stream={stream}",)
+    run = train(tiny, name, *words, "trainer.profile_steps=[2]")
+    if not stream:  # parts of a streamed update depend on the order in which groups finish
+        assert numbers(run) == numbers(train(tiny, f"plain_{name}", *words))
+    assert sorted(path.name for path in (run / "profile").iterdir()) == ["step_2.actor-0.json.gz", "step_2.actor-0.txt"]
+    with gzip.open(run / "profile/step_2.actor-0.json.gz", "rt") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert "aten::mm" in names and any("Backward" in str(name) for name in names)
+    assert "aten::mm" in (run / "profile/step_2.actor-0.txt").read_text()
+
+
+def test_profiled_supervised_step(tiny: Path):
+    run = tiny / "sft"
+    ended = hone(*offline_words("sft", tiny, run, "trainer.profile_steps=[1]"), log=tiny / "sft.log", cwd=tiny)
+    assert ended.code == 0, ended.output
+    assert sorted(path.name for path in (run / "profile").iterdir()) == ["step_1.main-0.json.gz", "step_1.main-0.txt"]
 
 
 def test_a_run_has_a_profile_and_a_trace(tiny: Path):

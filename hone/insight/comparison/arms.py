@@ -13,6 +13,7 @@ IDENTITY_KEYS = (
     *("trainer.checkpoint_dir", "trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep"),
     *("trainer.best_ckpt_", "trainer.async_save", "trainer.watchdog_seconds", "trainer.max_restarts"),
     "trainer.timeline",
+    "trainer.profile_steps",
     *(
         "trainer.rollout_dump_freq",
         "trainer.log_val_generations",

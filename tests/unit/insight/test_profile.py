@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ ACTOR = "actor_rollout_ref.actor."
 GPU = {"hardware": {"gpus": [{"name": "a"}]}}
 
 
-def run_of(*rows: dict[str, float], record=None, **config: object) -> Run:
+def run_of(*rows: Mapping[str, float], record=None, **config: object) -> Run:
     steps = [{"step": step, **{f"timing_s/{k}": v for k, v in row.items()}} for step, row in enumerate(rows, start=1)]
     keys = {key.replace("__", "."): value for key, value in config.items()}
     return Run("run", Path("run"), record or {}, steps, keys)

@@ -53,6 +53,10 @@ CORRECTION = "algorithm.rollout_correction"
             {"trainer.save_microbatch_steps": [0, 3, 9], "trainer.total_training_steps": 4},
             *("R78", True, ["[0, 9]", "1 to 4", "save_microbatch_steps=[3]"]),
         ),
+        (
+            {"trainer.profile_steps": [0, 3, 9], "trainer.total_training_steps": 4},
+            *("R83", False, ["[0, 9]", "1 to 4", "profile_steps=[3]"]),
+        ),
         ({"algorithm.adv_kwargs": {"epsilom": 0.1}}, "R62", True, ["'epsilom'", "epsilon"]),
         (
             {f"{ACTOR}.policy_loss.loss_kwargs": {"clip_ratio_hi": 0.1}},
