@@ -107,9 +107,11 @@ class Episode:
         request = GenerationRequest(self.name, prompt, sampling, turn_seed, session=self.session)
         started = time.perf_counter()
         completion = await self.client.complete(request)
-        self.log.generate_seconds += time.perf_counter() - started
+        ended = time.perf_counter()
+        self.log.generate_seconds += ended - started
         self.ledger.add_sampled(prompt, completion)
         self.log.assistant_turns += 1
+        self.log.turn_times.append([started - self.started, ended - self.started])
         self.log.turn_rewards.append(0.0)
         if completion.stop_reason is StopReason.ABORTED:
             raise BudgetSpent(EpisodeEnd.ABORTED)
@@ -171,6 +173,7 @@ class Episode:
                 call.turn += place
             self.segments[-1:-1] = child.segments
             self.log.turn_rewards[place:place] = child.log.turn_rewards
+            self.log.turn_times[place:place] = child.log.turn_times
             self.log.assistant_turns += child.log.assistant_turns
             self.log.calls += child.log.calls
             conversation = [*(child.sample.messages or []), *child.log.messages]
@@ -187,6 +190,7 @@ class Episode:
         self.ledger = self.segments[-1]
         self.log.assistant_turns = sum(len(segment.turns) for segment in self.segments)
         self.log.turn_rewards = [0.0] * self.log.assistant_turns
+        self.log.turn_times = []
 
     def count_user_turn(self) -> None:
         """Count a turn of the simulated user or the environment.

@@ -19,7 +19,8 @@ class RunConfig:
     default_local_dir: str = "runs/${trainer.project_name}/${trainer.experiment_name}"
     """Run directory: config, metrics, rollouts, checkpoints."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Trackers: console, tensorboard, wandb, mlflow, trackio, swanlab. metrics.jsonl is always written."""
+    """Trackers: console, tensorboard, wandb, mlflow, trackio, swanlab, otel (a trace per episode by OpenTelemetry; no metrics).
+    metrics.jsonl is always written."""
     total_epochs: int = number(1, low=1)
     """Passes over the training data, when total_training_steps is null."""
     total_training_steps: int | None = number(None, low=1)
@@ -102,7 +103,7 @@ class TrainerConfig(RunConfig):
     """Steps whose first micro-batch is saved to microbatches/, for `hone oracle`: weights (4 bytes per parameter), tokens, and
     what the update computed from them. Needs one process per model."""
     log_rollout_samples: int | None = number(8, low=0)
-    """Sequences of an archived step (see rollout_dump_freq), and of a validation, that trackers show as a table. null shows all that the
+    """Sequences of an archived step (see rollout_dump_freq), and of a validation, that trackers show as a table or traces. null shows all that the
     archive has, 0 none."""
     log_val_generations: int = number(8, low=0)
     """Samples written to validation/ per validation."""

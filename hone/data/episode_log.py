@@ -64,6 +64,7 @@ class CallRecord:
         reward: reward that the tool gave for this call.
         metrics: numbers that the tool reports.
         left_out: parts of the result that are not text, and that the model did not receive.
+        started: seconds from the start of the episode to that of the call; None if unknown.
     """
 
     name: str
@@ -77,6 +78,7 @@ class CallRecord:
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     left_out: int = 0
+    started: float | None = None
 
 
 @dataclass
@@ -99,6 +101,7 @@ class EpisodeLog:
         conversations: conversations of sub-agents: ``messages``, the number of ``turns``, and the number of the first one (``turn``).
         generate_seconds: wait for the engine.
         tool_seconds: wait for tools, environment and user; that for a sub-agent includes its turns.
+        turn_times: start and end of the wait for each assistant turn, in seconds from the start of the episode; empty if unknown.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -116,6 +119,7 @@ class EpisodeLog:
     conversations: list[dict[str, Any]] = field(default_factory=list)
     generate_seconds: float = 0.0
     tool_seconds: float = 0.0
+    turn_times: list[list[float]] = field(default_factory=list)
 
     @property
     def is_plain(self) -> bool:
@@ -147,9 +151,10 @@ class EpisodeLog:
         }
 
     def record(self) -> dict[str, Any]:
-        """Return :meth:`summary` with the wall times: of each call, and in all of the engine and of what is outside."""
-        calls = [_call(call) | {"seconds": call.seconds} for call in self.calls]
+        """Return :meth:`summary` with the wall times: of each turn and call, and in all of the engine and of what is outside."""
+        calls = [_call(call) | {"seconds": call.seconds, "started": call.started} for call in self.calls]
         times = {"generate_seconds": self.generate_seconds, "tool_seconds": self.tool_seconds}
+        times |= {"turn_times": [list(turn) for turn in self.turn_times]}
         return self.summary() | {"tool_calls": calls} | times
 
     def costs(self) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from hone.config.trees import TREES, AnyConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.preflight.rules import Finding, error, rule
 
-_TRACKER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}
+_TRACKER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")} | {
+    "otel": "opentelemetry"
+}
 
 
 @rule("R11", RLConfig)

@@ -3,7 +3,9 @@
 import json
 import math
 import sqlite3
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from support.archives import archive
@@ -230,3 +232,29 @@ def test_wandb_offline(tmp_path, monkeypatch):
     for file in files:
         content = file.read_bytes()
         assert content.count(NAME.encode()) >= 3 and b"<redacted>" in content and b"hunter2" not in content
+
+
+def test_otel_sends_to_a_receiver(tmp_path, monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append((self.path, ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        show_all("otel", tmp_path)
+        server.shutdown()
+    ((path, request),) = received
+    spans = request.resource_spans[0].scope_spans[0].spans
+    assert path == "/v1/traces" and [span.name for span in spans] == ["turn 1", "score", "episode"] * 2

@@ -24,6 +24,7 @@ ADAPTERS = {
     "torch.utils.tensorboard": ("insight/trackers/tensorboard.py",),
     "wandb": ("insight/trackers/wandb.py",),
     "mlflow": ("insight/trackers/mlflow.py",),
+    "opentelemetry": ("insight/trackers/otel.py",),
     "trackio": ("insight/trackers/trackio.py",),
     "swanlab": ("insight/trackers/swanlab.py",),
     "math_verify": ("rewards/scorers/math_answer.py",),

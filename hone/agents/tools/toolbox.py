@@ -232,6 +232,7 @@ class ToolSession:
             result.reward,
             result.metrics,
             result.left_out,
+            started - self.episode.started,
         )
 
     async def _try(self, call: ToolCall) -> _Answer:

@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from hone.config.migration.entries import Others, Refused
 
-_TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+_TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "otel")
 _MISSING_TRACKERS = ("vemlp_wandb", "clearml")
 _ALWAYS_WRITTEN = ("file", "jsonl")
 """Trackers whose work is always done: every run writes metrics.jsonl."""
+_TRACES = "actor_rollout_ref.rollout.trace"
+_AGENT_WORKERS = 8
+"""verl's default of rollout.agent.num_workers."""
 _KEEP: Any = object()
 
 
@@ -143,17 +146,45 @@ def _transport(value: Any, others: Others) -> dict[str, Any]:
 
 
 def _trackers(value: Any, others: Others) -> dict[str, Any]:
-    """The trackers, without those that are always at work or do not exist here."""
+    """The trackers, without those that are always at work or do not exist here, and with the one that gets traces."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list):
         return {"trainer.logger": value}
     wanted = [name for name in names if name not in _ALWAYS_WRITTEN]
+    if others.get(f"{_TRACES}.backend") == "mlflow" and "mlflow" not in wanted:
+        wanted.append("mlflow")
     missing = [name for name in wanted if name in _MISSING_TRACKERS]
     if missing:
         kept = [name for name in wanted if name in _TRACKERS] or ["console"]
         shown = ",".join(kept)
         raise Refused(f"the tracker {', '.join(missing)}", f"trainer.logger=[{shown}]", {"trainer.logger": kept})
     return {"trainer.logger": wanted}
+
+
+def _traces(value: Any, others: Others) -> dict[str, Any]:
+    """The service of the traces is one of the trackers."""
+    if value is None:
+        return {}
+    if value == "mlflow":
+        named = others.get("trainer.logger", ["console"])
+        return _trackers([named] if isinstance(named, str) else named, {f"{_TRACES}.backend": "mlflow", **others})
+    raise Refused(
+        f"traces in {value}",
+        "trainer.logger=[console,wandb] for tables of rollouts, or trainer.logger=[console,otel] for traces by OpenTelemetry",
+    )
+
+
+def _traced_samples(value: Any, others: Others) -> dict[str, Any]:
+    """verl counts prompts of one worker; Hone counts the sequences of a step."""
+    if others.get(f"{_TRACES}.backend") is None:
+        return {}
+    if value is None:
+        return {"trainer.log_rollout_samples": None}
+    workers = others.get("actor_rollout_ref.rollout.agent.num_workers", _AGENT_WORKERS)
+    sizes = (value, workers, others.get("actor_rollout_ref.rollout.n", 1))
+    if not all(isinstance(size, int) for size in sizes):
+        raise Refused("a number of traces that is not written here", "trainer.log_rollout_samples=N")
+    return {"trainer.log_rollout_samples": math.prod(sizes)}
 
 
 def _manager(value: Any, others: Others) -> dict[str, Any]:
@@ -198,6 +229,8 @@ BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
     "staleness": _staleness,
     "transport": _transport,
     "trackers": _trackers,
+    "traces": _traces,
+    "traced_samples": _traced_samples,
     "manager": _manager,
     "same_length": _same_length,
     "resumed": _resumed,

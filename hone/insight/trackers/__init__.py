@@ -1,4 +1,4 @@
-"""Trackers of metrics with one interface: metrics.jsonl, the terminal, TensorBoard, wandb, mlflow, trackio, swanlab.
+"""Trackers of metrics with one interface: metrics.jsonl, the terminal, TensorBoard, wandb, mlflow, trackio, swanlab, OpenTelemetry.
 
 >>> trackers = build_trackers(["console"], run_dir=run, project="hone", experiment="demo",     # doctest: +SKIP
 ...                           config_yaml=text, total_steps=100)
@@ -10,6 +10,7 @@ from hone.insight.trackers.base import TRACKERS, CompositeTracker, RunInfo, Trac
 from hone.insight.trackers.console import ConsoleTracker
 from hone.insight.trackers.jsonl import JsonlTracker
 from hone.insight.trackers.mlflow import MlflowTracker
+from hone.insight.trackers.otel import OtelTracker
 from hone.insight.trackers.shown import Rollouts
 from hone.insight.trackers.swanlab import SwanLabTracker
 from hone.insight.trackers.tensorboard import TensorBoardTracker
@@ -22,6 +23,7 @@ __all__ = [
     "ConsoleTracker",
     "JsonlTracker",
     "MlflowTracker",
+    "OtelTracker",
     "Rollouts",
     "RunInfo",
     "SwanLabTracker",

@@ -195,6 +195,10 @@ def test_a_hanging_or_failing_tool_is_retried_and_always_released():
         assert record.status is status and words in record.result and record.attempts == len(tries) == count
         assert [step for step, _ in note.life][-2:] == ["calc_reward", "release"]
     assert t.episode.turn_rewards == [0.25, 0.0] and record.metrics == {"hits": 3}
+    (first, called), (second, end) = t.episode.turn_times
+    assert record.started is not None and 0 <= first <= called <= record.started <= record.started + record.seconds
+    assert record.started + record.seconds <= second <= end <= t.seconds
+    assert t.episode.record()["tool_calls"][0]["started"] == record.started
 
 
 def test_an_episode_that_breaks_is_retried_and_its_tools_are_released():

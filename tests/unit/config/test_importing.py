@@ -299,6 +299,16 @@ def overrides(*lines: str) -> Translation:
         ("data.custom_cls.path=x.py", Outcome.KEPT, {"data.custom_cls.path": "x.py"}),
         ("data.custom_cls.path=null", Outcome.KEPT, {"data.custom_cls.path": None}),
         ("trainer.logger=[console,clearml]", Outcome.UNSUPPORTED, {"trainer.logger": ["console"]}),
+        (
+            "trainer.logger=[console,trackio,swanlab]",
+            Outcome.KEPT,
+            {"trainer.logger": ["console", "trackio", "swanlab"]},
+        ),
+        (f"{ROLLOUT}.trace.backend=mlflow", Outcome.CHANGED, {"trainer.logger": ["console", "mlflow"]}),
+        (f"{ROLLOUT}.trace.backend=weave", Outcome.UNSUPPORTED, {}),
+        (f"{ROLLOUT}.trace.backend=null", Outcome.SETTLED, {}),
+        (f"{ROLLOUT}.trace.token2text=True", Outcome.SETTLED, {}),
+        (f"{ROLLOUT}.trace.max_samples_per_step_per_worker=5", Outcome.SETTLED, {}),  # no backend, no traces
         ("trainer.logger=[console,file]", Outcome.CHANGED, {"trainer.logger": ["console"]}),
         ("trainer.device=npu", Outcome.UNSUPPORTED, {"trainer.device": "auto"}),
         ("algorithm.rollout_is=True", Outcome.CHANGED, {"algorithm.rollout_correction.rollout_is": "token"}),
@@ -648,3 +658,33 @@ def test_an_engine_over_two_of_eight_gpus_places_itself() -> None:
     (group,) = [role.group for role in model_roles(config) if role.name == "rollout"]
     assert (config.trainer.runtime, RunSpec(config).pools[0].world, group) == ("ray", 8, 2)
     assert config.actor_rollout_ref.rollout.free_cache_engine is True
+
+
+MLFLOW = f"{ROLLOUT}.trace.backend=mlflow"
+
+
+@pytest.mark.parametrize(
+    ("settings", "loggers", "samples"),
+    [
+        (["trace.backend=mlflow", "trace.max_samples_per_step_per_worker=2", "n=4"], ["console", "mlflow"], 64),
+        (
+            ["trace.max_samples_per_step_per_worker=2", "agent.num_workers=3", "n=4", "trace.backend=mlflow"],
+            ["console", "mlflow"],
+            24,
+        ),
+        (["trace.max_samples_per_step_per_worker=null", "trace.backend=mlflow"], ["console", "mlflow"], None),
+    ],
+)
+def test_traces_of_rollouts_become_tables_of_the_tracker(settings, loggers, samples):
+    values = overrides(*(f"{ROLLOUT}.{setting}" for setting in settings)).values
+    assert values["trainer.logger"] == loggers and values["trainer.log_rollout_samples"] == samples
+
+
+@pytest.mark.parametrize("settings", [("trainer.logger=[wandb]", MLFLOW), (MLFLOW, "trainer.logger=[wandb]")])
+def test_traces_keep_the_other_trackers(settings):
+    assert overrides(*settings).values["trainer.logger"] == ["wandb", "mlflow"]
+
+
+def test_weave_is_refused_by_name_with_what_to_use_instead():
+    (line,) = overrides(f"{ROLLOUT}.trace.backend=weave").lines
+    assert "weave" in line.reading.says and "trainer.logger=[console,otel]" in line.reading.instead

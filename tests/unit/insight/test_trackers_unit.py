@@ -223,13 +223,13 @@ def test_interrupts_are_not_swallowed():
 
 
 def test_names(tmp_path):
-    assert TRACKERS.names() == ["console", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+    assert TRACKERS.names() == ["console", "jsonl", "mlflow", "otel", "swanlab", "tensorboard", "trackio", "wandb"]
     with raises(ConfigError, "'tensorbord'", "tensorboard", where="trainer.logger"):
         build(["console", "tensorbord"], tmp_path)
     assert build([], tmp_path).errors == {}
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "otel"])
 def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     def missing(module):
         raise ModuleNotFoundError(f"No module named '{module}'")
