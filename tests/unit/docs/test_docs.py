@@ -14,6 +14,7 @@ A fenced block of a page is one of
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import os
@@ -202,31 +203,46 @@ def end_servers(folder: Path) -> None:
 
 ARITHMETIC = "arithmetic max_number=10"
 REWARDS = {
-    "README.md:my_reward.py": (ARITHMETIC, 0),
-    "docs/rewards.md:brief.py": (ARITHMETIC, 0),
-    "docs/rewards.md:turns.py": ("calculator", 0),
-    "docs/rewards.md:thrifty.py": ("calculator", 0),
-    "docs/rewards.md:honest.py": (ARITHMETIC, 0),
-    "docs/preferences.md:brief.py": (ARITHMETIC, 0),
-    "docs/troubleshooting.md:strict.py": (ARITHMETIC, 2),  # the mistake that the page shows
-    "examples/long_book/reward.py": ("book demonstrations=whole", 0),
-    "examples/real_model/sums.py": (ARITHMETIC, 0),
+    "README.md:my_reward.py:compute_score": (ARITHMETIC, 0),
+    "docs/api.md:by_response:by_response": (ARITHMETIC, 0),
+    "docs/api.md:by_lists:by_lists": (ARITHMETIC, 0),
+    "docs/rewards.md:brief.py:compute_score": (ARITHMETIC, 0),
+    "docs/rewards.md:turns.py:compute_score": ("calculator", 0),
+    "docs/rewards.md:thrifty.py:compute_score": ("calculator", 0),
+    "docs/rewards.md:honest.py:compute_score": (ARITHMETIC, 0),
+    "docs/preferences.md:brief.py:compute_score": (ARITHMETIC, 0),
+    "docs/troubleshooting.md:strict.py:compute_score": (ARITHMETIC, 2),  # the mistake that the page shows
+    "examples/long_book/reward.py:compute_score": ("book demonstrations=whole", 0),
+    "examples/real_model/sums.py:compute_score": (ARITHMETIC, 0),
 }
 """Task for each reward function of pages and examples, and the exit code of `hone reward test`."""
 
 
 def rewards_shown() -> dict[str, str]:
-    """The reward functions of pages and examples, by page and file."""
-    shown = {
-        f"{page}:{block.file}": block.body
-        for page in WRITTEN
-        for block in blocks(page)
-        if block.file and "def compute_score" in block.body
-    }
+    """The modules of the reward functions of pages and examples, by page and function, or by file."""
+    shown = {}
+    for page in WRITTEN:
+        for block in blocks(page):
+            if block.language == "python" and ("(data_source, " in block.body or "(completions, " in block.body):
+                nodes = ast.parse(block.body).body
+                kept = [
+                    node
+                    for node in nodes
+                    if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom | ast.Assign)
+                ]
+                names = [node.name for node in kept if isinstance(node, ast.FunctionDef) and is_reward(node)]
+                for name in names:
+                    shown[f"{page}:{block.file or name}:{name}"] = "\n".join(map(ast.unparse, kept))
     for path in ROOT.glob("examples/*/*.py"):
         if "def compute_score" in (source := path.read_text(encoding="utf-8")):
-            shown[path.relative_to(ROOT).as_posix()] = source
+            shown[f"{path.relative_to(ROOT).as_posix()}:compute_score"] = source
     return shown
+
+
+def is_reward(function: ast.FunctionDef) -> bool:
+    """Whether a function has one of the signatures of a reward, and is not registered as a scorer by a decorator."""
+    first = function.args.args[0].arg if function.args.args else ""
+    return first in ("data_source", "completions") and not function.decorator_list
 
 
 @pytest.mark.slow
@@ -240,7 +256,7 @@ def test_rewards_of_pages_and_examples_pass_their_test(name: str, tmp_path: Path
         ["data", "make", *task.split(), "--out", "data", "--size", "1", "--val-size", "8"], tmp_path / ".make", tmp_path
     )
     assert made.wait().code == 0
-    words = ["reward", "test", "--data", "data/val.parquet", "--reward", "reward.py:compute_score"]
+    words = ["reward", "test", "--data", "data/val.parquet", "--reward", f"reward.py:{name.rpartition(':')[2]}"]
     ended = Command(words, tmp_path / ".test", tmp_path).wait()
     assert ended.code == code, ended.output
 
