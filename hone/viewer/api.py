@@ -18,6 +18,7 @@ from hone.viewer import (
     questions,
     rescoring,
     selections,
+    timelines,
     tokens,
 )
 from hone.viewer.queries import NUMBERS, WORDS
@@ -108,6 +109,10 @@ def _metrics(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return overview.metrics(workspace.run(parameters))
 
 
+def _timeline(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return timelines.step_timeline(workspace.run(parameters).path, integer(parameters, "step", -1))
+
+
 def _tokens(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return tokens.token_list(workspace.run(parameters), workspace.archived(parameters), *_sequence(parameters))
 
@@ -189,6 +194,7 @@ READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "labels": _labels,
     "selection": _selection,
     "metrics": _metrics,
+    "timeline": _timeline,
     "tokens": _tokens,
     "factors": _factors,
     "episode": _episode,

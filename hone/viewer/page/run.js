@@ -33,7 +33,7 @@ export function RunPage({ route, state, theme }) {
     <${Alerts} alerts=${alerts.data} run=${route.run} />
     <div class="row" style=${{ margin: "0 0 14px" }}><${Segments} label="part of the page" value=${tab} onChange=${choose} options=${tabs} /></div>
     ${tab === "curves" && metrics.data && html`<${Curves} metrics=${metrics.data} alerts=${alerts.data || []} route=${route} theme=${theme} />`}
-    ${tab === "time" && metrics.data && html`<${Time} metrics=${metrics.data} theme=${theme} />`}
+    ${tab === "time" && metrics.data && html`<${Time} metrics=${metrics.data} theme=${theme} /><${Timeline} run=${route.run} />`}
     ${tab === "ledger" && html`<${Ledger} ledger=${overview.data.ledger} theme=${theme} />`}
     ${tab === "config" && html`<${Config} run=${route.run} command=${record.command || []} />`}
     ${tab === "environment" && html`<${Environment} record=${record} />`}
@@ -88,6 +88,30 @@ function Time({ metrics, theme }) {
     <table class="table" style=${{ marginTop: "14px", maxWidth: "640px" }}><thead><tr><th>stage</th><th class="right">seconds</th><th class="right">share</th><th></th></tr></thead>
       <tbody>${sorted.map((one) => html`<tr key=${one.name}><td class="mono">${one.name}</td><td class="right num">${fmt(one.total)}</td><td class="right num">${fmt((100 * one.total) / whole, 2)} %</td><td style=${{ width: "45%" }}><i class="meter" style=${{ width: `${(100 * one.total) / sorted[0].total}%` }}></i></td></tr>`)}</tbody></table>`;
 }
+
+// What every process did during a step: one line of bars for each depth of nesting; waits are hatched.
+function Timeline({ run }) {
+  const [step, setStep] = useState(-1);
+  const [at, setAt] = useState(null);
+  const { data } = useData("timeline", { run, step });
+  if (!data?.steps.length) return null;
+  const place = data.steps.indexOf(data.step);
+  const go_to = (change) => data.steps[place + change] !== undefined && setStep(data.steps[place + change]);
+  const percent = (value) => `${(100 * value) / data.seconds}%`;
+  return html`<section class="timeline" aria-label="timeline of the processes">
+    <div class="row"><b>What each process did</b>
+      <button class="button quiet small" disabled=${place <= 0} onClick=${() => go_to(-1)} aria-label="previous step">‹</button><span class="num">step ${data.step}, ${seconds(data.seconds)}</span>
+      <button class="button quiet small" disabled=${place === data.steps.length - 1} onClick=${() => go_to(1)} aria-label="next step">›</button>
+      <span class="muted num">${at ? `${at[0]}: ${seconds(at[2] - at[1])}${at[3] ? ", a wait" : ""}` : "point at a bar"}</span></div>
+    ${data.processes.map((process) => html`<div key=${process.name} class="process"><span class="mono">${process.name}</span><div>
+      ${process.rows.map((row, number) => html`<div key=${number} class="bars">${row.map((span, index) => html`<i key=${index} class=${span[3] ? "wait" : ""} style=${{ left: percent(span[1]), width: percent(span[2] - span[1]), "--hue": hue(span[0]) }} title=${`${span[0]}: ${seconds(span[2] - span[1])}`} onMouseEnter=${() => setAt(span)}>${span[2] - span[1] > data.seconds / 14 ? span[0] : ""}</i>`)}</div>`)}
+    </div></div>`)}
+    ${data.left_out > 0 && html`<p class="muted">${plural(data.left_out, "shorter span")} not shown; <span class="mono">hone profile ${run} --trace FILE</span> writes all.</p>`}
+  </section>`;
+}
+
+// A hue for each name, the same in every step.
+const hue = (name) => [...name.replace(/\d+/g, "")].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) % 360, 7);
 
 function Ledger({ ledger, theme }) {
   if (!ledger) return html`<p class="muted">The run has no coverage.jsonl.</p>`;
