@@ -24,8 +24,8 @@ def step_timeline(run: Path, step: int | None) -> dict[str, Any]:
 
     Returns:
         ``steps`` (all recorded ones), ``step``, ``seconds`` (length of the step), ``left_out`` (spans that are too many to show) and ``processes``:
-        ``name`` and ``rows``, each a list of spans ``[what, begin, end, waits]`` in seconds since the step began. Rows lie below each other: a
-        span was begun within the one above it.
+        ``name`` and ``rows``, each a list of spans ``[what, begin, end, waits]`` in seconds since the step began. Each
+        span of a row was begun within the one above it.
     """
     processes = read_timeline(run)
     spans_of_steps = {
