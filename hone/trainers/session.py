@@ -79,6 +79,8 @@ class RunSession:
         self.total_steps = 0
         self.rewards: dict[str, str] = {}
         self.agent_contract: dict[str, str] = {}
+        settings = dict(flatten(yaml.safe_load(to_yaml(config))))
+        self.detectors = Watch(self.directory, settings, ignore=config.insight.ignore, stop_on=config.insight.stop_on)
         self._signal: int | None = None
         self._callbacks = run_callbacks()
         self._stopped_by_callback, self._exit_code = False, 0
@@ -113,9 +115,6 @@ class RunSession:
             agent_contract=self.agent_contract,
         )
         self.directory.rewind(-1 if last_step is None else last_step)
-        insight = self.config.insight
-        settings = dict(flatten(yaml.safe_load(config_yaml)))
-        self.detectors = Watch(self.directory, settings, ignore=insight.ignore, stop_on=insight.stop_on)
         self.trackers = build_trackers(
             self.trainer.logger,
             run_dir=self.directory,

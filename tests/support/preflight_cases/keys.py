@@ -381,6 +381,15 @@ PROCESSES = [
         given=f"{RAY} trainer.n_gpus_per_node=2",
     ),
     Case(
+        "R83 lifecycle.profiled_steps_exist",
+        "trainer.profile_steps=[1,9]",
+        ("[9]", "1 to 4"),
+        advice="trainer.profile_steps=[1]",
+        then="trainer.profile_steps=[1]",
+        given="trainer.total_training_steps=4",
+        warns=True,
+    ),
+    Case(
         "R78 layouts.micro_batches_can_be_saved",
         "trainer.save_microbatch_steps=[1]",
         ("[1]", "4 processes"),
