@@ -39,7 +39,7 @@ def command(
     from hone.trainers.replay.what_if import every_method, what_if
 
     stored = load_step(find_run(run, root).path, step)
-    named = [(" ".join(changes), changes)] if changes else list(every_method(stored.config))
+    named = [("changed", changes)] if changes else list(every_method(stored.config))
     result = what_if(stored, named, WeightGradients(stored) if weights else None)
     if as_json:
         from hone.cli.run_output import print_json
@@ -47,6 +47,8 @@ def command(
         print_json(result.as_json())
     else:
         _show(result, stored.step)
+        if changes:
+            typer.echo(f"changed: {' '.join(changes)}")
 
 
 def _show(result: WhatIf, step: int) -> None:
