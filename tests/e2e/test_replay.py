@@ -53,5 +53,7 @@ def test_what_was_changed_is_seen(run: Path, tmp_path: Path) -> None:
 def test_steps_and_stages_that_cannot_be_replayed_are_refused(run: Path, tmp_path: Path) -> None:
     code, result = replayed(run, tmp_path / "log", "--from", "lunch")
     assert code == 2 and "E-replay" in result["text"] and "update_actor" in result["text"]
+    code, result = replayed(run, tmp_path / "log3", "--from", "adv", "trainer.runtime=ray")
+    assert code == 2 and "trainer.runtime=local" in result["text"]
     ended = hone("replay", run, "--step", 4, log=tmp_path / "log2")
     assert ended.code == 2 and "rollout_dump" in ended.output

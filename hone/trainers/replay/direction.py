@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,8 @@ from hone.errors import HoneError
 from hone.models.devices import run_device
 from hone.trainers.replay.stored import StoredStep
 from hone.training.backends.local import LocalBackend
+from hone.training.checkpoints.checkpoint import complete_steps
+from hone.training.checkpoints.storage import Storage
 from hone.training.updates import PartialLoss, Statistics, Totals
 
 LARGEST_EXACT = 500_000_000
@@ -36,7 +37,7 @@ class WeightGradients:
         exact: whether all trained parameters are compared, not only those of the last layer.
 
     Raises:
-        HoneError: the checkpoint before the step is missing (code E-what-if).
+        HoneError: the checkpoint before the step is missing, or one process cannot have the whole model (code E-what-if).
     """
 
     def __init__(self, stored: StoredStep) -> None:
@@ -44,7 +45,12 @@ class WeightGradients:
         device = run_device(stored.config.trainer.device)
         worker = PolicyWorker(WorkerContext(stored.config, device, resume=checkpoint_before(stored)))
         engine = worker.engine
-        assert isinstance(engine, LocalBackend)  # one process has the whole model
+        if not isinstance(engine, LocalBackend):
+            raise HoneError(
+                f"{type(engine).__name__} does not have all gradients in this process",
+                fix="--no-weights",
+                code="E-what-if",
+            )
         self._engine = engine
         trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
         self.exact = sum(parameter.numel() for parameter in trained) <= LARGEST_EXACT
@@ -74,16 +80,21 @@ def checkpoint_before(stored: StoredStep) -> str | None:
     """
     if stored.step == 1:
         return None
-    folder = Path(stored.config.trainer.checkpoint_dir or stored.run / "checkpoints") / f"step_{stored.step - 1}"
-    if not folder.is_dir():
+    root = checkpoints(stored)
+    if stored.step - 1 not in complete_steps(root):
         raise HoneError(
             f"there is no checkpoint of step {stored.step - 1}",
             why=f"the gradient is that of the weights with which step {stored.step} began",
-            where=str(folder),
+            where=str(root),
             fix=f"--no-weights, or a run with trainer.save_steps_for_replay=[{stored.step}]",
             code="E-what-if",
         )
-    return str(folder)
+    return str(root / f"step_{stored.step - 1}")
+
+
+def checkpoints(stored: StoredStep) -> Storage:
+    """Return the folder of the run's checkpoints, a path or a URL."""
+    return Storage(stored.config.trainer.checkpoint_dir or stored.run / "checkpoints")
 
 
 def _linear(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:

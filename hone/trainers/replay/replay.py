@@ -13,11 +13,12 @@ from hone.insight.compare import read_whole_run
 from hone.insight.comparison.divergence import Bisection, RunTrace, bisect_runs
 from hone.insight.run_traces import read_trace
 from hone.trainers.callbacks import Callbacks, calling
-from hone.trainers.replay.direction import checkpoint_before
+from hone.trainers.replay.direction import checkpoint_before, checkpoints
 from hone.trainers.replay.stored import StoredStep, load_step, run_config
 from hone.trainers.rl import RLTrainer, train
 from hone.trainers.stages import SAMPLED, Stage
 from hone.trainers.update_view import KEPT
+from hone.training.checkpoints.checkpoint import complete_steps
 
 log = logging.getLogger("hone")
 CORRECTED = (KEPT, "rollout_is_weights")
@@ -55,11 +56,12 @@ def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[s
         overrides: keys of the configuration to change.
 
     Raises:
-        HoneError: samples or checkpoint of the step are missing (codes E-runs, E-what-if), or the stage does not exist (E-replay).
+        HoneError: samples or checkpoint of the step are missing (codes E-runs, E-what-if), or the replay cannot begin at
+            the stage (E-replay).
     """
     stored = load_step(run, step)
     checkpoint = checkpoint_before(stored)
-    saved = (Path(stored.config.trainer.checkpoint_dir or run / "checkpoints") / f"step_{step}").is_dir()
+    saved = step in complete_steps(checkpoints(stored))
     folder = run / "replays" / f"step_{step}"
     resume = (
         ["trainer.resume_mode=disable"]
@@ -81,6 +83,14 @@ def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[s
             *overrides,
         ],
     )
+    if first is not None and config.trainer.runtime != "local":
+        raise HoneError(
+            f"a replay from stage {first!r} runs in one process, but trainer.runtime={config.trainer.runtime}",
+            why="the stored columns are in this process; both runtimes compute the same numbers",
+            fix="trainer.runtime=local, or a replay of the whole step",
+            where="--from",
+            code="E-replay",
+        )
     ran: list[str] = []
     program = type("ReplayTrainer", (ReplayTrainer,), {"stored": stored, "first": first, "ran": ran})
     with calling(Callbacks(lambda number, metrics: True)):

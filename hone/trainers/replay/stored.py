@@ -65,7 +65,7 @@ def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep
         overrides: keys of the configuration to change, as ``key=value``.
 
     Raises:
-        HoneError: the step is not stored, not all of its sequences are, or it has no token ids (code E-runs).
+        HoneError: the step is not stored, not all of its sequences are, or some have no token ids (code E-runs).
     """
     archive = open_archive(run)
     records = [record for record in archive.records(step) if record["fate"] == Fate.TRAINED]
@@ -77,11 +77,20 @@ def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep
             fix=f"a step with all of them (trainer.rollout_dump_freq), or a run with trainer.rollout_dump_steps=[{step}]",
             code="E-runs",
         )
-    if not records or any(record["response_ids"] is None for record in records):
+    lacking = sum(record["response_ids"] is None for record in records)
+    if not records:
         raise HoneError(
-            f"step {step} has no sequences with token ids that a step trained on",
+            f"step {step} trained on no sequence",
             where=str(archive.folder),
-            fix="a run of `hone train`",
+            fix=f"one of the steps {', '.join(map(str, archive.steps()[-12:]))}",
+            code="E-runs",
+        )
+    if lacking:
+        raise HoneError(
+            f"{lacking} of the {len(records)} sequences that step {step} trained on have no token ids",
+            why="an import of text has none, and where a credential is hidden in a conversation, its tokens are left out",
+            where=str(archive.folder),
+            fix="another step, or a run whose rows hold no credentials",
             code="E-runs",
         )
     return StoredStep(run, step, run_config(run, overrides), as_batch(records))

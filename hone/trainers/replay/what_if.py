@@ -65,7 +65,7 @@ class Comparison:
 
     Attributes:
         name: what is changed.
-        missing: why the step cannot be computed so, or None.
+        missing: why the step cannot be computed so, or None. The numbers mean nothing then.
         loss: loss of the first mini-batch.
         advantage: mean absolute advantage of the learnt tokens.
         turned: share of the sequences whose advantage has the other sign.
@@ -139,7 +139,10 @@ class WhatIf:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"advantage_gap": self.gap, "exact": self.exact, "compared": [asdict(one) for one in self.compared]}
+        compared = [
+            asdict(one) if one.missing is None else {"name": one.name, "missing": one.missing} for one in self.compared
+        ]
+        return {"advantage_gap": self.gap, "exact": self.exact, "compared": compared}
 
 
 def what_if(
