@@ -71,7 +71,9 @@ def test_groups():
 
 
 def test_masks_that_are_right():
-    Invariants().check_mask(batch(masks=[[1, 0, 1], [0, 1]]))
+    invariants = Invariants()
+    invariants.check_mask(batch(masks=[[1, 0, 1], [0, 1]]))
+    assert not any(invariants.state_dict()["counts"].values())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,8 @@ def test_an_engine_that_follows_is_fine():
     invariants = Invariants()
     for step in range(20):
         values = ragged([-1 - 0.1 * step, -2.0])
-        invariants.check_canary(values, values, fixed=True)
+        assert invariants.check_canary(values, values, fixed=True) == 0
+    assert not any(invariants.state_dict()["counts"].values())
 
 
 # state --------------------------------------------------------------------------------------------------------------
