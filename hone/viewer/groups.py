@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hone.errors import HoneError, did_you_mean
+from hone.viewer.index import Rows
 from hone.viewer.queries import GROUP_SORTS, NUMBERS, Groups, sorted_places
 from hone.viewer.run import Archived, number, numbers, plain
 
@@ -74,7 +75,7 @@ def _sorted_groups(groups: Groups, places: np.ndarray, sort: str) -> np.ndarray:
     return sorted_places(groups.columns[name], places, descending=sort.startswith("-"))
 
 
-def _group_json(archived: Archived, rows: Any, groups: Groups, place: int, kept: np.ndarray) -> dict[str, Any]:
+def _group_json(archived: Archived, rows: Rows, groups: Groups, place: int, kept: np.ndarray) -> dict[str, Any]:
     members, first = groups.members(place), int(groups.first[place])
     step, texts = int(rows["step"][first]), archived.index.texts
     prompts = archived.prompts(step)
@@ -103,13 +104,13 @@ def answer_list(archived: Archived, query: str, sort: str, offset: int, limit: i
     return {
         "total": len(places),
         "offset": offset,
-        "answers": answers_at(archived, places[offset : offset + min(limit, PAGE)]),
+        "answers": answers_at(archived, rows, places[offset : offset + min(limit, PAGE)]),
     }
 
 
-def answers_at(archived: Archived, places: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
-    """Return the rows as JSON, each with an excerpt of its prompt."""
-    rows, answers = archived.rows(), []
+def answers_at(archived: Archived, rows: Rows, places: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
+    """Return the rows at these places as JSON, each with an excerpt of its prompt."""
+    answers = []
     for place in places:
         answer = archived.row_json(rows, int(place))
         prompts, position = archived.prompts(answer["step"]), int(rows.position[place])

@@ -34,7 +34,7 @@ LIGHT = {
     "stop": "stop_reason",
     "seconds": "seconds",
     "score": "score",
-    "error": "cause",
+    "error": "error",
 }
 """Light column to column of the archive."""
 HEAVY = (
@@ -339,7 +339,7 @@ def heavy_columns(archive: Archive, step: int) -> tuple[dict[str, np.ndarray], p
     versions = full("token_versions")
     if versions is not None and (versions >= 0).any():
         oldest = _by_row(np.minimum, np.where(versions >= 0, versions, np.iinfo(np.int32).max), offsets)
-        columns["lag"] = versions.max() - oldest
+        columns["lag"] = np.where(_by_row(np.maximum, versions, offsets) >= 0, versions.max() - oldest, np.nan)
     same = pc.dictionary_encode(table["text"].combine_chunks())
     hashes = np.array([hash(text) & 0xFFFFFFFF for text in _texts(same)], np.float64)
     columns["same"] = hashes[_indices(same)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from hone.errors import HoneError
 from hone.insight.run_files import disk_errors, now
-from hone.text import valid_text
+from hone.text import json_lines, valid_text
 from hone.viewer.index import Rows
 from hone.viewer.queries import MASKS
 from hone.viewer.run import Archived, ViewedRun
@@ -27,7 +27,7 @@ def read_labels(path: Path) -> list[dict[str, Any]]:
     """Return the labels of a run directory, the newest last; lines that are damaged are left out."""
     file = path / FILE
     entries = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    for line in json_lines(file.read_text(encoding="utf-8")) if file.exists() else ():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:

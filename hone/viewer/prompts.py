@@ -9,6 +9,7 @@ import numpy as np
 
 from hone.errors import HoneError
 from hone.viewer.groups import EXCERPT, PAGE
+from hone.viewer.index import Rows
 from hone.viewer.queries import Groups, sorted_places
 from hone.viewer.run import Archived, number, numbers
 
@@ -54,14 +55,12 @@ def right_score(scores: np.ndarray) -> float:
     return float((known.min() + known.max()) / 2) if len(known) else 0.5
 
 
-def prompts_of(archived: Archived) -> Prompts:
-    """Return all prompts of an archive."""
-    rows = archived.rows()
-    return archived.derived("prompts", rows, lambda: _prompts(archived, archived.groups(rows)))
+def prompts_of(archived: Archived, rows: Rows) -> Prompts:
+    """Return the prompts of all rows."""
+    return archived.derived("prompts", rows, lambda: _prompts(rows, archived.groups(rows)))
 
 
-def _prompts(archived: Archived, groups: Groups) -> Prompts:
-    rows = archived.rows()
+def _prompts(rows: Rows, groups: Groups) -> Prompts:
     first = groups.first
     source_row = np.nan_to_num(rows["row"][first], nan=-1).astype(np.int64)
     # rows of a dataset are named by source and row; sequences without a row by their uid
@@ -114,7 +113,7 @@ def prompt_list(archived: Archived, query: str, course: str, sort: str, offset: 
             f"prompts have no '{name}' or '{course}'", fix=f"{SORTS}, {tuple(COURSES)}", code="E-view-query"
         )
     rows = archived.rows()
-    groups, prompts = archived.groups(rows), prompts_of(archived)
+    groups, prompts = archived.groups(rows), prompts_of(archived, rows)
     places = np.arange(len(prompts.course))
     kept = archived.matching(rows, query)
     if len(places) and not kept.all():
@@ -130,12 +129,11 @@ def prompt_list(archived: Archived, query: str, course: str, sort: str, offset: 
         "offset": offset,
         "courses": counts,
         "right": right_score(rows["score"]),
-        "prompts": [_prompt_json(archived, prompts, place) for place in page],
+        "prompts": [_prompt_json(archived, rows, prompts, place) for place in page],
     }
 
 
-def _prompt_json(archived: Archived, prompts: Prompts, place: int) -> dict[str, Any]:
-    rows = archived.rows()
+def _prompt_json(archived: Archived, rows: Rows, prompts: Prompts, place: int) -> dict[str, Any]:
     groups = archived.groups(rows)
     visits = prompts.visits(place)
     first = int(groups.first[visits[0]])
@@ -164,7 +162,7 @@ def one_prompt(archived: Archived, source: str, row: int, uid: str) -> dict[str,
         HoneError: there is none (code E-view-address).
     """
     rows = archived.rows()
-    groups, prompts = archived.groups(rows), prompts_of(archived)
+    groups, prompts = archived.groups(rows), prompts_of(archived, rows)
     texts = archived.index.texts
     for place in range(len(prompts.course)):
         visits = prompts.visits(place)
@@ -184,4 +182,4 @@ def one_prompt(archived: Archived, source: str, row: int, uid: str) -> dict[str,
         }
         for visit in visits
     ]
-    return _prompt_json(archived, prompts, place) | {"visits": entries}
+    return _prompt_json(archived, rows, prompts, place) | {"visits": entries}

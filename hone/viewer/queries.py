@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _condition(word: str) -> Condition:
     minus, column, operator, value = match.groups()
     if column not in NUMBERS and column not in WORDS:
         if operator in (":", "=") and "/" in value:  # an address in a text
-            return Condition("", "=", word)
+            return Condition("", "=", word.removeprefix("-"), bool(minus))
         raise HoneError(
             f"no column '{column}'", where=word, fix=did_you_mean(column, [*NUMBERS, *WORDS]), code="E-view-query"
         )
@@ -123,6 +124,7 @@ class Search:
     def __init__(self, index: RunIndex) -> None:
         self._index = index
         self._held: OrderedDict[tuple[int, tuple[int, int] | None], pa.Table] = OrderedDict()
+        self._lock = threading.Lock()
 
     def mask(self, rows: Rows, wanted: str, among: np.ndarray) -> np.ndarray:
         """Return which rows have a text in their prompt, answer or episode; only rows of ``among`` are searched."""
@@ -130,7 +132,8 @@ class Search:
         steps = rows["step"]
         for step in np.unique(steps[among]).tolist():
             places = np.flatnonzero(steps == step)
-            table = self._texts(int(step))
+            with self._lock:
+                table = self._texts(int(step))
             if table is None or len(table) != len(places):
                 continue
             has = np.zeros(len(table), bool)
@@ -207,9 +210,8 @@ def _compare(values: np.ndarray, operator: str, number: float) -> np.ndarray:
                 return values > number
             case ">=":
                 return values >= number
-            case "!=":
-                return values != number
-        return np.isclose(values, number, rtol=1e-6, atol=1e-9) if number % 1 else values == number
+        equal = np.isclose(values, number, rtol=1e-6, atol=1e-9) if number % 1 else values == number
+        return ~equal if operator == "!=" else equal
 
 
 # groups --------------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def _identical(archived: Archived, rows: Rows) -> np.ndarray:
 
 
 def _longer(archived: Archived, rows: Rows) -> np.ndarray:
-    groups, prompts = archived.groups(rows), prompts_of(archived)
+    groups, prompts = archived.groups(rows), prompts_of(archived, rows)
     begins = np.repeat(prompts.order[prompts.starts[:-1]], np.diff(prompts.starts)) if len(groups) else prompts.order
     first = np.zeros(len(groups), np.int64)
     first[prompts.order] = begins

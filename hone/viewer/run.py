@@ -62,9 +62,10 @@ class Archived:
 
     def groups(self, rows: Rows) -> Groups:
         """Return the groups of all rows."""
-        if self._groups is None or self._groups[0] != rows.version:
-            self._groups = rows.version, group_rows(rows)
-        return self._groups[1]
+        held = self._groups  # another thread may replace it
+        if held is None or held[0] != rows.version:
+            self._groups = held = rows.version, group_rows(rows)
+        return held[1]
 
     def matching(self, rows: Rows, query: str) -> np.ndarray:
         """Return which rows a query leaves."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hone.errors import HoneError
+from hone.viewer.index import Rows
 from hone.viewer.run import Archived, plain
 
 FORMS = ("sft", "pairs")
@@ -62,13 +63,12 @@ def selection(archived: Archived, query: str, form: str) -> Download:
             fix=f"a filter that leaves 1 to {MOST}",
             code="E-view-selection",
         )
-    records = _records(archived, kept)
+    records = _records(archived, rows, kept)
     lines = _conversations(records) if form == "sft" else _pairs(records)
     return Download(f"{form}.jsonl", "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines))
 
 
-def _records(archived: Archived, kept: np.ndarray) -> Iterator[dict[str, Any]]:
-    rows = archived.rows()
+def _records(archived: Archived, rows: Rows, kept: np.ndarray) -> Iterator[dict[str, Any]]:
     for step in np.unique(rows["step"][kept]).tolist():
         positions = set(rows.position[kept & (rows["step"] == step)].tolist())
         for position, record in enumerate(archived.index.archive.records(int(step), _COLUMNS)):

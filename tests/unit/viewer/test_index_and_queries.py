@@ -19,7 +19,7 @@ from hone.insight.archive.read import open_archive
 from hone.insight.archive.write import to_table, write_step
 from hone.viewer.api import READS, Workspace
 from hone.viewer.groups import shared_prefixes
-from hone.viewer.index import RunIndex
+from hone.viewer.index import Rows, RunIndex
 from hone.viewer.queries import Condition, parse
 
 
@@ -72,6 +72,7 @@ QUERIES = {
     "calculator -misspelt": lambda r: "calculator" in str(r["episode"]) and "misspelt" not in str(r["episode"]),
     "missing": lambda r: "missing argument" in str(r["episode"]),
     "score=1.1": lambda r: math.isclose(r["score"], 1.1),
+    "score!=1.1": lambda r: not math.isclose(r["score"], 1.1),
 }
 
 
@@ -134,6 +135,7 @@ def test_words_of_a_query() -> None:
         Condition("", "=", "out", negated=True),
     ]
     assert parse('an "open quote')[0].value == "an"
+    assert parse("-https://a.b/c") == [Condition("", "=", "https://a.b/c", negated=True)]
     for wrong in ("scroe<1", "score<high", "stop<length"):
         with pytest.raises(HoneError) as error:
             parse(wrong)
@@ -166,7 +168,7 @@ def test_sequences_without_numbers_and_without_token_ids_are_indexed(tmp_path: P
     bare = {"step": 1, "index": 0, "part": 0, "fate": "failed"}
     records = [
         bare | {"uid": "a", "text": "x"},
-        bare | {"uid": "b", "text": "y", "score": 1.0, "cause": "timeout", "error": "e"},
+        bare | {"uid": "b", "text": "y", "score": 1.0, "error": "e"},
     ]
     write_step(tmp_path, 1, to_table(records))
     workspace = Workspace({"bare": tmp_path})
@@ -179,3 +181,34 @@ def test_sequences_without_numbers_and_without_token_ids_are_indexed(tmp_path: P
     assert [group["score"] for group in listed] == [None, 1]
     assert READS["tokens"](workspace, {"step": "1", "uid": "a"})["texts"] == ["x"]
     assert READS["prompts"](workspace, {})["total"] == 2
+
+
+def test_the_lag_of_a_sequence_without_a_sampled_token_is_unknown(tmp_path: Path) -> None:
+    base = {"step": 1, "index": 0, "part": 0, "fate": "trained", "text": "x", "response_ids": [1, 2]}
+    versions = {"a": [3, 5], "b": [-1, -1], "c": [-1, 4]}
+    records = [
+        base | {"uid": uid, "token_versions": values, "response_mask": [int(value >= 0) for value in values]}
+        for uid, values in versions.items()
+    ]
+    write_step(tmp_path, 1, to_table(records))
+    index = RunIndex(tmp_path)
+    index.refresh()
+    index.wait()
+    assert index.rows()["lag"].tolist() == pytest.approx([2, math.nan, 1], nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["answers", "groups", "prompts", "selection"])
+def test_an_answer_is_of_one_snapshot_while_the_index_changes(
+    name: str, workspace: Workspace, run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = READS[name](workspace, {})
+    live = Workspace({"run": run_path})
+    archived = live.archived({})
+    archived.rows()
+    archived.index.wait()
+    whole = archived.rows()
+    late = whole["step"] > 2
+    part = Rows({name: column[late] for name, column in whole.columns.items()}, whole.position[late], whole.version + 1)
+    snapshots = iter([whole])
+    monkeypatch.setattr(archived, "rows", lambda: next(snapshots, part))
+    assert READS[name](live, {}) == expected

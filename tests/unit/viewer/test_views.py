@@ -174,7 +174,7 @@ def test_a_label_is_kept_found_again_and_refused_when_empty(run_path: Path, tmp_
     shutil.copytree(run_path, tmp_path / "copy")
     workspace = Workspace({"copy": tmp_path / "copy"})
     at = {"step": 2, "uid": "train:8", "index": 1, "part": 0}
-    WRITES["label"](workspace, at | {"label": "reward wrong", "comment": "<b>x</b>"})
+    WRITES["label"](workspace, at | {"label": "reward wrong", "comment": "<b>x</b>\u2028y\x85z"})
     listed = ask(workspace, "labels")
     assert [{name: entry[name] for name in at} for entry in listed["labels"]] == [at]
     assert listed["names"][0] == "reward wrong"
@@ -184,7 +184,7 @@ def test_a_label_is_kept_found_again_and_refused_when_empty(run_path: Path, tmp_
         with pytest.raises(HoneError) as error:
             WRITES["label"](workspace, wrong)
         assert error.value.code == code
-    assert len((tmp_path / "copy" / "labels.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "copy" / "labels.jsonl").read_text().count("\n") == 1
 
 
 def test_a_selection_is_conversations_or_pairs_of_best_and_worst(workspace: Workspace) -> None:
