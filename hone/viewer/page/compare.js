@@ -1,5 +1,5 @@
 // Two runs, steps or filters compared: numbers, paired prompts, phrases, tools and ends; and a run under an edited reward.
-import { html, useState } from "./vendor/preact.js";
+import { html, useState, useEffect } from "./vendor/preact.js";
 import { useData, link, go, fmt, signed, tone, post, plural } from "./lib.js";
 import { Failure, Nothing } from "./widgets.js";
 
@@ -12,6 +12,7 @@ export function Compare({ route, state, runs }) {
   const { kind } = route.params;
   const given = { run_a: route.run, q_a: `step<=${early}`, run_b: route.run, q_b: `step>=${late}`, ...route.params };
   const [form, setForm] = useState(given);
+  useEffect(() => setForm(given), [route.run]);
   const { data, error, loading } = useData(state.steps.length ? "compare" : "", { run_a: given.run_a, q_a: given.q_a, run_b: given.run_b, q_b: given.q_b, kind });
   const apply = (event) => {
     event.preventDefault();

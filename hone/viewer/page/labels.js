@@ -4,16 +4,15 @@ import { useData, post, link, embedded } from "./lib.js";
 import { copy, toast, Failure } from "./widgets.js";
 
 export function LabelBox({ run, kind, address, version }) {
-  const labels = useData("labels", { run, kind }, version);
   const [label, setLabel] = useState("");
   const [comment, setComment] = useState("");
   const [sent, setSent] = useState(0);
-  const again = useData(sent ? "labels" : "", { run, kind }, sent);
+  const labels = useData("labels", { run, kind }, `${version} ${sent}`);
   useEffect(() => {
     setLabel("");
     setComment("");
   }, [JSON.stringify(address)]);
-  const all = (sent ? again.data : labels.data) || labels.data || { labels: [], names: [] };
+  const all = labels.data || { labels: [], names: [] };
   const here = all.labels.filter((entry) => ["step", "uid", "index", "part"].every((name) => entry[name] === address[name]));
   const save = async (text) => {
     if (!text && !comment) return;

@@ -142,8 +142,9 @@ export function signed(value, digits = 3) {
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 60) return `${fmt(value)} s`;
-  const minutes = Math.floor(value / 60);
-  return minutes < 60 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const whole = Math.round(value);
+  const minutes = Math.floor(whole / 60);
+  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export const plural = (count, word) => `${fmt(count)} ${word}${count === 1 ? "" : "s"}`;

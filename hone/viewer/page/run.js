@@ -1,6 +1,6 @@
 // The page of a run: facts, alerts, curves, timeline of stages, ledger of fates, config with sources, environment.
 import { html, useState, useMemo } from "./vendor/preact.js";
-import { useData, link, go, fmt, seconds, plural } from "./lib.js";
+import { useData, link, go, fmt, seconds, plural, embedded } from "./lib.js";
 import { Chart } from "./charts.js";
 import { Failure, Segments } from "./widgets.js";
 
@@ -93,7 +93,8 @@ function Time({ metrics, theme }) {
 function Timeline({ run }) {
   const [step, setStep] = useState(-1);
   const [at, setAt] = useState(null);
-  const { data } = useData("timeline", { run, step });
+  const { data, error } = useData("timeline", { run, step });
+  if (error && !embedded) return html`<${Failure} error=${error} />`;
   if (!data?.steps.length) return null;
   const place = data.steps.indexOf(data.step);
   const go_to = (change) => data.steps[place + change] !== undefined && setStep(data.steps[place + change]);

@@ -51,7 +51,8 @@ export function TokensPage({ route, state }) {
   });
   if (error) return html`<${Failure} error=${error} />`;
   if (!data) return null;
-  const at = hovered ?? picked;
+  const pointed = hovered ?? picked;
+  const at = pointed !== null && pointed < data.texts.length ? pointed : null; // the answer before may have had more tokens
   return html`
     <div class="bar">
       <a href=${link(route.run, "group", [step, uid], { kind })}>group</a><span class="faint">/</span><b class="num">#${index}${data.part ? `.${data.part}` : ""}</b>
@@ -139,18 +140,18 @@ function Body({ data, values, mode, at, onHover, onPick }) {
   return html`<div class="text tokens" ref=${box} onMouseOver=${(event) => onHover(placeOf(event))} onClick=${(event) => onPick(placeOf(event))}>${blocks}</div>`;
 }
 
-// Why a token has no weight, from the first factor that removed it.
+// Why a token has no weight: from its share of the loss where that is computed (the KL loss can add to an advantage of 0), else from
+// the first stored factor that is 0.
 function reason(data, at) {
   const mask = data.columns.response_mask?.[at];
   if (mask === 0) return "Its weight is 0: the policy did not sample it (tool output or text of another).";
-  for (const factor of data.chain) {
-    const value = factor.values[at];
-    if (factor.why?.[at]) return factor.why[at];
-    if (value !== 0) continue;
+  const share = data.chain.find((factor) => factor.name === "share");
+  if (share?.why[at]) return `It has no weight: ${share.why[at]}.`;
+  for (const factor of share ? [] : data.chain) {
+    if (factor.values[at] !== 0) continue;
     if (factor.name === "advantage") return "Its weight is 0: the advantage is 0, as all answers to the prompt are equally good.";
     if (factor.name === "mask") return "Its weight is 0: the rollout correction rejected it.";
     if (factor.name === "correction") return "Its weight is 0: the rollout correction gives it none.";
-    if (factor.name === "clip") return "Its weight is 0: the ratio is outside the clip range, on the side that is not pushed further.";
   }
   return data.fate === "trained" ? "" : `No update used it: the group's fate is ${data.fate}.`;
 }
