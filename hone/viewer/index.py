@@ -249,8 +249,8 @@ class RunIndex:
                 rows = self._steps[step]
             try:
                 columns, ends = heavy_columns(self.archive, step)
-            except (HoneError, pa.ArrowInvalid, ValueError, OSError) as error:
-                columns, ends, rows.broken = {}, None, str(error)
+            except Exception as error:  # noqa: BLE001 - an import may hold anything; the thread reads the other steps
+                columns, ends, rows.broken = {}, None, str(error) or type(error).__name__
             with self._lock:
                 if ends is not None:
                     columns["end"] = self._encoded("end", ends)

@@ -64,11 +64,14 @@ class Archive:
         """
         names = [column.name for column in COLUMNS] if columns is None else list(columns)
         with self._open(step) as file:
-            if uid is None:
-                return file.read(names)
-            groups = file.read(list(dict.fromkeys([*names, "uid"])))
-            chosen = [row for row, name in enumerate(groups["uid"].to_pylist()) if name == uid]
-            return groups.take(pa.array(chosen, pa.int64())).select(names)
+            try:
+                table = file.read(names if uid is None else list(dict.fromkeys([*names, "uid"])))
+            except (pa.ArrowException, OSError) as error:
+                raise _unreadable(self._files().get(step, self.folder), error) from None
+        if uid is None:
+            return table
+        chosen = [row for row, name in enumerate(table["uid"].to_pylist()) if name == uid]
+        return table.take(pa.array(chosen, pa.int64())).select(names)
 
     def complete(self, step: int) -> bool:
         """Return whether the file of a step has all its sequences, not only those of the prompts stored at every step.
@@ -105,9 +108,7 @@ class Archive:
         try:
             file = pq.ParquetFile(files[step])
         except (pa.ArrowInvalid, OSError) as error:
-            raise HoneError(
-                f"the file cannot be read: {error}", where=str(files[step]), fix="remove the file", code="E-runs"
-            ) from None
+            raise _unreadable(files[step], error) from None
         version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode()
         if version != str(VERSION):
             raise HoneError(
@@ -120,6 +121,10 @@ class Archive:
 
 
 _STORE_ALL = "trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `hone prefer` has none"
+
+
+def _unreadable(file: Path, error: Exception) -> HoneError:
+    return HoneError(f"the file cannot be read: {error}", where=str(file), fix="remove the file", code="E-runs")
 
 
 def open_archive(folder: Path) -> Archive:

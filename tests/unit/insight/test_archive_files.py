@@ -98,6 +98,12 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     step_file(tmp_path, 4).write_bytes(b"PAR1 half a file")
     with raises(HoneError, str(step_file(tmp_path, 4))):
         list(require_archive(tmp_path).records(4))
+    write_step(tmp_path, 5, to_table([row(f"train:{number}", response_ids=[number] * 50) for number in range(50)]))
+    data = bytearray(step_file(tmp_path, 5).read_bytes())
+    data[4:400] = bytes(396)  # pages, not the footer
+    step_file(tmp_path, 5).write_bytes(data)
+    with raises(HoneError, str(step_file(tmp_path, 5)), code="E-runs"):
+        list(open_archive(tmp_path).records(5))
 
 
 def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,22 @@ def test_what_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "half.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prom')
     with raises(DataError, where=f"{tmp_path / 'half.jsonl'}, line 2"):
         import_rollouts(tmp_path / "half.jsonl", out)
+    line = {"step": 1, "uid": "a", "index": 0, "part": 0, "fate": "trained", "text": "x"}
+    broken: dict[str, tuple[str, bytes]] = {
+        "1.jsonl": ("verl", b'{"input": "a", "output": "b", "score": 1, "step": 1}\n{"input": "a", "output": "b"}\n'),
+        "step.jsonl": ("jsonl", b'{"prompt": "a", "completion": "b", "step": "first"}\n'),
+        "type.jsonl": ("jsonl", json.dumps(line | {"score": "high"}).encode()),
+        "lacks.jsonl": ("jsonl", json.dumps(line | {"text": None}).encode()),
+        "bytes.jsonl": ("jsonl", b'{"prompt": "\xff"}\n'),
+        "digits.jsonl": ("jsonl", b'{"prompt": ' + b"9" * 5000 + b"}\n"),
+        "cut.pt": ("slime", b"PK\x03\x04 half"),
+        "nothing.pt": ("slime", b""),
+    }
+    for name, (form, content) in broken.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            import_rollouts(tmp_path / name, out, form)
+        assert name in str(caught.value.where), name
     assert not out.exists()
     shutil.copytree(DUMPS / "verl", out)
     with raises(DataError, str(out), where="--out"):

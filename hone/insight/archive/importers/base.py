@@ -56,9 +56,12 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines, or of one JSON list.
 
     Raises:
-        DataError: a line is not a JSON object.
+        DataError: the file cannot be read, or a line is not a JSON object.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(path), fix="save it as UTF-8") from None
     if text.lstrip().startswith("["):
         lines: Sequence[Any] = _parsed(text, path, 1)
     else:
@@ -72,7 +75,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _parsed(text: str, path: Path, line: int) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also too many digits, or nested too deeply
         raise DataError(f"not JSON: {error}", where=f"{path}, line {line}", fix="remove the line") from None
 
 

@@ -39,9 +39,13 @@ def _loaded(path: Path) -> Mapping[str, Any]:
 
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (RuntimeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"the file holds more than plain values and tensors: {str(error).splitlines()[0]}",
+            f"the file cannot be read: {_first_line(error)}", where=str(path), fix="copy it again, or remove it"
+        ) from None
+    except pickle.UnpicklingError as error:
+        raise DataError(
+            f"the file holds more than plain values and tensors: {_first_line(error)}",
             where=str(path),
             why="other Python objects would run code of the file while they are loaded",
             fix="save it again with plain samples: torch.save({'rollout_id': ..., 'samples': [sample.to_dict(), ...]}, FILE)",
@@ -51,6 +55,10 @@ def _loaded(path: Path) -> Mapping[str, Any]:
             "no dictionary with rollout_id and samples", where=str(path), fix="name files of --save-debug-rollout-data"
         )
     return data
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _row(sample: dict[str, Any], step: int, fate: str) -> Row:
@@ -97,7 +105,7 @@ def _tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
         "rollout_log_probs": _list(sample.get("rollout_log_probs")) or None,
         "token_versions": [int(one) if sampled else -1 for sampled in mask] if one.isdecimal() else None,
     }
-    by_token = ("response_mask", "loss_mask", "rollout_log_probs")
+    by_token = ("response_mask", "loss_mask", "rollout_log_probs", "token_versions")
     return {
         name: value for name, value in columns.items() if name not in by_token or value is None or len(value) == length
     }
