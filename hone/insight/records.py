@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 from hone.data.types import Trajectory, row_of
 
 
-def trajectory_record(
-    trajectory: Trajectory,
-    *,
-    score: float | None,
-    unshaped: float | None = None,
-    terms: Mapping[str, float] | None = None,
-    extra: Mapping[str, Any] | None = None,
-    error: str | None = None,
-    cause: str | None = None,
-    prompt_text: str | None = None,
-) -> dict[str, Any]:
-    """Return one sample as in the rollout archive: tokens, text, mask and scores.
+class ScoreValues(TypedDict, total=False):
+    """Values of a record that come from the score; absent ones are null, or empty.
 
-    Args:
-        trajectory: the episode.
-        score: its reward, None without a verdict.
+    Attributes:
+        score: reward, None without a verdict.
         unshaped: reward before the length penalty, None without one.
         terms: named parts of the reward.
         extra: other values that the scorer returned.
         error: why there is no verdict, or None.
         cause: kind of the error.
+    """
+
+    score: Required[float | None]
+    unshaped: float | None
+    terms: Mapping[str, float] | None
+    extra: Mapping[str, Any] | None
+    error: str | None
+    cause: str | None
+
+
+def trajectory_record(
+    trajectory: Trajectory, *, prompt_text: str | None = None, **values: Unpack[ScoreValues]
+) -> dict[str, Any]:
+    """Return one sample as in the rollout archive: tokens, text, mask and scores.
+
+    Args:
+        trajectory: the episode.
         prompt_text: the decoded prompt.
+        values: see :class:`ScoreValues`.
     """
     whole = trajectory.rollout_log_probs == trajectory.sampling_log_probs
-    scored = {"score": score, "unshaped": unshaped, "terms": terms, "extra": extra, "error": error, "cause": cause}
-    return episode_record(trajectory, prompt_text=prompt_text, **scored) | {
+    return episode_record(trajectory, prompt_text=prompt_text, **values) | {
         "prompt_ids": list(trajectory.prompt_ids),
         "response_ids": list(trajectory.response_ids),
         "response_mask": list(trajectory.response_mask),
@@ -44,15 +50,7 @@ def trajectory_record(
 
 
 def episode_record(
-    trajectory: Trajectory,
-    *,
-    score: float | None,
-    unshaped: float | None = None,
-    terms: Mapping[str, float] | None = None,
-    extra: Mapping[str, Any] | None = None,
-    error: str | None = None,
-    cause: str | None = None,
-    prompt_text: str | None = None,
+    trajectory: Trajectory, *, prompt_text: str | None = None, **values: Unpack[ScoreValues]
 ) -> dict[str, Any]:
     """Return the part of :func:`trajectory_record` without a value per token."""
     place = row_of(trajectory.uid).rpartition(":")[2]
@@ -69,12 +67,12 @@ def episode_record(
         "ground_truth": trajectory.sample.ground_truth,
         "stop_reason": trajectory.stop_reason.value,
         "seconds": trajectory.seconds,
-        "score": score,
-        "unshaped": unshaped,
-        "terms": dict(terms or {}),
-        "extra": dict(extra or {}),
-        "error": error,
-        "cause": cause,
+        "score": values["score"],
+        "unshaped": values.get("unshaped"),
+        "terms": dict(values.get("terms") or {}),
+        "extra": dict(values.get("extra") or {}),
+        "error": values.get("error"),
+        "cause": values.get("cause"),
         "episode": None if trajectory.episode is None else trajectory.episode.record(),
     }
 

@@ -16,7 +16,7 @@ from hone.data.trajectories import episode_rows
 from hone.data.types import StopReason, Trajectory
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.metrics import MetricStore
-from hone.insight.run_directory import trajectory_record
+from hone.insight.records import ScoreValues, trajectory_record
 from hone.rewards.score import Score
 from hone.trainers.split_episodes import is_split
 from hone.training.objectives import declared_metrics
@@ -154,7 +154,7 @@ def sample_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
     return trajectory_record(trajectory, prompt_text=prompt_text(trajectory), **score_values(score))
 
 
-def score_values(score: Score | None) -> dict[str, Any]:
+def score_values(score: Score | None) -> ScoreValues:
     """Return the values of a record that come from the score; None before scoring."""
     if score is None:
         return {"score": None}

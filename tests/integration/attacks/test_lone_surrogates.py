@@ -34,7 +34,7 @@ from hone.insight.run_directory import trajectory_record
 from hone.insight.run_files import jsonable
 from hone.rewards.http import JsonService
 from hone.rewards.judge import Judge
-from hone.rewards.outcome import to_score
+from hone.rewards.outcome import MAX_NESTING, to_score
 
 LONE = "\ud800"
 SCHEMA = Calculator().schema
@@ -175,6 +175,12 @@ def test_a_deep_extra_of_a_reward_is_written(tmp_path: Path) -> None:
         extra = [extra]
     score = to_score({"score": 1.0, "note": extra})
     archive(tmp_path, 1, [{"extra": jsonable_from_deep_stack(score.extra)}])
+    (row,) = records(tmp_path, 1)
+    assert row["extra"] == score.extra
+    levels, value = 0, row["extra"]["note"]
+    while isinstance(value, list):
+        levels, (value,) = levels + 1, value
+    assert levels == MAX_NESTING + 1 and isinstance(value, str) and value != "end"
 
 
 def jsonable_from_deep_stack(value: Any, frames: int = 300) -> Any:
