@@ -31,6 +31,22 @@ def json_lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
+def replace_between(page: str, begin: str, end: str, text: str) -> str:
+    r"""Return a page with a new text between two markers; the rest is unchanged.
+
+    >>> replace_between("a <1> old <2> b", "<1>", "<2>", "new")
+    'a <1>\n\nnew\n\n<2> b'
+
+    Raises:
+        ValueError: the page does not have each marker exactly once.
+    """
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(
+            f"the page has {page.count(begin)} begin markers and {page.count(end)} end markers, not one each"
+        )
+    return f"{page.partition(begin)[0]}{begin}\n\n{text}\n\n{end}{page.partition(end)[2]}"
+
+
 def valid_text(text: str) -> str:
     r"""Replace every lone surrogate.
 

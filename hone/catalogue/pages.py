@@ -14,6 +14,7 @@ from hone.catalogue.examples import Table, example
 from hone.catalogue.methods import methods
 from hone.catalogue.presets import preset_title, presets
 from hone.catalogue.records import KINDS, Method
+from hone.text import replace_between
 
 BEGIN = "<!-- Generated from the registries by scripts/make_docs: do not edit from here -->"
 END = "<!-- to here. What follows is written by hand and kept. -->"
@@ -38,12 +39,8 @@ def hand_written(text: str) -> str:
 
 def splice(existing: str, head: str, generated: str) -> str:
     """Put ``generated`` between the markers of ``existing``; a page without them becomes head, generated part, notes."""
-    if BEGIN in existing and END in existing:
-        before, _, remainder = existing.partition(BEGIN)
-        after = remainder.partition(END)[2]
-    else:
-        before, after = f"{head}\n", f"\n\n{_NOTES}"
-    return f"{before}{BEGIN}\n\n{generated.strip()}\n\n{END}{after}"
+    page = existing if BEGIN in existing and END in existing else f"{head}\n{BEGIN}{END}\n\n{_NOTES}"
+    return replace_between(page, BEGIN, END, generated.strip())
 
 
 def _read(path: Path) -> str:

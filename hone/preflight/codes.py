@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hone.config.trees import TREES
 from hone.preflight.rules import RULES
+from hone.text import replace_between
 
 ELSEWHERE = {
     "R09": ("loading", "Every key exists."),
@@ -65,14 +66,9 @@ def index_page(existing: str) -> str:
     Raises:
         ValueError: the page does not have each marker exactly once.
     """
-    if existing.count(BEGIN) != 1 or existing.count(END) != 1:
-        raise ValueError(
-            f"the page has {existing.count(BEGIN)} begin markers and {existing.count(END)} end markers, not one each"
-        )
-    head, _, rest = existing.partition(BEGIN)
-    lines = ["", "| Code | When | Check |", "|---|---|---|"]
+    lines = ["| Code | When | Check |", "|---|---|---|"]
     lines += [f"| {entry.code} | {entry.when} | {_in_table(entry)} |" for entry in index()]
-    return "\n".join([head + BEGIN, *lines, "", END]) + rest.partition(END)[2]
+    return replace_between(existing, BEGIN, END, "\n".join(lines))
 
 
 def _in_table(entry: CodeEntry) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hone.insight.archive.schema import COLUMNS
+from hone.text import replace_between
 
 BEGIN = "<!-- columns, from hone/insight/archive/schema.py by scripts/make_docs: do not edit -->"
 END = "<!-- to here -->"
@@ -14,13 +15,8 @@ def archive_page(existing: str) -> str:
     Raises:
         ValueError: the page does not have each marker exactly once.
     """
-    if existing.count(BEGIN) != 1 or existing.count(END) != 1:
-        raise ValueError(
-            f"the page has {existing.count(BEGIN)} begin markers and {existing.count(END)} end markers, not one each"
-        )
-    head, _, rest = existing.partition(BEGIN)
-    lines = ["", "| Column | Type | Meaning |", "|---|---|---|"]
+    lines = ["| Column | Type | Meaning |", "|---|---|---|"]
     for column in COLUMNS:
         kind = column.kind + (", never null" if column.required else "")
         lines.append(f"| `{column.name}` | {kind} | {column.about} |")
-    return "\n".join([head + BEGIN, *lines, "", END]) + rest.partition(END)[2]
+    return replace_between(existing, BEGIN, END, "\n".join(lines))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.templates import SHAPES, tokenizer
 
 from hone.agents.rendering.verdict import TemplateReport, examine
+from hone.text import replace_between
 
 BEGIN = "<!-- Generated from the templates in tests/support/templates by scripts/make_docs: do not edit from here -->"
 END = "<!-- to here -->"
@@ -32,14 +33,12 @@ def report(name: str) -> TemplateReport:
 
 def models_page(existing: str) -> str:
     """Return the page with its table written anew between the markers; the rest stays."""
-    head, _, rest = existing.partition(BEGIN)
     lines = [
-        "",
         "| Shape of the template | Renderer | Calls | Ends of turns | Results of one turn | Verdict |",
         "|---|---|---|---|---|---|",
     ]
     lines += [_line(name) for name in SHAPES]
-    return "\n".join([head + BEGIN, *lines, "", END]) + rest.partition(END)[2]
+    return replace_between(existing, BEGIN, END, "\n".join(lines))
 
 
 def _line(name: str) -> str:
