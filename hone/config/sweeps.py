@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 MOST_TRIALS = 10_000
+_MOST_REPEATS = 100_000
+"""Draws in a row that repeat a trial, after which all values of narrow intervals count as drawn."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,13 @@ class SweepAxis:
 
 
 def parse_sweep(words: Sequence[str]) -> tuple[list[str], list[SweepAxis]]:
-    """Split overrides into those with one value, as they are, and the axes of a sweep.
+    """Separate the overrides that sweep a key from those that set one value.
+
+    Args:
+        words: overrides in Hydra's grammar.
+
+    Returns:
+        The overrides with one value, unchanged; and an axis for each of the others.
 
     Raises:
         ConfigError: an override is malformed, or its values cannot be listed.
@@ -95,7 +103,8 @@ def _axis(override: Override, word: str) -> SweepAxis:
 
     key, sweep = override.get_key_element(), override.value()
     if isinstance(sweep, ChoiceSweep | RangeSweep):
-        values = tuple(str(value) for value in override.sweep_iterator(transformer=Transformer.encode))
+        listed = (str(value) for value in override.sweep_iterator(transformer=Transformer.encode))
+        values = tuple(dict.fromkeys(listed))  # a value that is written twice is one trial
         if not values:
             raise ConfigError("has no values", fix=f"{key}=1,2,3", where=word)
         return SweepAxis(key, values)
@@ -139,10 +148,10 @@ def draw_trials(axes: Sequence[SweepAxis], count: int, seed: int) -> list[dict[s
 
     The first trials of a larger draw are those of a smaller one.
     """
-    generator = random.Random(seed)
-    trials: list[dict[str, str]] = []
-    while len(trials) < min(count, math.prod(axis.size for axis in axes)):
-        trial = {axis.key: axis.draw(generator) for axis in axes}
-        if trial not in trials:
-            trials.append(trial)
-    return trials
+    generator, repeats = random.Random(seed), 0
+    trials: dict[tuple[str, ...], None] = {}
+    while len(trials) < min(count, math.prod(axis.size for axis in axes)) and repeats < _MOST_REPEATS:
+        values = tuple(axis.draw(generator) for axis in axes)
+        repeats = repeats + 1 if values in trials else 0
+        trials[values] = None
+    return [dict(zip((axis.key for axis in axes), values, strict=True)) for values in trials]

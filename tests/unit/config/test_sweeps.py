@@ -63,6 +63,17 @@ def test_fewer_values_than_draws():
     assert sorted(trial["c"] for trial in draw_trials(axes, 10, 0)) == ["1", "2", "3"]
 
 
+def test_a_value_that_is_written_twice_is_one_trial():
+    _, axes = parse_sweep(["a=1,1,2"])
+    assert grid(axes) == [{"a": "1"}, {"a": "2"}]
+    assert sorted(trial["a"] for trial in draw_trials(axes, 3, 0)) == ["1", "2"]
+
+
+def test_draws_of_an_interval_narrower_than_its_digits_end():
+    _, axes = parse_sweep(["a=interval(1.0,1.0000001)"])
+    assert draw_trials(axes, 2, 0) == [{"a": "1"}]
+
+
 def test_bad_sweeps():
     with raises(ConfigError, "range(1,10,3)"):
         parse_sweep(["a=1,,2"])
