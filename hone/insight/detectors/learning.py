@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
 from hone.insight.detectors.series import Baseline, Streak, fmean, median, pstdev, window
-from hone.insight.detectors.tuning import ACTOR, learning_rate_key, setting, slower, tuning
+from hone.insight.detectors.tuning import ACTOR, learning_rate_key, setting, slower, trains_policy, tuning
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -106,7 +106,9 @@ class GradientSpike(Detector):
         gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
         if gap > EngineMismatch.problem:
             yield Cause(f"engine and trainer differ by {gap:.3g} in probability", f"{_CORRECTION}.rollout_is=token")
-        yield from tuning(self.settings, "a sample has an extreme ratio, advantage or KL (read the samples)")
+        policy = trains_policy(self.settings)
+        sample = "a sample has an extreme ratio, advantage or KL (read the samples)"
+        yield from tuning(self.settings, sample if policy else "a batch has an extreme loss")
         prefix = learning_rate_key(self.settings).removesuffix("lr")
         clip = setting(self.settings, f"{prefix}clip_grad", 1.0)
         yield Cause(f"gradients are clipped at {clip:g}", f"{prefix}clip_grad={clip / 4:.3g}")

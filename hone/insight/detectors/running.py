@@ -8,7 +8,7 @@ from typing import Any
 from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
 from hone.insight.detectors.reward_causes import call_causes
 from hone.insight.detectors.series import Streak, fmean, median, window
-from hone.insight.detectors.tuning import ACTOR, setting, slower
+from hone.insight.detectors.tuning import ACTOR, setting, slower, trains_policy
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _UNREADABLE = ("tool/malformed_rate", "tool/unknown_tool_rate", "tool/invalid_arguments_rate")
@@ -186,13 +186,19 @@ class MemoryGrowth(Detector):
         return None
 
     def _causes(self, name: str, metrics: Metrics) -> Iterator[Cause]:
+        policy = trains_policy(self.settings)
         if name == "perf/max_memory_allocated_gb":
-            key = f"{ACTOR}.ppo_max_token_len_per_gpu"
+            key = f"{ACTOR}.ppo_max_token_len_per_gpu" if policy else "data.max_token_len_per_gpu"
             tokens = setting(self.settings, key, 16384)
-            length = metrics.get("response_length/max", 0.0)
-            seen = f"micro-batches of up to {tokens} tokens; the longest response has {length:.0f}"
+            seen = f"micro-batches of up to {tokens} tokens"
+            if policy:
+                seen += f"; the longest response has {metrics.get('response_length/max', 0.0):.0f}"
             yield Cause(seen, f"{key}={tokens // 2}")
-        yield Cause("a verifier, tool or callback keeps objects", "reward.memory_mb=2048 restarts workers that grow")
+        if policy:
+            fix = "reward.memory_mb=2048 restarts workers that grow"
+            yield Cause("a verifier, tool or callback keeps objects", fix)
+        else:
+            yield Cause("a callback keeps objects", "train some steps without it, and compare the memory")
         yield Cause(
             "the state is saved: a restart frees memory", "run the command again, it resumes; trainer.save_freq=20"
         )

@@ -63,6 +63,8 @@ class EntropyCollapse(_Entropy):
         high = setting(self.settings, f"{ACTOR}.clip_ratio_high")
         low = setting(self.settings, f"{ACTOR}.clip_ratio", 0.2)
         for step in tuning(self.settings, seen):
+            if step.fix.startswith(f"{ACTOR}.clip_ratio_high="):
+                continue  # a lower clip holds unlikely tokens down even more
             if learning_rate_key(self.settings) in step.fix and (high is None or high <= low):
                 yield Cause(
                     f"the upper clip ({low:g}) holds unlikely tokens down", f"{ACTOR}.clip_ratio_high=0.28"

@@ -16,10 +16,14 @@ def setting(settings: Settings, key: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def trains_policy(settings: Settings) -> bool:
+    """Return whether the run is one of RL, with the keys of a policy; other programs have ``optim.lr``."""
+    return "optim.lr" not in settings
+
+
 def learning_rate_key(settings: Settings) -> str:
     """Return the key of the learning rate: that of the policy in RL, else of the model."""
-    key = f"{ACTOR}.optim.lr"
-    return key if key in settings else "optim.lr"
+    return f"{ACTOR}.optim.lr" if trains_policy(settings) else "optim.lr"
 
 
 def slower(settings: Settings, factor: float = 2.0) -> str:
@@ -32,12 +36,17 @@ def slower(settings: Settings, factor: float = 2.0) -> str:
 
 
 def tuning(settings: Settings, seen: str) -> Iterator[Cause]:
-    """Yield changes that make updates smaller, in the order in which to try them.
+    """Yield changes that make updates smaller, in the order in which to try them; without a policy the learning rate only.
 
     Args:
         settings: configuration of the run.
         seen: what was measured, as evidence of the first change.
     """
+    key = learning_rate_key(settings)
+    rate = Cause(f"the learning rate is {setting(settings, key, 1e-6):.3g}; {seen}", slower(settings))
+    if not trains_policy(settings):
+        yield rate
+        return
     epochs = setting(settings, f"{ACTOR}.ppo_epochs", 1)
     batch, mini = setting(settings, "data.train_batch_size", 0), setting(settings, f"{ACTOR}.ppo_mini_batch_size", 0)
     updates = epochs * max(1, -(-batch // mini)) if mini else epochs
@@ -54,7 +63,6 @@ def tuning(settings: Settings, seen: str) -> Iterator[Cause]:
         yield Cause(f"the upper clip is {clip:g}", f"{ACTOR}.clip_ratio_high=0.2")
     if not (settings.get(f"{ACTOR}.use_kl_loss") or settings.get("algorithm.use_kl_in_reward")):
         yield Cause("no KL penalty holds the policy near its reference", f"{ACTOR}.use_kl_loss=true")
-    key = learning_rate_key(settings)
-    yield Cause(f"the learning rate is {setting(settings, key, 1e-6):.3g}; {seen}", slower(settings))
+    yield rate
     if setting(settings, f"{ACTOR}.policy_loss.loss_mode", "vanilla") == "vanilla":
         yield Cause("ratios are clipped by token (loss mode vanilla)", f"{ACTOR}.policy_loss.loss_mode=gspo")

@@ -314,6 +314,31 @@ def test_a_gradient_that_is_not_finite_is_reported_at_once():
     assert (alert.detector, alert.step, alert.severity) == ("gradient_spike", 40, "error")
 
 
+def test_alerts_of_a_supervised_run_name_keys_that_it_has():
+    rows = [
+        {
+            "step": step,
+            "train/grad_norm": 50.0 if step == 60 else 0.5,
+            "perf/max_memory_allocated_gb": 40.0 + max(0, step - 70),
+            "perf/cpu_memory_used_gb": 8.0,
+        }
+        for step in range(1, STEPS + 1)
+    ]
+    values = {"optim.lr": 1e-5, "optim.clip_grad": 1.0, "data.max_token_len_per_gpu": 4096, "trainer.save_freq": 5}
+    alerts = alerts_of(rows, values)
+    assert [alert.detector for alert in alerts] == ["gradient_spike", "memory_growth"]
+    fixes = [cause.fix for alert in alerts for cause in alert.causes]
+    words = [word.strip(",;()").partition("=")[0] for fix in fixes for word in fix.split() if "=" in word]
+    known = {key.path for key in documentation(TREES["sft"])}
+    assert {"optim.lr", "optim.clip_grad", "data.max_token_len_per_gpu"} <= set(words) <= known
+
+
+def test_an_entropy_collapse_never_advises_a_lower_upper_clip():
+    alert = next(alert for alert in alerts_of(with_fault("entropy_collapse")) if alert.detector == "entropy_collapse")
+    assert SETTINGS["actor_rollout_ref.actor.clip_ratio_high"] == 0.28
+    assert not [cause for cause in alert.causes if "clip_ratio_high=" in cause.fix]
+
+
 def watch(folder: Path, **options) -> Watch:
     directory = RunDirectory(folder)
     directory.start(seed=1, config_yaml="data: {}\n")
