@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hone.cli.options import Json, Kind, Of, Overrides, Preset
+
+if TYPE_CHECKING:
+    from hone.insight.twins import TwinPair
 
 app = typer.Typer(add_completion=False)
 
@@ -43,10 +46,7 @@ def command(
     Both runs of a pair draw the same prompts and random numbers, and are compared prompt by prompt. The test may be looked at
     after every pair. The same command continues after an interruption; finished runs are not repeated.
     """
-    from hone.cli.trials import Trial, file_words, run_trial, settings_of
-    from hone.config.environment import written_leaves
-    from hone.config.load import load_config
-    from hone.config.trees import TREES
+    from hone.cli.run_output import print_json
     from hone.errors import HoneError
     from hone.insight import twins
     from hone.insight.comparison.sequential import Outcome
@@ -56,41 +56,59 @@ def command(
             raise HoneError(f"no file '{file}'", fix="hone twins A.yaml B.yaml, two configuration files", code="E-runs")
     if margin <= 0:
         raise HoneError(f"--margin {margin:g} is not positive", fix="--margin 0.02", code="E-runs")
-    files, given = (first, second), list(overrides or ())
-    configs = [
-        dict(
-            written_leaves(
-                load_config(TREES[program.value], given, preset=preset, config_path=f.parent, config_name=f.name)
-            )
-        )
-        for f in files
-    ]
-    out = out or Path("runs/twins") / f"{first.stem}-{second.stem}"
-    settings = twins.TwinsSettings(margin, confidence, max_pairs, metric)
+    out, given = out or Path("runs/twins") / f"{first.stem}-{second.stem}", list(overrides or ())
+    configs = [_config(program, file, preset, given) for file in (first, second)]
     twins.open_record(out, configs)
+    settings = twins.TwinsSettings(margin, confidence, max_pairs, metric)
     equal, pairs = twins.equal_configs(configs), []
     decision = twins.twins_decision(pairs, settings, equal)
     for seed in range(first_seed, first_seed + max_pairs):
-        for arm, file in zip(twins.ARMS, files, strict=True):
-            directory = twins.pair_directory(out, seed, arm)
-            keys = settings_of(program.value, directory, {"trainer.seed": seed})
-            trial = Trial((program.value, *file_words(file, preset, [*given, *keys])), directory)
-            if not trial.finished:
-                typer.echo(f"training {directory}", err=True)
-                run_trial(trial)
-        pair = twins.read_pair(out, seed, metric)
-        pairs.append(pair)
+        for arm, file in zip(twins.ARMS, (first, second), strict=True):
+            _train(program, file, preset, given, seed, twins.pair_directory(out, seed, arm))
+        pairs.append(twins.read_pair(out, seed, metric))
         decision = twins.twins_decision(pairs, settings, equal)
         if not as_json:
-            measured = f"A {pair.first:.4g}, B {pair.second:.4g}, difference {pair.difference:+.4g}"
-            typer.echo(f"seed {seed}: {measured} ({pair.score}, {pair.prompts} prompts)")
+            typer.echo(_shown(pairs[-1]))
         if decision.outcome is not Outcome.STILL_NOISE:
             break
     verdict = twins.verdict_text(decision, pairs, settings)
     result = twins.write_outcome(out, pairs, decision, settings, verdict)
     if as_json:
-        from hone.cli.run_output import print_json
-
         print_json(result)
     else:
         typer.echo(verdict)
+
+
+def _config(program: Kind, file: Path, preset: str | None, overrides: list[str]) -> dict[str, Any]:
+    """Return a configuration, dotted key to value.
+
+    Raises:
+        ConfigError: a key or its value is wrong.
+    """
+    from hone.config.environment import written_leaves
+    from hone.config.load import load_config
+    from hone.config.trees import TREES
+
+    tree = TREES[program.value]
+    config = load_config(tree, overrides, preset=preset, config_path=file.parent, config_name=file.name)
+    return dict(written_leaves(config))
+
+
+def _train(program: Kind, file: Path, preset: str | None, overrides: list[str], seed: int, directory: Path) -> None:
+    """Train one run of a pair, unless it is finished.
+
+    Raises:
+        HoneError: the run failed (code E-runs).
+    """
+    from hone.cli import trials
+
+    keys = trials.settings_of(program.value, directory, {"trainer.seed": seed})
+    trial = trials.Trial((program.value, *trials.file_words(file, preset, [*overrides, *keys])), directory)
+    if not trial.finished:
+        typer.echo(f"training {directory}", err=True)
+        trials.run_trial(trial)
+
+
+def _shown(pair: TwinPair) -> str:
+    measured = f"A {pair.first:.4g}, B {pair.second:.4g}, difference {pair.difference:+.4g}"
+    return f"seed {pair.seed}: {measured} ({pair.score}, {pair.prompts} prompts)"
