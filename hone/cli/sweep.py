@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,10 +47,7 @@ def command(
     The grammar is that of Hydra's multirun; tag(log,interval(1e-6,1e-3)) draws on a logarithmic scale. The same command continues
     after an interruption, and with more values it trains only the new ones. The plot is sweep.png in the folder.
     """
-    from hone.cli.trials import Trial, settings_of
-    from hone.config.load import load_config
     from hone.config.sweeps import draw_trials, grid, parse_sweep
-    from hone.config.trees import TREES
     from hone.errors import ConfigError, HoneError
     from hone.insight.sweeps import draw_sweep, open_sweep, read_sweep
 
@@ -60,24 +57,14 @@ def command(
             "no key has several values", fix="list them: actor_rollout_ref.actor.optim.lr=1e-5,1e-4", where="hone sweep"
         )
     trials = grid(axes) if draws is None else draw_trials(axes, draws, seed)
-    options = {"--preset": preset, "--config-path": config_path, "--config-name": config_name}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    words = [[*fixed, *(f"{key}={value}" for key, value in values.items())] for values in trials]
-    for line in words:
-        load_config(
-            TREES[program.value], line, preset=preset, config_path=config_path, config_name=config_name, by_method=True
-        )
-    base = {"command": program.value, "overrides": fixed, **chosen}
-    directories = open_sweep(out, base, trials)
-    jobs = []
-    for line, path in zip(words, directories, strict=True):
-        named = [word for pair in chosen.items() for word in pair]
-        directory = path.absolute() if on_ray else path
-        keys = settings_of(program.value, directory, {})
-        job = Trial((program.value, *named, *line, *keys), directory, Path.cwd() if on_ray else None)
-        if not job.finished:
-            jobs.append(job)
-    ended = _on_ray(jobs, address, cpus, gpus) if on_ray else _here(jobs)
+    options = {"preset": preset, "config_path": config_path, "config_name": config_name}
+    source = {name: value for name, value in options.items() if value is not None}
+    lines = [[*fixed, *(f"{key}={value}" for key, value in values.items())] for values in trials]
+    hashes = [_checked(program, line, source) for line in lines]
+    directories = open_sweep(out, {"command": program.value, "overrides": fixed, **source}, trials, hashes)
+    jobs = [_job(program, *pair, source, on_ray) for pair in zip(lines, directories, strict=True)]
+    left = [job for job in jobs if not job.finished]
+    ended = _on_ray(left, address, cpus, gpus) if on_ray else _here(left)
     failures = [message for message in ended if message]
     result = read_sweep(out, metric)
     if result.score:
@@ -90,6 +77,38 @@ def command(
             where=str(out),
             code="E-runs",
         )
+
+
+def _checked(program: Kind, line: Sequence[str], source: Mapping[str, str]) -> str:
+    """Return the hash of a trial's configuration.
+
+    Raises:
+        ConfigError: a key or its value is wrong.
+    """
+    from hone.config.environment import written_leaves
+    from hone.config.load import load_config
+    from hone.config.trees import TREES
+    from hone.insight.sweeps import config_hash
+
+    config = load_config(
+        TREES[program.value],
+        list(line),
+        preset=source.get("preset"),
+        config_path=source.get("config_path"),
+        config_name=source.get("config_name"),
+        by_method=True,
+    )
+    return config_hash(dict(written_leaves(config)))
+
+
+def _job(program: Kind, line: Sequence[str], path: Path, source: Mapping[str, str], on_ray: bool) -> Trial:
+    """Return the command of a trial; on Ray it has a whole path, and runs in this command's directory."""
+    from hone.cli.trials import Trial, settings_of
+
+    directory = path.absolute() if on_ray else path
+    named = [word for name, value in source.items() for word in (f"--{name.replace('_', '-')}", value)]
+    keys = settings_of(program.value, directory, {})
+    return Trial((program.value, *named, *line, *keys), directory, Path.cwd() if on_ray else None)
 
 
 def _here(jobs: Sequence[Trial]) -> Iterator[str]:
@@ -123,7 +142,7 @@ def attempt(job: Trial) -> str:
 
 
 def _show(result: SweepResult, as_json: bool) -> None:
-    from hone.cli.run_compare import confidence_lines
+    from hone.cli.run_compare import print_confidence
     from hone.cli.run_output import new_console, new_table, number, print_json
 
     if as_json:
@@ -137,5 +156,4 @@ def _show(result: SweepResult, as_json: bool) -> None:
         table.add_row(trial.directory.name, *cells, number(trial.score), trial.status)
     console = new_console()
     console.print(table)
-    for line in confidence_lines(result.lead) if result.lead else ():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_confidence(console, [result.lead] if result.lead else [])

@@ -1,12 +1,13 @@
 """Record of a sweep, and its results as rows and as a picture.
 
 <out>/
-  sweep.json     command, fixed overrides, and the values of each trial
+  sweep.json     command, fixed overrides, and the values of each trial with a hash of its configuration
   000/, 001/...  run directories
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,10 @@ from typing import Any
 
 from hone.errors import HoneError
 from hone.insight.compare import Run, read_whole_run
+from hone.insight.comparison.arms import training_keys
 from hone.insight.confidence import ArmComparison, compare_pair
 from hone.insight.run_directory import RunStatus
-from hone.insight.run_files import RUN, write_atomically
+from hone.insight.run_files import RUN, jsonable, write_atomically
 from hone.insight.run_scores import RunScores, require_scores
 
 RECORD = "sweep.json"
@@ -58,36 +60,56 @@ class SweepResult:
     lead: ArmComparison | None
 
 
-def open_sweep(out: Path, base: Mapping[str, Any], trials: Sequence[Mapping[str, str]]) -> list[Path]:
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Return a hash of the keys that can change what a run computes.
+
+    Args:
+        config: dotted key to value.
+    """
+    text = json.dumps(jsonable(training_keys(config)), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def open_sweep(
+    out: Path, base: Mapping[str, Any], trials: Sequence[Mapping[str, str]], hashes: Sequence[str]
+) -> list[Path]:
     """Store the trials in ``sweep.json``, and return the run directory of each; those of an earlier start keep theirs.
 
     Args:
         out: folder of the sweep.
         base: everything that all trials share.
         trials: swept key to value.
+        hashes: :func:`config_hash` of each trial.
 
     Raises:
-        HoneError: the folder holds a sweep with another base (code E-runs).
+        HoneError: the folder holds a sweep with another base, or a trial that had another configuration (code E-runs).
     """
     file = out / RECORD
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"base": dict(base), "trials": []}
-    if record["base"] != base:
-        changed = [key for key in {**record["base"], **base} if record["base"].get(key) != base.get(key)]
-        raise HoneError(
-            f"the folder holds another sweep: {', '.join(changed)} differs",
-            where=str(out),
-            why="trials that share only their swept keys cannot be compared",
-            fix="--out DIR with another folder",
-            code="E-runs",
-        )
-    names = {json.dumps(entry["values"], sort_keys=True): entry["directory"] for entry in record["trials"]}
+    changed = [key for key in {**record["base"], **base} if record["base"].get(key) != base.get(key)]
+    if changed:
+        raise _other_sweep(out, f"another sweep: {', '.join(changed)} differs")
+    entries = {json.dumps(entry["values"], sort_keys=True): entry for entry in record["trials"]}
     directories = []
-    for values in trials:
-        name = names.setdefault(json.dumps(values, sort_keys=True), f"{len(names):03d}")
-        directories.append(out / name)
-    record["trials"] = [{"directory": name, "values": json.loads(values)} for values, name in names.items()]
+    for values, code in zip(trials, hashes, strict=True):
+        new = {"directory": f"{len(entries):03d}", "values": dict(values), "config": code}
+        entry = entries.setdefault(json.dumps(values, sort_keys=True), new)
+        if entry["config"] != code:
+            raise _other_sweep(out, f"trial {entry['directory']} with other values of keys that are not swept")
+        directories.append(out / entry["directory"])
+    record["trials"] = list(entries.values())
     write_atomically(file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return directories
+
+
+def _other_sweep(out: Path, what: str) -> HoneError:
+    return HoneError(
+        f"the folder holds {what}",
+        where=str(out),
+        why="trials can be compared only if they differ in nothing but their swept keys",
+        fix="--out DIR with another folder, or restore the configuration of the first start",
+        code="E-runs",
+    )
 
 
 def read_sweep(out: Path, metric: str | None = None) -> SweepResult:
@@ -122,9 +144,16 @@ def read_sweep(out: Path, metric: str | None = None) -> SweepResult:
         for entry in entries
     ]
     sign = -1 if scores.more_is_better else 1
-    trials.sort(key=lambda trial: math.inf if trial.score is None else sign * trial.score)
+    trials.sort(key=lambda trial: _rank(trial.score, sign))
     lead = _lead(list(finished.values()), scores, [trial.directory.name for trial in trials])
     return SweepResult(scores.name, scores.more_is_better, trials, lead)
+
+
+def _rank(score: float | None, sign: int) -> tuple[int, float]:
+    """Return the key by which trials are sorted: finite scores, then a loss that is not a number, then trials without a score."""
+    if score is None:
+        return 2, 0.0
+    return (1, 0.0) if math.isnan(score) else (0, sign * score)
 
 
 def _lead(runs: Sequence[Run], scores: RunScores, ranking: Sequence[str]) -> ArmComparison | None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from contextlib import redirect_stdout
 
 import pytest
@@ -47,6 +48,31 @@ def test_more_values_train_only_the_new_trials(monkeypatch, tmp_path):
     assert [path.name for path in fake.started] == ["002"] and len(result["trials"]) == 3
     with raises(HoneError, "--out", code="E-runs"):
         sweep(monkeypatch, tmp_path, f"{RATE}=1e-4,2e-4", "trainer.seed=3")
+
+
+def test_a_changed_file_is_not_ranked_with_trials_of_the_old_one(monkeypatch, tmp_path):
+    file, out = tmp_path / "base.yaml", tmp_path / "out"
+    words = (f"{RATE}=1e-5,1e-4", "--config-path", tmp_path, "--config-name", "base")
+    file.write_text("actor_rollout_ref: {rollout: {n: 4}}\n")
+    sweep(monkeypatch, out, *words)
+    fake = FakeTrials(score)
+    file.write_text("actor_rollout_ref: {rollout: {n: 4}}\ntrainer: {rollout_dump_freq: 3}\n")
+    sweep(monkeypatch, out, *words, fake=fake)
+    file.write_text("actor_rollout_ref: {rollout: {n: 8}}\n")
+    with raises(HoneError, "trial 000", code="E-runs"):
+        sweep(monkeypatch, out, *words, fake=fake)
+    assert not fake.started
+
+
+@pytest.mark.parametrize("bad", ["1e-5", "1e-4", "2e-4"])
+def test_a_loss_that_is_not_a_number_ranks_last(monkeypatch, tmp_path, bad):
+    def scores(config, draw):
+        return math.nan if config.actor_rollout_ref.actor.optim.lr == float(bad) else score(config, draw)
+
+    words = (f"{RATE}=1e-5,1e-4,2e-4", "--metric", "critic/rewards/mean")
+    result, _ = sweep(monkeypatch, tmp_path, *words, fake=FakeTrials(scores))
+    finite = [float(trial["score"]) for trial in result["trials"][:2]]
+    assert finite == sorted(finite, reverse=True) and result["trials"][2]["score"] == "NaN"
 
 
 def test_random_draws_and_the_table(monkeypatch, tmp_path):
