@@ -2,7 +2,7 @@
 
 Raise :class:`HoneError` (or a subclass) for a mistake that the user can fix. The command line prints the message and exits
 with code 2; ``--debug`` shows the traceback. A bug in Hone should raise an ordinary Python exception. A run whose process was
-killed or hangs ends with code 3 and can be resumed.
+killed or hangs ends with code 3, one that an alert of ``insight.stop_on`` ended with code 4; both can be resumed.
 """
 
 from __future__ import annotations

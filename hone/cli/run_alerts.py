@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from hone.cli.options import Json
 from hone.cli.run_output import RootOption
 
 RunArgument = Annotated[str, typer.Argument(help="run directory, or its name below the root")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
-def alerts(run: RunArgument, root: RootOption = Path("runs"), as_json: JsonOption = False) -> None:
+def alerts(run: RunArgument, root: RootOption = Path("runs"), as_json: Json = False) -> None:
     """List the alerts that a run gave while it trained."""
     from hone.insight.compare import find_run
     from hone.insight.run_files import read_alerts
@@ -23,7 +23,7 @@ def alerts(run: RunArgument, root: RootOption = Path("runs"), as_json: JsonOptio
     _show(path, read_alerts(path), as_json)
 
 
-def diagnose(run: RunArgument, root: RootOption = Path("runs"), as_json: JsonOption = False) -> None:
+def diagnose(run: RunArgument, root: RootOption = Path("runs"), as_json: Json = False) -> None:
     """Run all detectors over the metrics of a run, also of one that had none while it trained."""
     from hone.insight.compare import find_run
     from hone.insight.detectors.watch import diagnose_run

@@ -72,7 +72,7 @@ def compare(
             name: {run.name: vars(summary) for run in compared if (summary := summarise(run, name))} for name in names
         }
         record = {"runs": [overview(run) for run in compared], "config": differences, "metrics": summaries}
-        confidence = [vars(result) | {"result": vars(result.result)} for result in results]
+        confidence = [result.record() for result in results]
         print_json(record | {"confidence": confidence, "png": str(png) if png else None})
         return
     console = new_console()
@@ -117,17 +117,7 @@ def confidence_lines(item: ArmComparison) -> list[str]:
         lines.append(f"  {result.level:.0%} interval {result.low:+.4g} to {result.high:+.4g}: {result.verdict}")
     if result.seeds_needed is not None:
         lines.append(f"  seeds needed to find this difference with 80 % power: {result.seeds_needed}")
-    return lines + [f"  {line}" for line in limits(item)]
-
-
-def limits(item: ArmComparison) -> list[str]:
-    """Return sentences on what the interval of a comparison leaves out."""
-    lines = []
-    if item.result.seeds == 1:
-        lines.append("one seed: the interval is over prompts only; repeat both runs with other values of trainer.seed")
-    if not item.paired_by_seed:
-        lines.append("the arms share no seed: paired by prompt only")
-    return lines
+    return lines + [f"  {line}" for line in item.limits]
 
 
 def _arm(names: Sequence[str]) -> str:

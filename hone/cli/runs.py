@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hone.cli import run_alerts, run_bisect, run_compare, run_coverage, run_engines, run_samples, run_sheet
+from hone.cli.options import Json
 from hone.cli.run_output import (
     CHARTS,
     PngOption,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from hone.insight.compare import Run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
 _HIGHLIGHTS = (
     *("actor_rollout_ref.model.path", "model.path", "actor_rollout_ref.model.lora_rank", "algorithm.adv_estimator"),
@@ -56,7 +55,7 @@ app.command("diagnose")(run_alerts.diagnose)
 
 
 @app.command("list")
-def list_runs(root: RootOption = Path("runs"), as_json: JsonOption = False) -> None:
+def list_runs(root: RootOption = Path("runs"), as_json: Json = False) -> None:
     """List the runs below a folder, oldest first."""
     from hone.errors import HoneError
     from hone.insight.compare import read_whole_run, run_names
@@ -88,10 +87,11 @@ def show(
     metric: Annotated[list[str] | None, typer.Option("--metric", help="metric to chart; repeat for several")] = None,
     png: PngOption = None,
     root: RootOption = Path("runs"),
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Show one run: status, main settings, metrics and curves."""
     from hone.insight.compare import find_run, headline_metrics, require_metrics, summarise
+    from hone.insight.curves import points, sparkline
 
     shown_run = find_run(run, root)
     names = require_metrics(metric, [shown_run]) if metric else shown_run.names()
@@ -105,8 +105,6 @@ def show(
     console = new_console()
     _print_head(console, shown_run)
     table = new_table("metric", "first>", "last>", "best>", "at step>", "curve")
-    from hone.insight.curves import points, sparkline
-
     room = max(8, min(30, console.width - max(map(len, summaries), default=0) - 52))
     for name, summary in summaries.items():
         step = "" if summary.best_step is None else str(summary.best_step)

@@ -146,7 +146,7 @@ def _show(result: SweepResult, as_json: bool) -> None:
     from hone.cli.run_output import new_console, new_table, number, print_json
 
     if as_json:
-        lead = result.lead and vars(result.lead) | {"result": vars(result.lead.result)}
+        lead = result.lead and result.lead.record()
         print_json(vars(result) | {"trials": [vars(trial) for trial in result.trials], "lead": lead})
         return
     keys = list(dict.fromkeys(key for trial in result.trials for key in trial.values))

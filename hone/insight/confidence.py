@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hone.errors import HoneError
 from hone.insight.compare import Run
@@ -29,6 +31,23 @@ class ArmComparison:
     second: tuple[str, ...]
     result: Comparison
     paired_by_seed: bool
+
+    def record(self) -> dict[str, Any]:
+        """Return the comparison as an object for JSON."""
+        return vars(self) | {"result": vars(self.result)}
+
+    @property
+    def limits(self) -> list[str]:
+        """Return sentences on what the interval leaves out."""
+        again = "repeat both runs with other values of trainer.seed"
+        lines = []
+        if math.isnan(self.result.low):
+            lines.append(f"one number of one seed: no interval, so nothing tells the difference from noise; {again}")
+        elif self.result.seeds == 1:
+            lines.append(f"one seed: the interval is over prompts only; {again}")
+        if not self.paired_by_seed:
+            lines.append("the arms share no seed: paired by prompt only")
+        return lines
 
 
 def compare_arms(
@@ -75,7 +94,7 @@ def compare_pair(first: Run, second: Run, scores: RunScores, *, level: float = 0
 def _paired(
     runs: Sequence[Run], values: Sequence[Mapping[str, float]], first: list[int], second: list[int]
 ) -> tuple[PairedScores, bool]:
-    """Pair two arms by seed; without a common seed by the order of their seeds."""
+    """Pair two arms by seed; without a common seed by the order of their runs."""
     sides: list[dict[str, Mapping[str, float]]] = [{}, {}]
     for side, arm in zip(sides, (first, second), strict=True):
         for index in arm:

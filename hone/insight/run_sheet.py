@@ -6,6 +6,7 @@ Notes are in ``notes.jsonl`` of the run directory, one object per note; only `ho
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,15 +155,13 @@ def _verdict(item: ArmComparison | None) -> list[str]:
         Verdict.FIRST_BETTER: "worse than the base",
         Verdict.WITHIN_NOISE: "within noise",
     }
-    interval = (
-        "" if result.low != result.low else f", {result.level:.0%} interval {result.low:+.4g} to {result.high:+.4g}"
-    )
+    known = not math.isnan(result.low)
+    interval = f", {result.level:.0%} interval {result.low:+.4g} to {result.high:+.4g}" if known else ""
     lines = [
-        f"**{words[result.verdict]}**: {item.score}, {result.first:.4g} -> {result.second:.4g}, "
+        f"**{words[result.verdict] if known else 'undecided'}**: {item.score}, {result.first:.4g} -> {result.second:.4g}, "
         f"difference {result.difference:+.4g}{interval} ({result.seeds} x {result.prompts} paired scores)"
     ]
-    if result.seeds == 1:
-        lines.append("One seed: the interval is over prompts only.")
+    lines += [f"{line[:1].upper()}{line[1:]}." for line in item.limits]
     if result.seeds_needed is not None:
         lines.append(f"Seeds needed to find this difference with 80 % power: {result.seeds_needed}.")
     return lines

@@ -256,7 +256,7 @@ def _token_differences(step: int, name: str, good: Record, bad: Record, toleranc
         values = [side[token] if token < len(side) else None for side in tokens]
         yield Divergence(Stage.TOKENS, step, name, f"response token {token + 1}", *values)
     elif good.get("response_mask") != bad.get("response_mask"):
-        yield Divergence(Stage.TOKENS, step, name, "response_mask", good["response_mask"], bad["response_mask"])
+        yield Divergence(Stage.TOKENS, step, name, "response_mask", good.get("response_mask"), bad.get("response_mask"))
 
 
 def _column_differences(

@@ -73,6 +73,13 @@ def test_a_worse_run_and_noise(root):
     assert "**within noise**" in parts["Verdict"] and parts["Configuration"].strip() == "equal"
 
 
+def test_one_number_per_run_decides_nothing(root):
+    words = ("sheet", "fast", "--base", "base", "--metric", "critic/rewards/mean", "--root", root)
+    _, parts = sections(invoke(*words))
+    assert "**undecided**" in parts["Verdict"] and "interval " not in parts["Verdict"].partition("\n")[0]
+    assert "trainer.seed" in parts["Verdict"] and "over prompts" not in parts["Verdict"]
+
+
 def test_bad_input(root):
     with raises(HoneError, "empty", code="E-runs"):
         invoke("note", "fast", "  ", "--root", root)
