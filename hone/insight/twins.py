@@ -65,7 +65,7 @@ def read_pair(out: Path, seed: int, metric: str | None = None) -> TwinPair:
     """Read the scores of a finished pair.
 
     Raises:
-        HoneError: its runs have no such scores, or no prompts, in common (code E-runs).
+        HoneError: its runs have no such scores, or no prompts, in common, or a score is not finite (code E-runs).
     """
     runs = [read_whole_run(pair_directory(out, seed, arm), f"seed_{seed}/{arm}") for arm in ARMS]
     scores = require_scores(runs, metric)
@@ -79,6 +79,14 @@ def read_pair(out: Path, seed: int, metric: str | None = None) -> TwinPair:
             code="E-runs",
         ) from None
     means = [math.fsum(side[0]) / len(paired.prompts) for side in (paired.first, paired.second)]
+    if not all(map(math.isfinite, means)):
+        raise HoneError(
+            f"{scores.name} of seed {seed} is {means[0]:g} in the first run and {means[1]:g} in the second",
+            where=str(out),
+            why="a score that is not a number cannot be compared",
+            fix="--metric with another score, or correct the configuration that diverged and use another --out DIR",
+            code="E-runs",
+        )
     same = bool((paired.differences == 0).all())
     return TwinPair(seed, scores.name, means[0], means[1], len(paired.prompts), same, scores.more_is_better)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from contextlib import redirect_stdout
 
 import pytest
@@ -87,6 +88,12 @@ def test_one_number_of_a_metric_is_compared(files, monkeypatch):
     assert result["decision"]["outcome"] == "second better" and result["pairs"][0]["prompts"] == 1
     with raises(HoneError, "critic/rewards/mean", code="E-runs"):
         twins(files, monkeypatch, by_rate(0.1), "a", "b", "--metric", "critic/reward/mean")
+
+
+def test_a_score_that_is_not_a_number_ends_the_comparison(files, monkeypatch):
+    diverges = lambda config, draw: 0.4 if config.actor_rollout_ref.actor.optim.lr < 5e-5 else math.nan  # noqa: E731
+    with raises(HoneError, "seed 1", code="E-runs"):
+        twins(files, monkeypatch, diverges, "a", "b", "--metric", "critic/rewards/mean")
 
 
 def test_bad_input(files, monkeypatch):
