@@ -102,21 +102,24 @@ def read_timeline(run: Path) -> list[ProcessTimeline]:
     """Return the timeline of every process of a run, the driver first; empty if none was recorded."""
     spans_of: dict[tuple[str, int, int, str], list[DoneSpan]] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl*")):
-        head, *lines = path.read_text(encoding="utf-8").split("\n")[:-1] or [
-            ""
-        ]  # a process that was killed leaves half a line
-        if head:
-            process = json.loads(head)
-            key = (
-                process["role"],
-                process["rank"] if process["rank"] is not None else -1,
-                process["pid"],
-                process["host"],
-            )
-            spans_of.setdefault(key, []).extend(DoneSpan(*json.loads(line)) for line in lines)
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a process that was killed leaves half a line
+        process = _parsed(lines[0]) if lines else None
+        if process is None:
+            continue
+        rank = -1 if process["rank"] is None else process["rank"]
+        spans = spans_of.setdefault((process["role"], rank, process["pid"], process["host"]), [])
+        spans += (DoneSpan(*values) for line in lines[1:] if (values := _parsed(line)) is not None)
     return [
         ProcessTimeline(role, None if rank < 0 else rank, pid, host, sorted(spans, key=lambda s: (s.begin, -s.end)))
         for (role, rank, pid, host), spans in sorted(
             spans_of.items(), key=lambda item: (item[0][0] != "driver", item[0])
         )
     ]
+
+
+def _parsed(line: str) -> Any:
+    """Return the value of a line; None if a full disk cut it, so that the next line follows in it."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hone.insight import activity, timeline
 from hone.insight.chrome_trace import chrome_trace, nested_lanes, write_chrome_trace
-from hone.insight.timeline import DoneSpan, ProcessTimeline, Recorder, read_timeline
+from hone.insight.timeline import FOLDER, DoneSpan, ProcessTimeline, Recorder, read_timeline
 
 DRIVER = {"role": "driver", "rank": None, "pid": 7, "host": "here"}
 
@@ -134,3 +134,16 @@ def test_spans_of_a_line_nest_and_none_is_lost(pairs):
 def test_tasks_that_overlap_in_one_thread_take_two_lines():
     spans = [DoneSpan("a", 0.0, 2.0, 0, False), DoneSpan("b", 1.0, 3.0, 0, False), DoneSpan("c", 2.5, 2.8, 0, False)]
     assert [[span.what for span in lane] for lane in nested_lanes(spans)] == [["a", "c"], ["b"]]
+
+
+def test_a_line_that_a_full_disk_cut_costs_its_spans_only(tmp_path: Path):
+    recorder = Recorder(tmp_path / FOLDER / "actor-0.7.jsonl", {"role": "actor", "rank": 0, "pid": 7, "host": "a"})
+    (tmp_path / FOLDER).mkdir()
+    for begin, name in enumerate(("first", "lost", "last")):
+        recorder.add(name, float(begin), 1, False)
+        recorder.write()
+        if name == "first":
+            with (tmp_path / FOLDER / "actor-0.7.jsonl").open("a", encoding="utf-8") as file:
+                file.write('["cut", 1.')
+    (process,) = read_timeline(tmp_path)
+    assert [span.what for span in process.spans] == ["first", "last"]
