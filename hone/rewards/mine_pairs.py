@@ -147,9 +147,11 @@ def _records(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def _unusable(record: dict[str, Any], form: str, segmented: set[tuple[str, int]]) -> str:
-    """Return why a sample cannot be in a pair, or ""; ``in_parts`` names episodes with several samples."""
+    """Return why a sample cannot be in a pair, or ""; ``segmented`` has uid and index of episodes with several samples."""
     if record["error"] or not isinstance(record.get("score"), int | float):
         return "not scored"
+    if record["response_ids"] is None:
+        return "no token ids (imported as text, or hidden with a credential)"
     if not record["response_ids"]:
         return "empty"
     if (record["uid"], record["index"]) in segmented:

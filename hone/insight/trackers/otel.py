@@ -149,7 +149,7 @@ def _turn_texts(episode: Mapping[str, Any]) -> dict[int, str]:
     for turns, messages in [(main, episode["messages"]), *delegated]:
         spoken = [message for message in messages if message["role"] == "assistant"]
         for turn, message in zip(turns, spoken, strict=False):
-            content = message.get("content")
+            content = message.get("content") or ""  # null in a message of tool calls alone
             texts[turn] = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return texts
 

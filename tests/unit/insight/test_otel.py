@@ -108,6 +108,8 @@ def test_turns_of_sub_agents_have_their_own_texts():
     record = {"episode": episode, "seconds": 3.0, "terms": None, "score": 1.0, "error": None, "text": "4"}
     texts = [values["hone.text"] for name, _, _, values in spans_of(record) if name.startswith("turn")]
     assert texts == ["let me look", "from the sub-agent", "4"]
+    other["messages"][0]["content"] = None
+    assert next(values["hone.text"] for name, _, _, values in spans_of(record) if name == "turn 2") == ""
 
 
 def test_a_receiver_that_refuses_is_counted_and_its_spans_are_not_kept(info):

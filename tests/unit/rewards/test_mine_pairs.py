@@ -63,6 +63,13 @@ def test_samples_that_cannot_be_in_a_pair(tmp_path):
     assert "chosen_mask" not in mined.train[0]
 
 
+def test_answers_without_token_ids_are_not_called_empty(tmp_path):
+    answers = [record("a", "good", 1.0), record("a", "bad", 0.0), record("a", "", 0.5)]
+    texts = [record("a", "text", 2.0, response_ids=None, response_mask=None)] * 2
+    mined = mine_pairs(run_of(tmp_path / "run", [*answers, *texts]), val_share=0, form="tokens")
+    assert sorted(mined.left_out.values()) == [1, 2] and len(mined.train) == 1
+
+
 def test_episodes_of_several_turns_are_paired_as_tokens_with_their_masks(tmp_path):
     run = run_of(
         tmp_path / "run",
