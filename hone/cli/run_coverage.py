@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hone.cli.options import Json
 from hone.cli.run_output import new_console, new_table, print_json
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def coverage(
     run: Annotated[str, typer.Argument(help="run directory, or its name below the root")],
     png: Annotated[Path | None, typer.Option("--png", help="also draw fates and distributions into this file")] = None,
     root: Annotated[Path, typer.Option("--root", help="folder that holds the runs")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the fate of every drawn prompt, and whether dropped prompts differ from trained ones.
 

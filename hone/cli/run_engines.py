@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hone.cli.options import Json
 from hone.cli.run_output import new_console, new_table, print_json
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def engines(
     ] = None,
     wait: Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for the run's answer")] = 15.0,
     root: Annotated[Path, typer.Option("--root", help="folder that holds the runs")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the engine replicas of a running run, or change their number without a restart.
 
