@@ -4,59 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forked_trials import fork_trials
-from support.launch import Command, Ended, hone
+from support.launch import Command, Ended
+from support.small_examples import NAMES, SmallExample, small_example
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RATE = "actor_rollout_ref.actor.optim.lr"
-MAKE = {
-    "quickstart": ("arithmetic", "max_number=10"),
-    "guess_the_number": ("environment:guess_the_number", "max_number=8", "guesses=3", "random_demonstrations=50"),
-}
-SHORT = (
-    *("data.train_batch_size=4", "data.val_max_samples=4", "data.max_response_length=24", "trainer.test_freq=-1"),
-    *("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.optim.lr_warmup_steps=0"),
-    *("actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=2", "trainer.num_threads=1", "trainer.device=cpu"),
-    *("trainer.save_freq=0", "trainer.rollout_dump_freq=1", "trainer.logger=[]", "trainer.watchdog_seconds=0"),
-)
 
 
-@dataclass(frozen=True)
-class Example:
-    """A small form of an example: its file, and what its commands need besides."""
-
-    root: Path
-    file: Path
-    words: tuple[str, ...]
-
-
-@pytest.fixture(scope="module", params=sorted(MAKE))
-def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
-    root = tmp_path_factory.mktemp(request.param)
-    for number, words in enumerate(
-        [
-            ("data", "make", *MAKE[request.param], "--out", root / "data", "--size", 24, "--val-size", 8),
-            ("data", "tokenizer", "--files", root / "data/train.parquet", "--out", root / "tokenizer", "--vocab-size", 300,
-             "--template", "chatml_tools"),
-            ("init", "--arch", "qwen3", "--size", "200k", "--tokenizer", root / "tokenizer", "--out", root / "model"),
-        ]
-    ):  # fmt: skip
-        ended = hone(*words, log=root / f"make{number}.log")
-        assert ended.code == 0, ended.output
-    data = (f"data.train_files={root}/data/train.parquet", f"data.val_files={root}/data/val.parquet")
-    words = (*SHORT, *data, f"actor_rollout_ref.model.path={root}/model")
-    return Example(root, EXAMPLES / request.param / "grpo.yaml", words)
+@pytest.fixture(scope="module", params=NAMES)
+def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallExample:
+    return small_example(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
-def runs(example: Example) -> Path:
+def runs(example: SmallExample) -> Path:
     """Equal twins in `twins/seed_1`, and two learning rates in `sweep/000` and `sweep/001`."""
     root = example.root
     words = ("twins", example.file, example.file, *example.words, "--out", "twins", "--json")
