@@ -145,6 +145,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
         support_ids=[token for part in parts for token in part.support_ids],
         weight_versions=(first.weight_versions[0], last.weight_versions[1]),
         token_versions=[version for part in parts for version in versions_of(part)],
+        expert_ids=last.expert_ids,
         seconds=sum(part.seconds for part in parts),
         first_token_seconds=first.first_token_seconds,
     )

@@ -270,6 +270,7 @@ class Episode:
             sampling_log_probs=segment.sampling_log_probs[:length],
             support_sizes=segment.support_sizes[:length],
             support_ids=segment.support_ids,
+            expert_ids=segment.experts_of(len(segment.prompt_ids) + length),
             text=text,
             stop_reason=segment.turns[-1].stop_reason,
             sample=self.sample,

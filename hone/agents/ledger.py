@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hone.data.types import StopReason
 from hone.errors import InvariantError
 from hone.generation.protocol import Completion
@@ -47,6 +49,8 @@ class TokenLedger:
         sampling_log_probs: of sampled tokens under the sampling distribution (temperature, top-k, top-p), 0 elsewhere, length T.
         support_sizes: number of tokens in the support of each sampled token, 0 elsewhere and where it is the whole vocabulary, length T.
         support_ids: the tokens of all supports.
+        expert_ids: the experts of the first tokens, prompt included, as the newest turn reported them; see
+            :attr:`hone.generation.protocol.Completion.expert_ids`.
         turns: the sampled turns.
         token_versions: weight version that sampled each token, -1 elsewhere, length T.
     """
@@ -61,6 +65,8 @@ class TokenLedger:
         self.sampling_log_probs: list[float] = []
         self.support_sizes: list[int] = []
         self.support_ids: list[int] = []
+        self.expert_ids: Sequence[int] = ()
+        self._expert_tokens = 0
         self.turns: list[SampledTurn] = []
         self.token_versions: list[int] = []
 
@@ -101,6 +107,8 @@ class TokenLedger:
         self.sampling_log_probs += completion.sampling_log_probs
         self.support_sizes += completion.support_sizes or [0] * count
         self.support_ids += completion.support_ids
+        if len(completion.expert_ids):
+            self.expert_ids, self._expert_tokens = completion.expert_ids, len(prompt) + count - 1
         self.turns.append(SampledTurn(start, start + count, completion.stop_reason))
         self.token_versions += completion.token_versions or _versions(completion)
 
@@ -118,6 +126,14 @@ class TokenLedger:
         """Lowest and highest weight version that sampled; None before the first sampled token."""
         sampled = [version for version in self.token_versions if version >= 0]
         return (min(sampled), max(sampled)) if sampled else None
+
+    def experts_of(self, tokens: int) -> Sequence[int]:
+        """Return the experts of the first ``tokens`` tokens, -1 where no engine reported them; empty if none did."""
+        if not self._expert_tokens:
+            return ()
+        reported = np.asarray(self.expert_ids, dtype=np.int16).reshape(self._expert_tokens, -1)[:tokens]
+        unknown = np.full((tokens - len(reported), reported.shape[1]), -1, dtype=np.int16)
+        return np.concatenate([reported, unknown]).ravel()
 
     @property
     def sampled(self) -> int:

@@ -291,14 +291,15 @@ class CriticWorker(ModelRole):
     @dispatch(Split.ROWS)
     def values(self, batch: Batch) -> Batch:
         """Return ``values`` of the state before each response token."""
-        return Batch(self.engine.infer_batch(batch))
+        return Batch(self.engine.infer_batch(_by_own_routers(batch)))
 
     @dispatch(Split.ROWS, Collect.FIRST)
     def update(self, batch: Batch, minis: RowGroups, step: int) -> RoleUpdate:
         """Apply all optimizer updates of one step; see :meth:`PolicyWorker.update`."""
         with profiled_update(self.config.trainer, step + 1, f"critic-{self.context.rank}", self.context.device):
             results = [
-                self.engine.train_batch(mini, self._objective, step=step) for mini in self._updates(batch, minis)
+                self.engine.train_batch(mini, self._objective, step=step)
+                for mini in self._updates(_by_own_routers(batch), minis)
             ]
         return RoleUpdate(results, self.engine.learning_rate(step))
 
@@ -306,6 +307,11 @@ class CriticWorker(ModelRole):
     def stage(self, location: str) -> None:
         """Copy weights and optimizer state for the checkpoint at ``location``; :meth:`write` writes them."""
         self._write = self.engine.stage(location, "critic")
+
+
+def _by_own_routers(batch: Batch) -> Batch:
+    """Return the batch without the experts that the policy's routers chose: those of a value model are others."""
+    return batch.select(*(name for name in batch.names if name != "expert_ids"))
 
 
 def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | None) -> RowGroups:

@@ -40,6 +40,17 @@ class PolicyLossConfig:
 
 
 @dataclass
+class RouterReplayConfig:
+    """Routing of a mixture of experts in training."""
+
+    mode: str = choice("disabled", "disabled", "R3")
+    """R3 (rollout routing replay, arXiv:2510.11370): the experts that the engine chose for each token are used again when its
+    log-probs are computed and trained, by the actor and the reference. Where engine and trainer round differently, the routers would
+    choose others, and the log-probs would differ by more than rounding. disabled: every forward pass chooses for itself. Needs a
+    mixture of experts and the engine native, vllm or sglang."""
+
+
+@dataclass
 class ActorConfig(ParallelConfig):
     """The update of the policy."""
 
@@ -88,6 +99,8 @@ class ActorConfig(ParallelConfig):
     """The policy loss."""
     preference_loss: OnlinePreferenceConfig = block(OnlinePreferenceConfig)
     """A preference loss on pairs of sampled answers, instead of the policy loss."""
+    router_replay: RouterReplayConfig = block(RouterReplayConfig)
+    """Routing of a mixture of experts."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer of the policy."""
     dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")

@@ -197,6 +197,11 @@ class RunSpec:
         obstacle = _first_true(obstacles, "the engine reports which tokens could be sampled")
         return Decision(not obstacle.value, obstacle.reason)
 
+    @property
+    def follows_engine_experts(self) -> bool:
+        """True when the trainer uses the experts that the engine chose."""
+        return self.config.actor_rollout_ref.actor.router_replay.mode == "R3"
+
     @cached_property
     def old_log_probs(self) -> Decision[OldLogProbs]:
         """Source of the old log-probs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from hone.data.batch import Batch
@@ -15,7 +16,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Build a batch with one row per trajectory.
 
     Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs``, ``token_versions``, ``support_sizes``
-    (the last four aligned with ``response_ids``), ``support_ids``; tensor ``part`` (0 for the first trajectory of an episode);
+    (the last four aligned with ``response_ids``), ``support_ids``, ``expert_ids``; tensor ``part`` (0 for the first trajectory of an episode);
     objects ``uid``, ``index``, ``data_source``, ``trajectory``. The log-prob of a token that was sampled from a support is that of
     the distribution sampled from; all others are of the whole policy.
     """
@@ -33,6 +34,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
             ),
             "support_sizes": Ragged.from_rows(sizes, torch.int32),
             "support_ids": Ragged.from_rows([t.support_ids for t in trajectories], torch.int32),
+            "expert_ids": Ragged.from_rows([torch.as_tensor(np.array(t.expert_ids, dtype=np.int16)) for t in trajectories]),
             "part": torch.tensor([t.part for t in trajectories], dtype=torch.int64),
             "uid": [t.uid for t in trajectories],
             "index": [t.index for t in trajectories],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -83,6 +84,8 @@ class Trajectory:
             the whole vocabulary. Empty if no token was restricted.
         support_ids: the tokens of all supports, end to end.
         seed: seed of the episode's random draws; None if unknown.
+        expert_ids: the experts that the engine's routers chose for each token of prompt and response: by token, router and rank, end
+            to end; -1 where it reported none. Empty if it reported none at all.
     """
 
     uid: str
@@ -102,6 +105,7 @@ class Trajectory:
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
     seed: int | None = None
+    expert_ids: Sequence[int] = ()
 
     @property
     def weight_versions(self) -> tuple[int, int]:

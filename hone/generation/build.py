@@ -58,6 +58,7 @@ def build_engine(
     arguments: dict[str, Any] = {} if shares_weights else {"shares_weights": False}
     if rollout.name == "native":
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        arguments["report_experts"] = RunSpec(config).follows_engine_experts
     if not shares_weights and rollout.name != "native":
         raise ConfigError(
             f"engine '{rollout.name}' can only read the trainer's weights, but here it needs a copy",
@@ -233,7 +234,7 @@ def launch_plan(config: RLConfig, *, number: int, threads: int, devices: tuple[s
         max_num_seqs=rollout.max_num_seqs,
         max_model_len=longest_sequence(config),
         max_cache_tokens=rollout.max_cache_tokens,
-        options=engine_options(rollout),
+        options=engine_options(rollout, report_experts=RunSpec(config).follows_engine_experts),
         cpus=cores_of(number, threads),
         lora=adapter_shape(config),
         sleeps=RunSpec(config).engines_take_turns and rollout.free_cache_engine is not False,

@@ -13,8 +13,12 @@ from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 
 
-def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
+def engine_options(rollout: RolloutConfig, *, report_experts: bool = False) -> dict[str, Any]:
     """Return the arguments of the engine ``rollout.name``. ``engine_kwargs`` win; for None the engine has its default.
+
+    Args:
+        rollout: configuration of the engine.
+        report_experts: whether completions need the experts of each token.
 
     Raises:
         ConfigError: engine_kwargs has arguments for another engine, or the parallel sizes do not fit.
@@ -38,7 +42,8 @@ def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
             where="actor_rollout_ref.rollout.expert_parallel_size",
         )
     user_options = rollout.engine_kwargs.get(rollout.name) or {}
-    return _merge(_OPTIONS[rollout.name](rollout), user_options)
+    experts = {_REPORTS_EXPERTS[rollout.name]: True} if report_experts else {}
+    return _merge(_OPTIONS[rollout.name](rollout) | experts, user_options)
 
 
 _SIZES = {
@@ -142,6 +147,12 @@ def _native(rollout: RolloutConfig) -> dict[str, Any]:
     return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
+_REPORTS_EXPERTS = {
+    "native": "report_experts",
+    "vllm": "enable_return_routed_experts",
+    "sglang": "enable_return_routed_experts",
+}
+"""Argument of each engine of :data:`hone.config.limits.REPORT_EXPERTS` that lets completions have the experts of each token."""
 _OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {
     "vllm": _vllm,
     "sglang": _sglang,

@@ -138,6 +138,8 @@ class Completion:
         support_sizes: number of tokens in the support of every token, if the request asks for it; else empty.
         support_ids: the tokens of all supports, in ascending order within each.
         alternatives: at every position, if the request asks for ``top_log_probs``; else empty.
+        expert_ids: the experts that the routers chose for each token of the prompt and of the response, the last token excluded: by
+            token, router and rank, end to end. Empty from an engine that does not report them.
     """
 
     request_id: str
@@ -153,6 +155,7 @@ class Completion:
     queued_seconds: float = 0.0
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
+    expert_ids: Sequence[int] = ()
 
 
 @dataclass

@@ -209,6 +209,22 @@ _ACTOR = (
     MetricSpec("actor/kl_loss", "nats", _MEAN, "KL to the reference policy as used in the loss."),
     MetricSpec("actor/kl_coef", "weight", _LAST, "Weight of the KL term in the loss."),
     MetricSpec(
+        "moe/max_load",
+        "ratio",
+        _MEAN,
+        "Tokens of the busiest expert in a micro-batch, as a multiple of an even share; mean over the routers.",
+    ),
+    MetricSpec("moe/idle_experts", "share", _MEAN, "Experts that computed no token of a micro-batch."),
+    MetricSpec(
+        "moe/replayed", "share", _MEAN, "Tokens that were trained with the experts of the engine (router_replay.mode)."
+    ),
+    MetricSpec(
+        "moe/changed_experts",
+        "share",
+        _MEAN,
+        "Experts of the engine that the trainer's routers would not have chosen: what router replay removes.",
+    ),
+    MetricSpec(
         "actor/entropy",
         "nats",
         _MEAN,

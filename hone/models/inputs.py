@@ -26,6 +26,7 @@ class PackedSequences:
         target_index: ``[U]``, the index in the row of each response token.
         by_row: gathers the outputs ``[U]`` for every response token of every row, ``[R]``; None where they are so already.
         supports: of the outputs; None if all tokens were sampled from the whole vocabulary.
+        experts: ``[N, width]`` int16 of the tokens, see :meth:`hone.models.experts.ExpertRouters.follow`; None to follow none.
     """
 
     input_ids: Tensor
@@ -35,6 +36,7 @@ class PackedSequences:
     target_index: Tensor
     by_row: Gather | None = None
     supports: Supports | None = None
+    experts: Tensor | None = None
 
     def outputs_by_row(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs ``[R]`` of the rows' response tokens end to end, from those of the head ``[U]``."""

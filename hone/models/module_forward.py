@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention.context import AttentionContext
+from hone.models.experts import expert_routers
 
 
 class Forward(Protocol):
@@ -43,6 +44,7 @@ class ModuleForward:
     def __init__(self, causal: nn.Module, *, dtype: torch.dtype) -> None:
         self._causal, self._dtype = causal, dtype
         self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
+        self._routers = None
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -66,12 +68,24 @@ class ModuleForward:
     def release(self) -> None:
         """Nothing is copied, so nothing is dropped."""
 
+    def keep_experts(self) -> bool:
+        """Pass the experts of every token to ``context.keep_experts`` from now on; return False if the model has no routers."""
+        self._routers = expert_routers(self._causal)
+        return self._routers is not None
+
     def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
-        return self._decoder(
-            input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False
-        ).last_hidden_state
+        return self._run(self._decoder, ids, context).last_hidden_state
 
     def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
         """Logits ``[batch, length, V]``."""
-        return self._causal(input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False).logits
+        return self._run(self._causal, ids, context).logits
+
+    def _run(self, module: Any, ids: Tensor, context: AttentionContext) -> Any:
+        if self._routers is not None:
+            self._routers.record()
+        output = module(input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False)
+        if self._routers is not None:
+            keep: Any = context
+            keep.keep_experts(self._routers.take_recorded().view(*ids.shape, -1))
+        return output

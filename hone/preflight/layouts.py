@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from hone.config.derived import RunSpec
+from hone.config.limits import REPORT_EXPERTS
 from hone.config.parallel_layout import Layout
 from hone.config.pools import check_engines
 from hone.config.tree import RLConfig
@@ -100,6 +101,29 @@ def experts_divide(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
             f"expert_parallel_size={size} does not divide the model's {experts} experts",
             why="every rank holds the same number of whole experts",
             fix=f"{key}=<one of {_divisors(experts)}>",
+            where=key,
+        )
+
+
+@rule("R85", RLConfig)
+def experts_can_be_followed(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Router replay has a model with experts, and an engine that reports them."""
+    rollout, model = config.actor_rollout_ref.rollout, evidence.model_settings
+    if not RunSpec(config).follows_engine_experts:
+        return
+    key = f"{_ACTOR}.router_replay.mode"
+    if model and not any(model.get(name) for name in _EXPERTS):
+        yield error(
+            f"router_replay.mode=R3, but a {model.get('model_type')} model has no experts",
+            why="router replay follows the experts that the engine chose",
+            fix=f"{key}=disabled",
+            where=key,
+        )
+    if rollout.name not in REPORT_EXPERTS:
+        yield error(
+            f"router_replay.mode=R3, but engine {rollout.name} does not report the experts of a token",
+            why="the trainer would choose them itself, as with router_replay.mode=disabled",
+            fix=f"{_ROLLOUT}.name=native, or {key}=disabled",
             where=key,
         )
 

@@ -22,7 +22,7 @@ from hone.training.checkpoints.storage import Storage
 FILE = "groups.jsonl.gz"
 _TOKENS = (
     *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "sampling_log_probs", "token_versions"),
-    *("support_sizes", "support_ids"),
+    *("support_sizes", "support_ids", "expert_ids"),
 )
 
 

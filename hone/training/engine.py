@@ -20,6 +20,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight import activity
 from hone.models.devices import dtype_on
+from hone.models.experts import ExpertRouters, RouterCounts
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
@@ -72,6 +73,7 @@ class MicroBatchLoop:
         ranks: the data-parallel ranks that share each mini-batch.
         cost: cost model of a sequence, for balanced micro-batches.
         loss_scale: factor of the loss in the backward pass, or None.
+        routers: of a mixture of experts, which ``forward`` lets follow the engine's choices; None for other models.
 
     Attributes:
         recorder: saves the next micro-batch that is trained on; None saves nothing.
@@ -85,9 +87,10 @@ class MicroBatchLoop:
         ranks: RankGroup,
         cost: CostModel | None = None,
         loss_scale: LossScale | None = None,
+        routers: ExpertRouters | None = None,
     ) -> None:
         self._forward, self._settings, self._ranks, self._cost = forward, settings, ranks, cost
-        self._device, self._loss_scale = settings.device, loss_scale
+        self._device, self._loss_scale, self._routers = settings.device, loss_scale, routers
         self._clock = DeviceClock(settings.device)
         self.recorder: MicroBatchRecorder | None = None
         moves = settings.offload_activations and settings.device.type != "cpu"
@@ -102,7 +105,7 @@ class MicroBatchLoop:
             Ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
         """
         outputs = Outputs(batch.ragged("response_ids"))
-        with torch.no_grad():
+        with torch.no_grad(), self._own_routing_after():
             for rows, micro in self._micro_batches(batch, max_tokens or self._settings.max_tokens):
                 packed = pack(micro, self._device)
                 with self.computing(), autocast(self._device, self._settings.dtype):
@@ -136,12 +139,26 @@ class MicroBatchLoop:
         totals = self._ranks.sum_totals(Totals.from_batch(batch))
         if on_totals is not None:
             on_totals(totals)
+        with self._own_routing_after():
+            return self._accumulate(batch, head, loss_fn, totals, with_entropy, outputs_seen)
+
+    def _accumulate(
+        self,
+        batch: Batch,
+        head: Head,
+        loss_fn: LossFn,
+        totals: Totals,
+        with_entropy: bool,
+        outputs_seen: Outputs | None,
+    ) -> list[Statistics]:
         statistics: list[Statistics] = []
         for rows, micro in self._micro_batches(batch, self._settings.max_tokens):
             lengths = micro.ragged("response_ids").lengths
             packed = pack(micro, self._device)
             recorder, self.recorder = self.recorder, None
             recording = contextlib.nullcontext() if recorder is None else recorder.forward(packed)
+            if self._routers is not None:
+                self._routers.count()
             on_host = contextlib.nullcontext() if self._offload is None else self._offload.saving()
             with self.computing(), autocast(self._device, self._settings.dtype), on_host, recording:
                 outputs = packed.outputs_by_row(self._forward(head, packed, with_entropy))
@@ -158,6 +175,8 @@ class MicroBatchLoop:
             factor = 1.0 if self._loss_scale is None else self._loss_scale.value
             with self.computing():
                 (loss if factor == 1.0 else loss * factor).backward()
+            if self._routers is not None and rows:
+                statistics[-1] |= router_statistics(self._routers.take_counts())
             if recorder is not None:
                 recorder.write(micro, outputs, loss, totals, factor)
             activity.tick()
@@ -176,6 +195,15 @@ class MicroBatchLoop:
         """Count the block's time as computation, and use the fastest exact kernel for float32 matmuls."""
         with self._clock.running(), fast_float32_matmuls(self._device):
             yield
+
+    @contextlib.contextmanager
+    def _own_routing_after(self) -> Iterator[None]:
+        """Let the routers choose for themselves again after the block: an engine may sample with the same module."""
+        try:
+            yield
+        finally:
+            if self._routers is not None:
+                self._routers.release()
 
     def take_busy_seconds(self) -> float:
         """Return the seconds of computation since the last call."""
@@ -198,6 +226,21 @@ class MicroBatchLoop:
         if len(plan) == count and self._ranks.size == 1:
             return plan
         return plan_micro_batches(prompts, responses, max_tokens, limit, together, count=count, cost=self._cost)
+
+
+def router_statistics(counts: RouterCounts) -> Statistics:
+    """Return the load of the experts in one micro-batch, and how often the engine's choice was another than the router's."""
+    chosen = counts.chosen.double()
+    share = chosen / chosen.sum(1, keepdim=True).clamp(min=1)
+    tokens = float(chosen[0].sum())
+    statistics: Statistics = {
+        "moe/max_load": (float(share.max(1).values.mean()) * chosen.shape[1], tokens),
+        "moe/idle_experts": (float((chosen == 0).double().mean()), tokens),
+    }
+    if replayed := int(counts.replayed):
+        statistics["moe/changed_experts"] = (float(counts.changed) / replayed, float(replayed))
+        statistics["moe/replayed"] = (replayed / float(chosen.sum()), tokens)
+    return statistics
 
 
 def _filler() -> Batch:

@@ -26,6 +26,7 @@ from hone.data.batch import Batch
 from hone.data.prefixes import PrefixOrder, PrefixSet
 from hone.data.ragged import Ragged, offsets_of
 from hone.models.attention.packed import PackedContext
+from hone.models.experts import UNKNOWN
 from hone.models.gather import Gather
 from hone.models.inputs import PackedSequences
 
@@ -64,6 +65,7 @@ def pack(batch: Batch, device: torch.device) -> PackedSequences:
         target_index=target_index.to(device),
         by_row=None if one_each else Gather.from_source(output_of, len(target_index), device),
         supports=supports,
+        experts=_experts_of(batch, index, len(tokens), device),
     )
 
 
@@ -74,6 +76,28 @@ def supports_of(batch: Batch, device: torch.device) -> Supports | None:
         return None
     ids, sampled = batch.ragged("support_ids").values.long(), batch.ragged("response_mask").values > 0
     return Supports.from_sizes(sizes, ids, all_restricted=bool(sizes[sampled].all()), device=device)
+
+
+def _experts_of(batch: Batch, index: Ragged, length: int, device: torch.device) -> Tensor | None:
+    """Return the experts of the tokens of the packed row; None if no engine reported some.
+
+    Args:
+        batch: with ``expert_ids``, or without.
+        index: of each row's tokens in the packed row.
+        length: tokens of the packed row.
+        device: of the result.
+    """
+    column = batch.ragged("expert_ids") if "expert_ids" in batch else None
+    if column is None or not len(column.values):
+        return None
+    reported = column.lengths > 0
+    width = len(column.values) // int(index.lengths[reported].sum())
+    choices = column.values.view(-1, width)
+    places = index.values[reported.repeat_interleave(index.lengths)]
+    known = choices[:, 0] != UNKNOWN
+    experts = torch.full((length, width), UNKNOWN, dtype=torch.int16)
+    experts[places[known]] = choices[known]
+    return experts.to(device)
 
 
 def packed_rows(prompts: Ragged, responses: Ragged, device: torch.device | str = "cpu") -> tuple[PackedContext, Ragged]:

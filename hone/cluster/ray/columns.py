@@ -24,6 +24,7 @@ from hone.data.types import Sample, Trajectory
 TOKENS = {
     "response_ids": np.int64, "response_mask": np.int64, "rollout_log_probs": np.float32, "sampling_log_probs": np.float32,
     "token_versions": np.int64, "support_sizes": np.int32, "support_ids": np.int32,
+    "expert_ids": np.int16,
 }  # fmt: skip
 """Fields of an episode with one number per token, and the type that represents it exactly."""
 

@@ -9,11 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from hone.models.attention.cache import Entries, KVLayerCache, LayerCache
+from hone.models.attention.cache import Entries, KVLayerCache, LayerCache, NewTokens
 
 RowEntries = dict[int, Entries]
 """Cache entries of one row, by layer."""
+EXPERTS = -1
+"""In place of a layer: what the routers chose for each token (:mod:`hone.models.experts`)."""
+
+
+class ExpertLayerCache(KVLayerCache):
+    """Experts of every token, ``[rows, 1, capacity, width]`` int16, in place of keys and values."""
+
+    def resize(self, rows: int, capacity: int, *, used: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Reserve ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows."""
+        super().resize(rows, capacity, used=used, device=device, dtype=torch.int16)
+
+    def append(self, tokens: NewTokens, *states: Tensor) -> None:
+        """Write the experts of the new tokens."""
+        super().append(tokens, states[0], *states)
 
 
 class KVCache:
@@ -44,7 +59,7 @@ class KVCache:
     def layer(self, layer: int) -> LayerCache:
         """Return the cache of a layer, created at the first use."""
         if layer not in self._layers:
-            self._layers[layer] = self._new_layer(layer)
+            self._layers[layer] = ExpertLayerCache() if layer == EXPERTS else self._new_layer(layer)
             self._resize(self._layers[layer], used=0)
         return self._layers[layer]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.generation.native.cache import KVCache, columns
+from hone.generation.native.cache import EXPERTS, KVCache, columns
 from hone.generation.native.prefixes import PrefixGroups, query_scores, scaled
 from hone.models.attention.cache import KVLayerCache, LayerCache
 from hone.models.attention.context import Scoring
@@ -32,6 +32,10 @@ class _CachedContext:
         cache = self._cache.layer(layer)
         cache.append(self, query, key, value)
         return cache.attend(self, layer, query, key, value, scoring=scoring)
+
+    def keep_experts(self, choices: Tensor) -> None:
+        """Append the experts of the new tokens, ``[batch, length, width]``, to the cache."""
+        self._cache.layer(EXPERTS).append(self, choices[:, None])
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Append ``states [batch, length, ...]`` to the layer's cache and mix them there; ``mixer`` is for whole sequences."""

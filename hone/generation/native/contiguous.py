@@ -14,7 +14,7 @@ import torch
 from hone.config.limits import PREFILL_TOKENS
 from hone.data.types import StopReason
 from hone.generation.native.batch import RowState
-from hone.generation.native.cache import KVCache, RowEntries, closing_moves, columns, with_spare
+from hone.generation.native.cache import EXPERTS, KVCache, RowEntries, closing_moves, columns, with_spare
 from hone.generation.native.contexts import DecodeContext, RowExtent
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
@@ -37,6 +37,7 @@ class ContiguousRows:
         device: of the model.
         dtype: of the cache.
         max_cache_tokens: capacity of the cache; the session KV cache has the same capacity in addition.
+        keeps_experts: whether ``forward`` passes the experts of each token to its context.
 
     Attributes:
         cache: the tokens of each row: all of them, or those after a shared prefix.
@@ -57,9 +58,10 @@ class ContiguousRows:
         device: torch.device,
         dtype: torch.dtype,
         max_cache_tokens: int,
+        keeps_experts: bool = False,
     ) -> None:
         self._forward, self._vocabulary, self._stats, self._device = forward, vocabulary, stats, device
-        self.max_cache_tokens = max_cache_tokens
+        self.max_cache_tokens, self.keeps_experts = max_cache_tokens, keeps_experts
         new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
         self.per_token = all(new_layer(layer).per_token for layer in range(config.num_hidden_layers))
         self.cache = KVCache(device, dtype, new_layer)
@@ -249,6 +251,16 @@ class ContiguousRows:
         return [Sampled(*(values[:count] for values in row)) for count, *row in zip(counts, *columns, strict=True)]
 
     # leaving ---------------------------------------------------------------------------------------------------------
+
+    def experts(self, row: int) -> Sequence[int]:
+        """Return the experts of a row's tokens, where the contexts keep them."""
+        if not self.keeps_experts:
+            return ()
+        job = self.running[row]
+        entries = [self.cache.layer(EXPERTS).read_row(row, self.row_tokens(job))[0]]
+        if not job.in_row and job.shared:
+            entries.insert(0, self.prefixes.cache.layer(EXPERTS).read_row(job.slot, job.shared)[0])
+        return torch.cat(entries, 1).flatten().cpu().numpy()
 
     def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
         """Copy prompt and row to the session KV cache; the last sampled token is not in the cache yet."""

@@ -41,6 +41,7 @@ class NativeEngine:
         max_model_len: maximum of tokens in prompt and response.
         shares_weights: whether ``model`` is the module that is trained; otherwise :meth:`load_weights` copies.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache together.
+        report_experts: whether completions have the experts of each token, of a model with routers (:mod:`hone.models.experts`).
     """
 
     def __init__(
@@ -55,10 +56,13 @@ class NativeEngine:
         max_model_len: int,
         shares_weights: bool = True,
         gpu_memory_utilization: float = 0.5,
+        report_experts: bool = False,
     ) -> None:
         self.model, self.device, self.dtype, self.shares_weights = model, device, dtype, shares_weights
         limits = CacheLimits(max_num_seqs, max_model_len, max_cache_tokens, gpu_memory_utilization)
-        self._runner = Runner(model, tokenizer, device=device, dtype=dtype, limits=limits)
+        self._runner = Runner(
+            model, tokenizer, device=device, dtype=dtype, limits=limits, report_experts=report_experts
+        )
         self._scheduler = Scheduler(max_num_seqs)
         self._limits = RequestLimits(max_model_len, limits.tokens, self._runner.vocabulary)
         self._entering: list[Job] = []

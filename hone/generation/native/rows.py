@@ -125,6 +125,10 @@ class RowStore(Protocol):
         """Return the tokens sampled for each row."""
         ...
 
+    def experts(self, row: int) -> Sequence[int]:
+        """Return the experts of a row's tokens, see :attr:`hone.generation.protocol.Completion.expert_ids`; empty if they are not kept."""
+        ...
+
     def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
         """Keep a row that ends after ``tokens`` for the next turn of its session; the last token is not in the cache yet."""
         ...

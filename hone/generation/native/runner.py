@@ -46,6 +46,7 @@ class Runner:
         device: where the model is.
         dtype: compute dtype: float32, bfloat16 or float16.
         limits: of the KV cache.
+        report_experts: whether completions have the experts of each token.
 
     Attributes:
         rows: the running rows and their KV cache.
@@ -64,6 +65,7 @@ class Runner:
         device: torch.device,
         dtype: str,
         limits: CacheLimits,
+        report_experts: bool = False,
     ) -> None:
         self.model, self.tokenizer, self._device = model, tokenizer, device
         compute_dtype: torch.dtype = getattr(torch, dtype)
@@ -74,6 +76,8 @@ class Runner:
         executor = DecodeForward if supports(causal) else ModuleForward
         self._forward: Forward = executor(causal, dtype=compute_dtype)
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
+        forward = self._forward
+        self._report_experts = report_experts and isinstance(forward, ModuleForward) and forward.keep_experts()
         self.rows = self._rows_of(causal, limits, compute_dtype)
         self.preempted: list[Job] = []
         self._fresh: list[Job] = []
@@ -106,6 +110,7 @@ class Runner:
             device=device,
             dtype=dtype,
             max_cache_tokens=limits.tokens,
+            keeps_experts=self._report_experts,
         )
 
     @property
@@ -272,7 +277,9 @@ class Runner:
 
     # leaving ---------------------------------------------------------------------------------------------------------
 
-    def completion(self, job: Job, sampled: Sampled, reason: StopReason) -> Completion:
+    def completion(
+        self, job: Job, sampled: Sampled, reason: StopReason, expert_ids: Sequence[int] = ()
+    ) -> Completion:
         """Return the completion of a job that ends now with these tokens."""
         first_version = job.earlier[0][0] if job.earlier else job.version
         seconds = time.perf_counter() - job.started if job.started else 0.0
@@ -281,6 +288,7 @@ class Runner:
         completion = Completion(name, *sampled, reason, versions, seconds, first, job.alternatives)
         completion.token_versions = job.token_versions(len(sampled.tokens), self.version)
         completion.support_sizes, completion.support_ids = job.support_sizes, job.support_ids
+        completion.expert_ids = expert_ids
         return completion
 
     def _remove(self, ends: Sequence[End]) -> list[tuple[Job, Outcome]]:
@@ -295,7 +303,7 @@ class Runner:
                 continue
             if job.version == self.version:
                 self.rows.keep_for_session(end.row, sampled.tokens, self.version)
-            answers.append((job, self.completion(job, sampled, end.reason)))
+            answers.append((job, self.completion(job, sampled, end.reason, self.rows.experts(end.row))))
         self.rows.remove({end.row for end in ends})
         self._note_rows()
         return answers

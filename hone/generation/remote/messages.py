@@ -14,16 +14,19 @@ sent in the order in which they are ready. JSON keeps floats exact. Neither side
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 import struct
 from typing import Any
 
+import numpy as np
+
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, HoneError, RequestError
 from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the messages; both sides must have the same."""
 LONGEST = 2**31 - 1
 """Maximum of bytes in a frame; weights inside frames are sent in smaller chunks."""
@@ -106,7 +109,8 @@ def request_of(message: Message) -> GenerationRequest:
 
 def completion_as_message(completion: Completion) -> Message:
     """Return a completion as a message."""
-    return {**vars(completion), "stop_reason": completion.stop_reason.value}
+    experts = base64.b64encode(np.asarray(completion.expert_ids, dtype="<i2").tobytes()).decode()
+    return {**vars(completion), "stop_reason": completion.stop_reason.value, "expert_ids": experts}
 
 
 def completion_of(message: Message) -> Completion:
@@ -114,8 +118,15 @@ def completion_of(message: Message) -> Completion:
     first, last = message["weight_versions"]
     reason = StopReason(message["stop_reason"])
     alternatives = [[(token, log_prob) for token, log_prob in position] for position in message["alternatives"]]
+    experts = np.frombuffer(base64.b64decode(message["expert_ids"]), dtype="<i2")
     return Completion(
-        **{**message, "stop_reason": reason, "weight_versions": (first, last), "alternatives": alternatives}
+        **{
+            **message,
+            "stop_reason": reason,
+            "weight_versions": (first, last),
+            "alternatives": alternatives,
+            "expert_ids": experts,
+        }
     )
 
 

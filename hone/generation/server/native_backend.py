@@ -17,7 +17,7 @@ from hone.generation.server.backend import BackendSettings
 from hone.models.routing import use_hone_attention
 from hone.threads import compute_here
 
-_ARGUMENTS = ("gpu_memory_utilization",)
+_ARGUMENTS = ("gpu_memory_utilization", "report_experts")
 """Arguments of the engine besides those of all engines."""
 
 

@@ -381,6 +381,12 @@ PROCESSES = [
         given=f"{RAY} trainer.n_gpus_per_node=2",
     ),
     Case(
+        "R85 layouts.experts_can_be_followed",
+        f"{ACTOR}.router_replay.mode=R3",
+        ("R3", "qwen3"),
+        fix=f"{ACTOR}.router_replay.mode=disabled",
+    ),
+    Case(
         "R83 lifecycle.profiled_steps_exist",
         "trainer.profile_steps=[1,9]",
         ("[9]", "1 to 4"),

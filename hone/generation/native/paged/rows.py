@@ -311,6 +311,10 @@ class PagedRows:
                     for values, new in zip(job.sampled, columns, strict=True):
                         values.extend(new)
 
+    def experts(self, row: int) -> Sequence[int]:
+        """Return nothing: Llama-shaped models have no experts."""
+        return ()
+
     def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
         """Keep the pages of a row that ends; the last sampled token is not in the cache yet."""
         job = self.running[row]

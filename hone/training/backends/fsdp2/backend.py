@@ -57,7 +57,12 @@ class Fsdp2Backend:
         self._ranks = ProcessRanks(self._meshes.data_group, settings.device)
         cost = CostModel.from_config(causal_lm(self.model).config.to_dict())
         self._loop = MicroBatchLoop(
-            sharded.computation, settings, ranks=self._ranks, cost=cost, loss_scale=self._loss_scale
+            sharded.computation,
+            settings,
+            ranks=self._ranks,
+            cost=cost,
+            loss_scale=self._loss_scale,
+            routers=sharded.computation.routers,
         )
         self._stager = ModelStager(self.model, self.optimizer and self.optimizer.inner, self._loss_scale)
         self._offload_parameters()

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from hone.errors import ModelError
 from hone.models.attention.context import AttentionContext, Scoring
+from hone.models.experts import UNKNOWN
 from hone.models.inputs import PackedSequences
 
 SIZE_KEY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
@@ -87,8 +88,16 @@ def local_tokens(packed: PackedSequences, group: ProcessGroup) -> tuple[PackedSe
     index, target_index = packed.output_index - rank * size, packed.target_index - rank * size
     indices = ((index >= 0) & (index < size)).nonzero()[:, 0]
     context = SequenceParallelContext(packed.context, chunk(packed.context.position_ids), group)
+    experts = packed.experts
+    if experts is not None:
+        experts = torch.nn.functional.pad(experts, (0, 0, 0, missing), value=UNKNOWN)[rank * size : (rank + 1) * size]
     local = PackedSequences(
-        chunk(packed.input_ids), context, index[indices], packed.targets[indices], target_index[indices]
+        chunk(packed.input_ids),
+        context,
+        index[indices],
+        packed.targets[indices],
+        target_index[indices],
+        experts=experts,
     )
     return local, indices
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hone.config.parallel import FsdpConfig
 from hone.models.compiled import CompiledLayers, compile_layers
+from hone.models.experts import expert_routers
 from hone.models.heads import Head
 from hone.models.inputs import PackedSequences
 from hone.models.kernels import cuda as kernels
@@ -41,17 +42,24 @@ class Computation(nn.Module):
         super().__init__()
         self.model, self.meshes = model, meshes
         self.compiled: CompiledLayers | None = None
+        self.routers = expert_routers(model)
 
     def forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
         """Return the head's outputs for the whole packed row, on every rank that shares it."""
         if self.meshes.layout.sequence == 1:
             if self.compiled is not None:
                 packed = self.compiled.traceable(packed)
+            self._follow(packed)
             return head(self.model, packed, with_entropy=with_entropy)
         group = self.meshes.sequence_group
         local, indices = local_tokens(packed, group)
+        self._follow(local)
         outputs = head(self.model, local, with_entropy=with_entropy)
         return {name: gather_outputs(values, indices, len(packed.targets), group) for name, values in outputs.items()}
+
+    def _follow(self, packed: PackedSequences) -> None:
+        if self.routers is not None:
+            self.routers.follow(packed.experts)
 
 
 @dataclass(frozen=True)

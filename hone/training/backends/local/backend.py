@@ -15,6 +15,7 @@ from hone.config.parallel import ParallelConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.compiled import compile_layers
+from hone.models.experts import expert_routers
 from hone.models.heads import Head
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.memory import heap_watch
@@ -50,7 +51,10 @@ class LocalBackend:
         self.optimizer = ScheduledOptimizer(model, optim, settings.total_steps, scaled=scaled) if optim else None
         self._loss_scale = self.optimizer and self.optimizer.loss_scale
         self._ranks = SingleRank()
-        self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks, loss_scale=self._loss_scale)
+        self._routers = expert_routers(model)
+        self._loop = MicroBatchLoop(
+            self._forward, settings, ranks=self._ranks, loss_scale=self._loss_scale, routers=self._routers
+        )
         self._stager = ModelStager(model, self.optimizer and self.optimizer.inner, self._loss_scale)
 
     @classmethod
@@ -157,6 +161,8 @@ class LocalBackend:
     def _forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
         if self._compiled is not None:
             packed = self._compiled.traceable(packed)
+        if self._routers is not None:
+            self._routers.follow(packed.experts)
         return head(self.model, packed, with_entropy=with_entropy)
 
     def _apply(self, step: int, statistics: list[Statistics], scale: float = 1.0) -> UpdateResult:

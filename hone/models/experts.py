@@ -1,0 +1,177 @@
+"""The experts that the routers of a mixture of experts choose: recorded while an engine generates, followed when the tokens are trained on.
+
+Engine and trainer compute the same token with other kernels, so a router sometimes chooses other experts in training than it did in
+generation, and then the log-probs differ by more than rounding. Following the engine's choice removes that (Rollout Routing Replay,
+arXiv:2510.11370). The weights of the chosen experts are those of the trained router, with their gradient.
+
+A router is a module of transformers that takes ``torch.topk`` of its scores (``Qwen3MoeTopKRouter``, ``MixtralTopKRouter``,
+``GptOssTopKRouter`` and others). Within its forward pass ``topk`` gives the values of the chosen experts; all else is the module's code.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hone.errors import ModelError
+
+UNKNOWN = -1
+"""In place of an expert: the engine did not report the choice, and the router makes it."""
+_ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
+_ATTRIBUTE = "_hone_experts"
+
+
+@dataclass
+class RouterCounts:
+    """Counts since they were last taken, on the routers' device.
+
+    Attributes:
+        chosen: ``[routers, experts]`` tokens that each expert computed.
+        changed: choices of the engine that the router would not have made.
+        replayed: choices of the engine that were followed.
+    """
+
+    chosen: Tensor
+    changed: Tensor
+    replayed: Tensor
+
+
+@dataclass
+class ExpertRouters:
+    """The routers of one model, which record or follow choices.
+
+    Attributes:
+        modules: the routers, in the order of the layers.
+        top_k: experts of a token in each.
+        experts: number of experts of each.
+    """
+
+    modules: Sequence[nn.Module]
+    top_k: int
+    experts: int
+    _followed: Tensor | None = None
+    _recorded: list[Tensor] | None = None
+    _counts: list[RouterCounts] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Choices of one token, of all routers together."""
+        return len(self.modules) * self.top_k
+
+    def follow(self, choices: Tensor | None) -> None:
+        """Follow ``choices [N, width]`` of the tokens of the next forward passes, until it is called again; None follows none.
+
+        A backward pass that computes layers again needs them too.
+
+        Raises:
+            ModelError: the choices are of a model with other layers.
+        """
+        if choices is not None and choices.shape[1] != self.width:
+            raise ModelError(
+                f"the engine reported {choices.shape[1]} experts for each token, and the model's {len(self.modules)} routers choose "
+                f"{self.width}",
+                why="the trainer follows the engine's choice layer by layer",
+                fix="actor_rollout_ref.actor.router_replay.mode=disabled, or an engine that serves this model",
+                where="actor_rollout_ref.actor.router_replay.mode",
+            )
+        self._followed = None if choices is None else choices.unflatten(1, (len(self.modules), self.top_k))
+
+    def release(self) -> None:
+        """Follow and count nothing any more."""
+        self._followed, self._counts = None, []
+
+    def record(self) -> None:
+        """Begin to record what the routers choose in one forward pass."""
+        self._recorded = []
+
+    def take_recorded(self) -> Tensor:
+        """Return what the routers chose since :meth:`record`, ``[N, width]`` int16, and stop recording."""
+        recorded, self._recorded = self._recorded, None
+        assert recorded is not None and len(recorded) == len(self.modules), "one forward pass follows `record`"
+        return torch.cat(recorded, 1)
+
+    def count(self) -> None:
+        """Begin to count the tokens of each expert."""
+        device = next(self.modules[0].parameters()).device
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        self._counts = [RouterCounts(zeros(len(self.modules), self.experts), zeros(()), zeros(()))]
+
+    def take_counts(self) -> RouterCounts:
+        """Return the counts since :meth:`count`, and stop counting."""
+        (counts,), self._counts = self._counts, []
+        return counts
+
+    def route(self, number: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Run the forward pass of a router."""
+        if self._followed is None and self._recorded is None and not self._counts:
+            return forward(*arguments, **named)
+        followed = None if self._followed is None else self._followed[:, number]
+        mode = _ChosenExperts(self.experts, self.top_k, followed)
+        with mode:
+            output = forward(*arguments, **named)
+        assert mode.choice is not None, "a router takes topk of its scores"
+        if self._recorded is not None:
+            self._recorded.append(mode.choice.to(torch.int16))
+        for counts in self._counts if not torch.is_inference_mode_enabled() else ():
+            counts.chosen[number] += torch.bincount(mode.choice.flatten(), minlength=self.experts)
+            if mode.changed is not None:
+                counts.changed += mode.changed.sum()
+                counts.replayed += mode.changed.numel()
+        return output
+
+
+class _ChosenExperts(TorchFunctionMode):
+    """Within the block ``torch.topk`` over all experts takes the chosen ones, where they are known.
+
+    Attributes:
+        choice: ``[N, top_k]`` the experts in use, of the last ``topk``.
+        changed: ``[known, top_k]`` bool, True where a followed expert is not among those of the scores; None if nothing is followed.
+    """
+
+    def __init__(self, experts: int, top_k: int, followed: Tensor | None) -> None:
+        super().__init__()
+        self._experts, self._top_k, self._followed = experts, top_k, followed
+        self.choice: Tensor | None = None
+        self.changed: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        values, choice = result
+        scores = args[0] if args else (kwargs or {})["input"]
+        if scores.dim() != 2 or scores.shape[1] != self._experts or choice.shape[1] != self._top_k:
+            return result  # a choice among groups of experts
+        if self._followed is not None:
+            known = (self._followed != UNKNOWN).all(-1, keepdim=True)
+            followed = torch.where(known, self._followed.to(choice.dtype), choice)
+            with torch.no_grad():
+                self.changed = (followed[..., None] != choice[..., None, :]).all(-1)[known[:, 0]]
+            values, choice = scores.gather(-1, followed), followed
+        self.choice = choice
+        return torch.return_types.topk((values, choice))
+
+
+def expert_routers(model: nn.Module) -> ExpertRouters | None:
+    """Return the routers of a model, made at the first call; None if it has no routers that can be followed."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    existing = base.__dict__.get(_ATTRIBUTE)
+    if existing is not None:
+        return existing
+    modules = [module for module in base.modules() if _ROUTER.search(type(module).__name__)]
+    modules = [module for module in modules if hasattr(module, "top_k") and hasattr(module, "num_experts")]
+    if not modules:
+        return None
+    first: Any = modules[0]
+    routers = ExpertRouters(modules, int(first.top_k), int(first.num_experts))
+    for number, module in enumerate(modules):
+        module.forward = functools.partial(routers.route, number, module.forward)  # type: ignore[method-assign]
+    base.__dict__[_ATTRIBUTE] = routers
+    return routers
