@@ -47,7 +47,7 @@ class RouterReplayConfig:
     """R3 (rollout routing replay, arXiv:2510.11370): the experts that the engine chose for each token are used again when its
     log-probs are computed and trained, by the actor and the reference. Where engine and trainer round differently, the routers would
     choose others, and the log-probs would differ by more than rounding. disabled: every forward pass chooses for itself. Needs a
-    mixture of experts and the engine native, vllm or sglang."""
+    mixture of experts and the engine native or vllm."""
 
 
 @dataclass

@@ -34,7 +34,9 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
             ),
             "support_sizes": Ragged.from_rows(sizes, torch.int32),
             "support_ids": Ragged.from_rows([t.support_ids for t in trajectories], torch.int32),
-            "expert_ids": Ragged.from_rows([torch.as_tensor(np.array(t.expert_ids, dtype=np.int16)) for t in trajectories]),
+            "expert_ids": Ragged.from_rows(
+                [torch.as_tensor(np.array(t.expert_ids, dtype=np.int16)) for t in trajectories]
+            ),
             "part": torch.tensor([t.part for t in trajectories], dtype=torch.int64),
             "uid": [t.uid for t in trajectories],
             "index": [t.index for t in trajectories],

@@ -214,6 +214,13 @@ _ACTOR = (
         _MEAN,
         "Tokens of the busiest expert in a micro-batch, as a multiple of an even share; mean over the routers.",
     ),
+    MetricSpec(
+        "moe/balance_loss",
+        "1",
+        _MEAN,
+        "Auxiliary loss of load balancing (Switch Transformers): experts x sum over experts of their share of tokens times their mean"
+        " probability, in a micro-batch; 1 if both are even, mean over the routers. It is measured, not trained.",
+    ),
     MetricSpec("moe/idle_experts", "share", _MEAN, "Experts that computed no token of a micro-batch."),
     MetricSpec(
         "moe/replayed", "share", _MEAN, "Tokens that were trained with the experts of the engine (router_replay.mode)."

@@ -25,6 +25,7 @@ from hone.errors import ModelError
 UNKNOWN = -1
 """In place of an expert: the engine did not report the choice, and the router makes it."""
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _ATTRIBUTE = "_hone_experts"
 
 
@@ -34,11 +35,13 @@ class RouterCounts:
 
     Attributes:
         chosen: ``[routers, experts]`` tokens that each expert computed.
+        probabilities: ``[routers, experts]`` sum over the tokens of the softmax of the router's logits.
         changed: choices of the engine that the router would not have made.
         replayed: choices of the engine that were followed.
     """
 
     chosen: Tensor
+    probabilities: Tensor
     changed: Tensor
     replayed: Tensor
 
@@ -49,11 +52,15 @@ class ExpertRouters:
 
     Attributes:
         modules: the routers, in the order of the layers.
+        layers: the layer of each router.
+        num_layers: layers of the model, those without experts included.
         top_k: experts of a token in each.
         experts: number of experts of each.
     """
 
     modules: Sequence[nn.Module]
+    layers: Sequence[int]
+    num_layers: int
     top_k: int
     experts: int
     _followed: Tensor | None = None
@@ -68,12 +75,18 @@ class ExpertRouters:
     def follow(self, choices: Tensor | None) -> None:
         """Follow ``choices [N, width]`` of the tokens of the next forward passes, until it is called again; None follows none.
 
-        A backward pass that computes layers again needs them too.
+        A backward pass that computes layers again needs them too. Some engines report all layers of a model, whatever those without
+        experts hold.
 
         Raises:
             ModelError: the choices are of a model with other layers.
         """
-        if choices is not None and choices.shape[1] != self.width:
+        if choices is None:
+            self._followed = None
+            return
+        if choices.shape[1] == self.num_layers * self.top_k != self.width:
+            choices = choices.unflatten(1, (self.num_layers, self.top_k))[:, self.layers].flatten(1)
+        if choices.shape[1] != self.width:
             raise ModelError(
                 f"the engine reported {choices.shape[1]} experts for each token, and the model's {len(self.modules)} routers choose "
                 f"{self.width}",
@@ -81,7 +94,7 @@ class ExpertRouters:
                 fix="actor_rollout_ref.actor.router_replay.mode=disabled, or an engine that serves this model",
                 where="actor_rollout_ref.actor.router_replay.mode",
             )
-        self._followed = None if choices is None else choices.unflatten(1, (len(self.modules), self.top_k))
+        self._followed = choices.unflatten(1, (len(self.modules), self.top_k))
 
     def release(self) -> None:
         """Follow and count nothing any more."""
@@ -101,7 +114,8 @@ class ExpertRouters:
         """Begin to count the tokens of each expert."""
         device = next(self.modules[0].parameters()).device
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
-        self._counts = [RouterCounts(zeros(len(self.modules), self.experts), zeros(()), zeros(()))]
+        chosen = zeros(len(self.modules), self.experts)
+        self._counts = [RouterCounts(chosen, chosen.double(), zeros(()), zeros(()))]
 
     def take_counts(self) -> RouterCounts:
         """Return the counts since :meth:`count`, and stop counting."""
@@ -119,7 +133,8 @@ class ExpertRouters:
         assert mode.choice is not None, "a router takes topk of its scores"
         if self._recorded is not None:
             self._recorded.append(mode.choice.to(torch.int16))
-        for counts in self._counts if not torch.is_inference_mode_enabled() else ():
+        for counts in self._counts:
+            counts.probabilities[number] += output[0].detach().float().softmax(-1).sum(0)
             counts.chosen[number] += torch.bincount(mode.choice.flatten(), minlength=self.experts)
             if mode.changed is not None:
                 counts.changed += mode.changed.sum()
@@ -165,12 +180,16 @@ def expert_routers(model: nn.Module) -> ExpertRouters | None:
     existing = base.__dict__.get(_ATTRIBUTE)
     if existing is not None:
         return existing
-    modules = [module for module in base.modules() if _ROUTER.search(type(module).__name__)]
-    modules = [module for module in modules if hasattr(module, "top_k") and hasattr(module, "num_experts")]
-    if not modules:
+    router_of = {
+        int(place[1]): module
+        for name, module in base.named_modules()
+        if _ROUTER.search(type(module).__name__) and hasattr(module, "num_experts") and (place := _LAYER.search(name))
+    }
+    if not router_of:
         return None
+    modules, layers = [router_of[layer] for layer in sorted(router_of)], sorted(router_of)
     first: Any = modules[0]
-    routers = ExpertRouters(modules, int(first.top_k), int(first.num_experts))
+    routers = ExpertRouters(modules, layers, base.config.num_hidden_layers, int(first.top_k), int(first.num_experts))
     for number, module in enumerate(modules):
         module.forward = functools.partial(routers.route, number, module.forward)  # type: ignore[method-assign]
     base.__dict__[_ATTRIBUTE] = routers

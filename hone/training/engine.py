@@ -233,7 +233,9 @@ def router_statistics(counts: RouterCounts) -> Statistics:
     chosen = counts.chosen.double()
     share = chosen / chosen.sum(1, keepdim=True).clamp(min=1)
     tokens = float(chosen[0].sum())
+    probabilities = counts.probabilities / counts.probabilities.sum(1, keepdim=True).clamp(min=1)
     statistics: Statistics = {
+        "moe/balance_loss": (float((share * probabilities).sum(1).mean()) * chosen.shape[1], tokens),
         "moe/max_load": (float(share.max(1).values.mean()) * chosen.shape[1], tokens),
         "moe/idle_experts": (float((chosen == 0).double().mean()), tokens),
     }

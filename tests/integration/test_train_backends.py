@@ -56,11 +56,38 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp, experts": ("experts", {}),
     "expert": ("experts", {"parallel": EXPERT}),
     "expert, biases": ("gpt_oss", {"parallel": EXPERT}),
+    "fsdp, experts of the engine": ("experts", {"replayed": True}),
+    "tensor, experts of the engine": ("experts", {"replayed": True, "parallel": TENSOR}),
+    "sequence, experts of the engine": ("experts", {"replayed": True, "parallel": SEQUENCE, "trees": True}),
+    "expert, experts of the engine": ("gpt_oss", {"replayed": True, "parallel": EXPERT}),
+    "experts of the engine, gradient checkpointing": (
+        "experts",
+        {"replayed": True, "model_settings": {"enable_gradient_checkpointing": True}},
+    ),
     "expert, gradient checkpointing": (
         "experts",
         {"parallel": EXPERT, "model_settings": {"enable_gradient_checkpointing": True}},
     ),
 }
+
+
+@pytest.mark.parametrize("model", ["experts", "gpt_oss"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_process_follows_the_experts_of_the_engine(model: str, checkpointing: bool, tiny_models) -> None:
+    settings = {"enable_gradient_checkpointing": checkpointing}
+    case = Case(
+        tiny_models[model],
+        parallel={"strategy": "local"},
+        replayed=True,
+        trees=True,
+        model_settings=settings,
+        optim=STEADY,
+    )
+    assert_trains_as_one(lambda function, *args: [function(*args)], case)
+    free = dataclasses.replace(case, replayed=False, updates=0)
+    assert not torch.allclose(
+        alone(free).columns["log_probs"], alone(dataclasses.replace(free, replayed=True)).columns["log_probs"]
+    )
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hone.config.model import ModelConfig, OptimConfig
 from hone.config.parallel import FsdpConfig, MixedPrecisionConfig, ParallelConfig
 from hone.config.parallel_layout import Layout
 from hone.data.batch import Batch
+from hone.data.ragged import Ragged
 from hone.models.heads import PolicyHead, ValueHead
 from hone.training.backends.build import build_train_backend
 from hone.training.backends.protocol import ModelKind, TrainBackend
@@ -62,6 +64,7 @@ class Case:
         model_settings: keys of the model block.
         device: of the computation.
         trees: whether rows share prefixes at any depth, sampled tokens included; otherwise at most their prompts.
+        replayed: whether the tokens of a mixture of experts (two layers, two of four experts) come with experts to follow.
         shift: added to the old and the reference log-probs, as if the policy's own were off by as much.
     """
 
@@ -78,6 +81,7 @@ class Case:
     loss_mode: str = "vanilla"
     device: str = "cpu"
     trees: bool = False
+    replayed: bool = False
     shift: float = 0.0
 
     def model_config(self) -> ModelConfig:
@@ -160,7 +164,24 @@ def batch_of(case: Case, update: int) -> Batch:
     batch = tree_batch(seed, case.rows) if case.trees else random_batch(case.rows, seed, group=2)
     noise = batch.ragged("noise")
     old, ref = (noise.with_values(-4.0 + sign * 0.3 * noise.values + case.shift) for sign in (1, -1))
-    return batch.with_columns(old_log_probs=old, ref_log_probs=ref)
+    columns = {"expert_ids": experts_of(batch)} if case.replayed else {}
+    return batch.with_columns(old_log_probs=old, ref_log_probs=ref, **columns)
+
+
+def experts_of(batch: Batch) -> Ragged:
+    """Experts for two layers, two of four each, by the tokens up to and with each token; unknown for some."""
+    rows = []
+    for row in range(len(batch)):
+        digest, experts = hashlib.sha256(), []
+        for token in torch.cat([batch.ragged(name).row(row) for name in ("prompt_ids", "response_ids")]).tolist():
+            digest.update(bytes([token]))
+            first, second, known = digest.digest()[:3]
+            pairs = [
+                pair for number in (first, second) for pair in (number % 4, (number % 4 + 1 + number // 4 % 3) % 4)
+            ]
+            experts += pairs if known > 50 else [-1] * 4
+        rows.append(torch.tensor(experts, dtype=torch.int16))
+    return Ragged.from_rows(rows)
 
 
 def prepared(case: Case, batch: Batch, objective: Any, backend: TrainBackend) -> Batch:

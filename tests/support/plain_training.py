@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.models.experts import expert_routers
 from hone.models.loading import causal_lm, load_policy, load_value_model
 from hone.training.optimizer import build_optimizer, learning_rate
 from hone.training.updates import Totals
@@ -17,7 +19,7 @@ from hone.training.updates import Totals
 
 def load(case: Case) -> nn.Module:
     """The model of ``case``, with the attention of transformers."""
-    config = case.model_config()
+    config = dataclasses.replace(case.model_config(), enable_gradient_checkpointing=False)
     if case.kind == "value":
         model = load_value_model(config, device=CPU)
     else:
@@ -31,6 +33,10 @@ def outputs_of(case: Case, model: nn.Module, batch: Batch) -> dict[str, Ragged]:
     columns: dict[str, list[Tensor]] = {}
     for row in range(len(batch)):
         prompt, response = batch.ragged("prompt_ids").row(row), batch.ragged("response_ids").row(row)
+        if case.replayed:
+            routers = expert_routers(model)
+            assert routers is not None
+            routers.follow(batch.ragged("expert_ids").row(row).view(-1, routers.width))
         logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         if case.kind == "value":
             outputs = {"values": logits[:, 0]}

@@ -277,9 +277,7 @@ class Runner:
 
     # leaving ---------------------------------------------------------------------------------------------------------
 
-    def completion(
-        self, job: Job, sampled: Sampled, reason: StopReason, expert_ids: Sequence[int] = ()
-    ) -> Completion:
+    def completion(self, job: Job, sampled: Sampled, reason: StopReason, expert_ids: Sequence[int] = ()) -> Completion:
         """Return the completion of a job that ends now with these tokens."""
         first_version = job.earlier[0][0] if job.earlier else job.version
         seconds = time.perf_counter() - job.started if job.started else 0.0

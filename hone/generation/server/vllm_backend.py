@@ -28,6 +28,7 @@ from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_EXPERTS = "enable_return_routed_experts"
 _OWNED = {
     "logprobs_mode": "both log-probs are reported, of the policy and of the distribution sampled from",
     "worker_extension_cls": "Hone's worker extension loads new weights",
@@ -80,6 +81,15 @@ class VllmBackend:
                 fix="actor_rollout_ref.rollout.expert_parallel_size=1",
                 where="actor_rollout_ref.rollout.expert_parallel_size",
             )
+        if settings.options.get(_EXPERTS):
+            if self._on_cpu:
+                raise ConfigError(
+                    "vLLM does not report the experts of a token on a CPU",
+                    why="the part of it that does needs Triton (0.32.0)",
+                    fix="actor_rollout_ref.rollout.name=native, or actor_rollout_ref.actor.router_replay.mode=disabled",
+                    where="actor_rollout_ref.actor.router_replay.mode",
+                )
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         options: dict[str, Any] = {
             "model": settings.model,
             "tokenizer": settings.tokenizer,
@@ -187,6 +197,7 @@ class VllmBackend:
             seconds=seconds,
             first_token_seconds=first_token,
             alternatives=alternatives,
+            expert_ids=_expert_ids(answer.routed_experts, len(request.prompt_ids) + len(tokens) - 1),
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -289,6 +300,16 @@ def _sampling_params(request: GenerationRequest) -> Any:
         logprobs=sampling.top_log_probs,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _expert_ids(routed: Any, tokens: int) -> Any:
+    """Return the experts of the first ``tokens`` tokens, end to end; empty where vLLM was not asked for them.
+
+    Args:
+        routed: ``[tokens, layers, experts of a token]`` or None.
+        tokens: of prompt and response, without the last.
+    """
+    return () if routed is None else routed[:tokens].astype("int16").ravel()
 
 
 def _check_ends(sampling: SamplingParams, end: int | None) -> None:
