@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hone.data.types import StopReason
+from hone.data.types import ExpertIds, StopReason
 from hone.errors import InvariantError
 from hone.generation.protocol import Completion
 
@@ -65,7 +65,7 @@ class TokenLedger:
         self.sampling_log_probs: list[float] = []
         self.support_sizes: list[int] = []
         self.support_ids: list[int] = []
-        self.expert_ids: Sequence[int] = ()
+        self.expert_ids: ExpertIds = ()
         self._expert_tokens = 0
         self.turns: list[SampledTurn] = []
         self.token_versions: list[int] = []
@@ -127,7 +127,7 @@ class TokenLedger:
         sampled = [version for version in self.token_versions if version >= 0]
         return (min(sampled), max(sampled)) if sampled else None
 
-    def experts_of(self, tokens: int) -> Sequence[int]:
+    def experts_of(self, tokens: int) -> ExpertIds:
         """Return the experts of the first ``tokens`` tokens, -1 where no engine reported them; empty if none did."""
         if not self._expert_tokens:
             return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,8 +45,38 @@ def command(
         typer.Option(min=1, help="engines in separate processes with one queue; by default native in this process"),
     ] = None,
     dtype: ComputeDtype = Dtype.auto,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="train and sample LoRA adapters of the model instead, by the protocol of the client `tinker`",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="with --train: folder for saved weights; by default a temporary one")
+    ] = None,
+    max_rank: Annotated[int, typer.Option(min=1, help="with --train: largest rank of an adapter")] = 128,
+    max_adapters: Annotated[int, typer.Option(min=1, help="with --train: most adapters in training at once")] = 16,
 ) -> None:
     """Serve a model with an OpenAI-compatible API, and record conversations as exact tokens."""
+    if train:
+        from hone.trainers.service.serve import TrainRequest, serve_training
+
+        serve_training(
+            TrainRequest(
+                model=model,
+                name=name,
+                host=host,
+                port=port,
+                token=token,
+                max_model_len=max_model_len,
+                dtype=dtype.value,
+                out=out,
+                max_rank=max_rank,
+                max_adapters=max_adapters,
+            )
+        )
+        return
     from hone.trainers.serving import ServeRequest, serve
 
     serve(

@@ -311,7 +311,7 @@ class CriticWorker(ModelRole):
 
 def _by_own_routers(batch: Batch) -> Batch:
     """Return the batch without the experts that the policy's routers chose: those of a value model are others."""
-    return batch.select(*(name for name in batch.names if name != "expert_ids"))
+    return batch.select(*(name for name in batch.names() if name != "expert_ids"))
 
 
 def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | None) -> RowGroups:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hone.data.episode_log import EpisodeLog
+
+ExpertIds = Sequence[int] | NDArray[np.int16]
+"""Experts of tokens: by token, router and rank, end to end."""
 
 
 class StopReason(StrEnum):
@@ -105,7 +111,7 @@ class Trajectory:
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
     seed: int | None = None
-    expert_ids: Sequence[int] = ()
+    expert_ids: ExpertIds = ()
 
     @property
     def weight_versions(self) -> tuple[int, int]:

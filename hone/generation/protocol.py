@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hone.data.types import StopReason
+from hone.data.types import ExpertIds, StopReason
 
 
 class ConstraintKind(StrEnum):
@@ -155,7 +155,7 @@ class Completion:
     queued_seconds: float = 0.0
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
-    expert_ids: Sequence[int] = ()
+    expert_ids: ExpertIds = ()
 
 
 @dataclass

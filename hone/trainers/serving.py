@@ -83,7 +83,7 @@ def serve(request: ServeRequest) -> None:
     )
     check_names(request)
     with engine_loop() as loop:
-        engine, tokenizer = _call_on_loop(loop, lambda: open_engine(request, max_model_len))
+        engine, tokenizer = call_on_loop(loop, lambda: open_engine(request, max_model_len))
         if request.chat_template is not None:
             tokenizer.chat_template = read_template(request.chat_template)
         service = Service(
@@ -226,7 +226,7 @@ def _text_config(directory: str, key: str) -> int | None:
     return config.get(key) or config.get("text_config", {}).get(key)
 
 
-def _call_on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], T]) -> T:
+def call_on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], T]) -> T:
     """Call ``make`` on the loop's thread; return its result or raise its error."""
 
     async def call() -> T:

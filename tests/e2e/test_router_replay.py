@@ -69,6 +69,15 @@ def test_a_resumed_run_follows_the_experts_of_its_saved_groups(experts: World, t
     assert curve(run, name)[-1] == pytest.approx(curve(whole, name)[-1], abs=0.02) and curve(run, name)[-1] > 0.85
 
 
+@pytest.mark.slow
+def test_a_critic_routes_for_itself(experts: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = (*STEPS, REPLAY, "trainer.save_freq=0", "trainer.total_training_steps=2")
+    ended = hone(*rl_command(experts, folder, "ppo", *words), log=tmp_path / "log")
+    assert ended.code == 0, ended.output
+    assert all(share > 0.85 for share in curve(folder, "moe/replayed")) and len(curve(folder, "critic/vf_loss")) == 2
+
+
 @pytest.mark.long
 def test_two_workers_follow_as_one_process_does(experts: World, tmp_path: Path) -> None:
     words = (REPLAY, "trainer.save_freq=0")

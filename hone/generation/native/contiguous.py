@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hone.config.limits import PREFILL_TOKENS
-from hone.data.types import StopReason
+from hone.data.types import ExpertIds, StopReason
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import EXPERTS, KVCache, RowEntries, closing_moves, columns, with_spare
 from hone.generation.native.contexts import DecodeContext, RowExtent
@@ -252,7 +252,7 @@ class ContiguousRows:
 
     # leaving ---------------------------------------------------------------------------------------------------------
 
-    def experts(self, row: int) -> Sequence[int]:
+    def experts(self, row: int) -> ExpertIds:
         """Return the experts of a row's tokens, where the contexts keep them."""
         if not self.keeps_experts:
             return ()

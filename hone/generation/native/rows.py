@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from hone.data.types import StopReason
+from hone.data.types import ExpertIds, StopReason
 from hone.generation.native.sampler import Allowed, RowSampling
 from hone.generation.native.scheduler import Admission, Job, Sampled
 
@@ -125,7 +125,7 @@ class RowStore(Protocol):
         """Return the tokens sampled for each row."""
         ...
 
-    def experts(self, row: int) -> Sequence[int]:
+    def experts(self, row: int) -> ExpertIds:
         """Return the experts of a row's tokens, see :attr:`hone.generation.protocol.Completion.expert_ids`; empty if they are not kept."""
         ...
 

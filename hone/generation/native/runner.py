@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.types import StopReason
+from hone.data.types import ExpertIds, StopReason
 from hone.errors import GenerationError, RequestError
 from hone.generation.grammars import Grammars
 from hone.generation.native.constrained import ConstrainedRows
@@ -277,7 +277,7 @@ class Runner:
 
     # leaving ---------------------------------------------------------------------------------------------------------
 
-    def completion(self, job: Job, sampled: Sampled, reason: StopReason, expert_ids: Sequence[int] = ()) -> Completion:
+    def completion(self, job: Job, sampled: Sampled, reason: StopReason, expert_ids: ExpertIds = ()) -> Completion:
         """Return the completion of a job that ends now with these tokens."""
         first_version = job.earlier[0][0] if job.earlier else job.version
         seconds = time.perf_counter() - job.started if job.started else 0.0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hone.config.limits import PREFILL_TOKENS
-from hone.data.types import StopReason
+from hone.data.types import ExpertIds, StopReason
 from hone.generation.native.cache import closing_moves
 from hone.generation.native.paged.decoding import (
     LOG_PROB,
@@ -311,7 +311,7 @@ class PagedRows:
                     for values, new in zip(job.sampled, columns, strict=True):
                         values.extend(new)
 
-    def experts(self, row: int) -> Sequence[int]:
+    def experts(self, row: int) -> ExpertIds:
         """Return nothing: Llama-shaped models have no experts."""
         return ()
 

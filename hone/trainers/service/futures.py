@@ -1,0 +1,84 @@
+"""Results that clients ask for: each request gets a name at once, and its result, or its error, under that name later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from hone.errors import HoneError
+
+KEPT_SECONDS = 3600.0
+"""How long a result is kept."""
+log = logging.getLogger("hone.serve")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result of a request: JSON, or a message of the protocol's protobuf."""
+
+    json: dict[str, Any] | None = None
+    protobuf: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of a request; ``user`` if the request was wrong."""
+
+    message: str
+    user: bool
+
+
+class Futures:
+    """Futures by name, on the event loop that computes them."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[Result | Failure]] = {}
+        self._ended: dict[str, float] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tasks
+
+    def start(self, name: str, work: Coroutine[Any, Any, Result]) -> None:
+        """Begin a request, unless one of that name has begun: a client repeats a request whose answer it did not get."""
+        self._forget_old()
+        if name in self._tasks:
+            work.close()
+            return
+        task = self._tasks[name] = asyncio.get_running_loop().create_task(_outcome(work))
+        task.add_done_callback(lambda _: self._ended.setdefault(name, time.monotonic()))
+
+    async def wait(self, name: str, seconds: float) -> Result | Failure | None:
+        """Return the outcome of a request, or None if it is not there within ``seconds``.
+
+        Raises:
+            KeyError: there is no request of that name, or its outcome is no longer kept.
+        """
+        task = self._tasks[name]
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        return task.result() if done else None
+
+    def cancel(self, name: str) -> None:
+        """End a request, if it is under way."""
+        if name in self._tasks:
+            self._tasks[name].cancel()
+
+    def _forget_old(self) -> None:
+        limit = time.monotonic() - KEPT_SECONDS
+        for name in [name for name, ended in self._ended.items() if ended < limit]:
+            del self._tasks[name], self._ended[name]
+
+
+async def _outcome(work: Coroutine[Any, Any, Result]) -> Result | Failure:
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return Failure("cancelled", user=True)
+    except HoneError as error:
+        return Failure(str(error), user=True)
+    except Exception as error:
+        log.exception("a request failed")
+        return Failure(f"{type(error).__name__}: {error}", user=False)

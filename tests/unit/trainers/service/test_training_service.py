@@ -1,0 +1,402 @@
+"""Adapters trained at the same time as each alone, losses by hand, the order of operations, turns of the sampler, files."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.families import Letters, tiny_model
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.types import Datum as TinkerDatum
+from tinker.types import ForwardBackwardInput, ForwardBackwardRequest, ModelInput
+
+from hone.errors import HoneError, RequestError
+from hone.generation.native.engine import NativeEngine
+from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.models.routing import use_hone_attention
+from hone.trainers.service import wire
+from hone.trainers.service.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, Passed
+from hone.trainers.service.futures import Failure, Result
+from hone.trainers.service.losses import LOSSES, loss_named
+from hone.trainers.service.sampling import Sampler
+from hone.trainers.service.service import ServiceLimits, TrainingService, adam_settings
+
+CPU = torch.device("cpu")
+SHAPES = {"one": AdapterShape(4), "two": AdapterShape(2, attention=False, unembedding=False)}
+RATES = {"one": AdamSettings(1e-2), "two": AdamSettings(3e-3, beta2=0.99, weight_decay=0.1, clip=0.5)}
+
+
+def adapters() -> AdapterSet:
+    model = tiny_model("qwen3")
+    model.config.tie_word_embeddings = False
+    use_hone_attention(model)
+    return AdapterSet(model, device=CPU, dtype="float32", max_tokens=48)
+
+
+def sequence(seed: int, length: int = 9) -> Datum:
+    torch.manual_seed(seed)
+    tokens = torch.randint(3, 61, (length + 1,)).tolist()
+    inputs = {"weights": torch.rand(length), "logprobs": -torch.rand(length) * 4, "advantages": torch.randn(length)}
+    return Datum(tokens[:-1], tokens[1:], inputs)
+
+
+def data(name: str, update: int) -> list[Datum]:
+    return [sequence(100 * update + 10 * len(name) + number, 5 + number) for number in range(4)]
+
+
+def pass_through(held: AdapterSet, name: str, rows: list[Datum], loss: str = "ppo") -> Passed:
+    chosen, settings = loss_named(loss, {})
+    return held.forward_backward(name, rows, chosen, settings)
+
+
+def weights(held: AdapterSet, name: str) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in held.parameters(name)]
+
+
+def test_adapters_trained_together_are_those_trained_alone() -> None:
+    """Operations of two adapters by turns, with sampling in between, give each bit for bit what it gets alone."""
+    together = adapters()
+    for name, shape in SHAPES.items():
+        together.add(name, shape, seed=7)
+    for update in range(3):
+        for name in SHAPES:
+            pass_through(together, name, data(name, update))
+        together.forward(None, [sequence(5)])
+        for name in reversed(SHAPES):
+            pass_through(together, name, data(name, update + 50))  # gradients add up
+            together.step(name, RATES[name])
+    for name, shape in SHAPES.items():
+        alone = adapters()
+        alone.add(name, shape, seed=7)
+        before = weights(alone, name)
+        for update in range(3):
+            pass_through(alone, name, data(name, update))
+            pass_through(alone, name, data(name, update + 50))
+            alone.step(name, RATES[name])
+        assert all(torch.equal(*pair) for pair in zip(weights(together, name), weights(alone, name), strict=True))
+        assert any(not torch.equal(*pair) for pair in zip(before, weights(alone, name), strict=True))
+
+
+def test_the_base_model_is_not_changed() -> None:
+    held = adapters()
+    before = held.forward(None, [sequence(5)])[0]
+    held.add("one", SHAPES["one"])
+    assert torch.equal(held.forward("one", [sequence(5)])[0], before)
+    pass_through(held, "one", data("one", 0))
+    held.step("one", RATES["one"])
+    assert not torch.allclose(held.forward("one", [sequence(5)])[0], before)
+    assert torch.equal(held.forward(None, [sequence(5)])[0], before)
+    held.remove("one")
+    assert torch.equal(held.forward(None, [sequence(5)])[0], before)
+
+
+@examples(20)
+@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(LOSSES)))
+def test_losses_are_those_by_hand(seed: int, name: str) -> None:
+    held = adapters()
+    held.add("one", SHAPES["one"])
+    rows = [sequence(seed), sequence(seed + 1, 4)]
+    passed = pass_through(held, "one", rows, name)
+    total = 0.0
+    for row, log_probs, losses in zip(rows, passed.log_probs, passed.losses, strict=True):
+        for token, log_prob in enumerate(log_probs.double().tolist()):
+            weight, old, advantage = (float(row.inputs[key][token]) for key in ("weights", "logprobs", "advantages"))
+            ratio = math.exp(log_prob - old)
+            clipped = min(max(ratio, 0.8), 1.2)
+            expected = {
+                "cross_entropy": -log_prob,
+                "importance_sampling": -ratio * advantage,
+                "ppo": -min(ratio * advantage, clipped * advantage),
+                "cispo": -clipped * log_prob * advantage,
+                "dro": -(log_prob * advantage - 0.5 * 0.05 * (log_prob - old) ** 2),
+            }[name]
+            assert float(losses[token]) == pytest.approx(weight * expected, rel=1e-4, abs=1e-5)
+            total += weight * expected
+    assert passed.metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-4)
+
+
+def test_saved_adapters_continue_bit_for_bit(tmp_path: Path) -> None:
+    held = adapters()
+    held.add("one", SHAPES["one"], seed=3)
+    pass_through(held, "one", data("one", 0))
+    held.step("one", RATES["one"])
+    held.save("one", tmp_path / "saved", optimizer=True)
+    other = adapters()
+    other.add("again", SHAPES["one"], seed=9)
+    other.load("again", tmp_path / "saved", optimizer=True)
+    for place, name in ((held, "one"), (other, "again")):
+        pass_through(place, name, data("one", 1))
+        place.step(name, RATES["one"])
+    assert all(torch.equal(*pair) for pair in zip(weights(held, "one"), weights(other, "again"), strict=True))
+    with pytest.raises(RequestError):
+        other.add("small", SHAPES["two"])
+        other.load("small", tmp_path / "saved", optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("datum", "loss", "field"),
+    [
+        (Datum([], [], {}), "cross_entropy", "model_input"),
+        (Datum([3, 4], [9, 5], {}), "cross_entropy", "loss_fn_inputs"),  # targets that do not follow
+        (Datum([3, 4], [4, 5], {"weights": [1.0]}), "cross_entropy", "loss_fn_inputs"),
+        (Datum([3, 4], [4, 5], {"logprobs": [0.0, 0.0]}), "ppo", "loss_fn_inputs"),
+    ],
+)
+def test_data_that_cannot_be_trained_on(datum: Datum, loss: str, field: str) -> None:
+    held = adapters()
+    held.add("one", SHAPES["one"])
+    with pytest.raises(RequestError) as refused:
+        pass_through(held, "one", [datum], loss)
+    assert refused.value.field == field
+
+
+def test_unknown_losses_settings_and_optimizer_keys() -> None:
+    for call in (
+        lambda: loss_named("ppi", {}),
+        lambda: loss_named("ppo", {"beta": 1.0}),
+        lambda: adam_settings({"mu": 1}),
+    ):
+        with pytest.raises(RequestError):
+            call()
+    assert adam_settings({"learning_rate": 0.1, "grad_clip_norm": 2}) == AdamSettings(0.1, clip=2.0)
+    with pytest.raises(RequestError):
+        held = adapters()
+        held.add("none", AdapterShape(2, attention=False, mlp=False, unembedding=False))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    held = adapters()
+    held.add("one", SHAPES["one"])
+    before = weights(held, "one")
+    row = sequence(1)
+    broken = Datum(row.tokens, row.targets, {**row.inputs, "advantages": torch.full((9,), math.inf)})
+    pass_through(held, "one", [broken], "importance_sampling")
+    assert held.step("one", RATES["one"])["skipped"] == 1
+    assert all(torch.equal(*pair) for pair in zip(before, weights(held, "one"), strict=True))
+
+
+# messages -------------------------------------------------------------------------------------------------------------
+
+
+def test_messages_are_those_of_the_client() -> None:
+    inputs = {"target_tokens": torch.tensor([4, 5]), "advantages": torch.tensor([0.5, -1.0])}
+    datum = TinkerDatum(model_input=ModelInput.from_ints([3, 4]), loss_fn_inputs=inputs)
+    request = ForwardBackwardRequest(
+        forward_backward_input=ForwardBackwardInput(
+            data=[datum], loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9}
+        ),
+        model_id="m",
+        seq_id=4,
+    )
+    message = wire.parse_forward_backward(forward_backward_request_to_proto(request).SerializeToString())
+    assert (message.model_id, message.seq_id, message.loss_fn) == ("m", 4, "ppo")
+    assert wire.settings_of(message) == {"clip_low_threshold": 0.9}
+    (row,) = wire.data_of(message)
+    assert (row.tokens, row.targets, list(row.inputs["advantages"])) == ([3, 4], [4, 5], [0.5, -1.0])
+    passed = Passed(
+        [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])], [torch.zeros(2), torch.ones(1)], {"loss:sum": 1.0}
+    )
+    output = deserialize_forward_backward_output(wire.forward_backward_output(passed))
+    assert [record["logprobs"].data for record in output.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
+    assert output.metrics == {"loss:sum": 1.0}
+    sequence = {
+        "tokens": [7, 8],
+        "log_probs": [-1.0, -0.5],
+        "stopped": False,
+        "likeliest": [[(7, -1.0), (3, -2.0)]] * 2,
+    }
+    sample = deserialize_sample_response(wire.sample_response([sequence], [None, -0.25]))
+    assert (list(sample.sequences[0].tokens), sample.sequences[0].stop_reason) == ([7, 8], "length")
+    assert sample.prompt_logprobs == [None, -0.25]
+    with pytest.raises(RequestError):
+        wire.parse_forward_backward(b"\xff\xff\xff")
+
+
+# service --------------------------------------------------------------------------------------------------------------
+
+
+def service_in(folder: Path) -> TrainingService:
+    held = adapters()
+    engine = NativeEngine(
+        held.model,
+        Letters(),
+        device=CPU,
+        dtype="float32",
+        max_num_seqs=8,
+        max_cache_tokens=None,
+        max_model_len=32,  # type: ignore[arg-type]
+    )
+    limits = ServiceLimits(32, max_rank=8, max_adapters=2)
+    return TrainingService(
+        "tiny", held, Sampler(engine, held), folder, stop_token_ids=[2], limits=limits, tokenizer="tiny"
+    )
+
+
+async def result(service: TrainingService, name: str) -> Result | Failure:
+    outcome = await service.futures.wait(name, 60)
+    assert outcome is not None
+    return outcome
+
+
+async def model_of(service: TrainingService, number: int = 0, shape: AdapterShape = SHAPES["one"]) -> str:
+    name = service.create_model("s", number, "tiny", shape, 1)
+    assert isinstance(await result(service, name), Result)
+    return name
+
+
+def test_operations_run_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    async def play(order: list[int]) -> list[float]:
+        service = service_in(tmp_path / "-".join(map(str, order)))
+        model = await model_of(service)
+        names = {}
+        for number in order:
+            await asyncio.sleep(0)
+            if number % 2:
+                rows = data("one", number)
+                names[number] = service.forward_backward(model, number, rows, "cross_entropy", {}, backward=True)
+            else:
+                names[number] = service.optim_step(model, number, RATES["one"])
+        outcomes = {number: await result(service, name) for number, name in names.items()}
+        again = service.optim_step(model, 2, RATES["one"])  # a repeated request is the same request
+        assert await result(service, again) is outcomes[2]
+        norms = [outcomes[number] for number in (2, 4)]
+        return [
+            outcome.json["metrics"]["grad_norm"] for outcome in norms if isinstance(outcome, Result) and outcome.json
+        ]
+
+    assert asyncio.run(play([1, 2, 3, 4])) == asyncio.run(play([2, 1, 4, 3]))
+
+
+def test_a_failed_operation_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        wrong = service.forward_backward(model, 1, data("one", 1), "no loss", {}, backward=True)
+        right = service.optim_step(model, 2, RATES["one"])
+        failed = await result(service, wrong)
+        assert isinstance(failed, Failure) and failed.user
+        assert isinstance(await result(service, right), Result)
+
+    asyncio.run(play())
+
+
+def test_limits_and_names(tmp_path: Path) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        for number, (base, shape) in enumerate(
+            [("other", SHAPES["one"]), ("tiny", AdapterShape(9)), ("tiny", AdapterShape(0))], 5
+        ):
+            outcome = await result(service, service.create_model("s", number, base, shape, None))
+            assert isinstance(outcome, Failure) and outcome.user
+        await model_of(service, 1)
+        assert isinstance(await result(service, service.create_model("s", 2, "tiny", SHAPES["one"], None)), Failure)
+        await result(service, service.unload("s:train:1"))
+        await model_of(service, 3)
+        for number, name in enumerate(("../up", "a/b", "..", "", "x" * 200), 1):
+            outcome = await result(service, service.save(model, number, name, "weights"))
+            assert isinstance(outcome, Failure) and outcome.user
+        saved = await result(service, service.save(model, 6, "fine-1.0", "weights"))
+        assert isinstance(saved, Result) and saved.json == {
+            "path": f"tinker://{model}/weights/fine-1.0",
+            "type": "save_weights",
+        }
+        assert isinstance(await result(service, service.save(model, 7, "fine-1.0", "weights")), Failure)
+        assert isinstance(await result(service, service.save(model, 8, "fine-1.0", "weights", overwrite=True)), Result)
+        assert [path.name for path in tmp_path.iterdir()] == [model]
+        for path in ("tinker://../../etc/weights/x", f"tinker://{model}/other/fine-1.0", "file:///etc/passwd"):
+            with pytest.raises(RequestError):
+                service.create_sampling_session(None, path)
+        long = service.forward_backward(model, 9, [sequence(1, 40)], "cross_entropy", {}, backward=True)
+        assert isinstance(await result(service, long), Failure)
+
+    asyncio.run(play())
+
+
+def test_sampling_uses_the_weights_of_its_session(tmp_path: Path) -> None:
+    """Requests to three sets of weights at once, while the adapter is trained further."""
+
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        sessions = [service.create_sampling_session("tiny", None)]
+        expected = [service._adapters.forward(None, [sequence(5)])[0].tolist()]
+        for number in (1, 4):
+            service.forward_backward(model, number, data("one", number), "cross_entropy", {}, backward=True)
+            service.optim_step(model, number + 1, AdamSettings(5e-2))
+            saved = await result(service, service.save(model, number + 2, None, "sampler_weights"))
+            assert isinstance(saved, Result) and saved.json is not None
+            sessions.append(saved.json["sampling_session_id"])
+            expected.append(service._adapters.forward("hone_training_1", [sequence(5)])[0].tolist())
+        prompt = {"chunks": [{"tokens": [*sequence(5).tokens, sequence(5).targets[-1]]}]}
+        names = []
+        for number in range(9):
+            params = {"max_tokens": 4, "seed": 3, "stop": []}
+            body = {"prompt": prompt, "sampling_params": params, "prompt_logprobs": True, "num_samples": 2}
+            names.append(service.sample({**body, "sampling_session_id": sessions[number % 3], "seq_id": number})[0])
+            if number == 4:
+                service.forward_backward(model, 7, data("one", 9), "cross_entropy", {}, backward=True)
+                service.optim_step(model, 8, AdamSettings(5e-2))
+        answers: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        for number, name in enumerate(names):
+            outcome = await result(service, name)
+            assert isinstance(outcome, Result) and outcome.protobuf is not None
+            answer = deserialize_sample_response(outcome.protobuf)
+            assert answer.prompt_logprobs is not None
+            torch.testing.assert_close(answer.prompt_logprobs[1:], expected[number % 3], atol=1e-5, rtol=1e-5)
+            answers[number % 3].append([list(one.tokens) for one in answer.sequences])
+        for same in answers.values():
+            assert same[0] == same[1] == same[2] and len(same[0]) == 2 and len(same[0][0]) == 4
+        assert answers[0][0] != answers[2][0]
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_request_gives_its_turn_on(tmp_path: Path) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path)
+        sampler = service._sampler
+        model = await model_of(service)
+        await result(service, service.save(model, 1, "a", "sampler_weights"))
+        folder = service._saved(f"tinker://{model}/sampler_weights/a")
+        request = GenerationRequest("r", [3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
+        first = asyncio.create_task(sampler.complete(None, request))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(sampler.complete(folder, request))
+        third = asyncio.create_task(sampler.complete(None, request))
+        await asyncio.sleep(0)
+        second.cancel()
+        assert len((await first).token_ids) == len((await third).token_ids) == 20
+        assert second.cancelled() and sampler._running == 0 and not sampler._waiting
+
+    asyncio.run(play())
+
+
+def test_errors_of_samples(tmp_path: Path) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path)
+        good: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [3, 4]}]}, "sampling_params": {"max_tokens": 3}}
+        for wrong in (
+            {"prompt": {"chunks": []}},
+            {"prompt": {"chunks": [{"data": "image"}]}},
+            {"sampling_params": {"max_tokens": 1000}},
+            {"sampling_params": {"temperature": -1}},
+            {"topk_prompt_logprobs": 3},
+            {"base_model": "other"},
+            {"sampling_session_id": "none", "seq_id": 1},
+        ):
+            outcome = await result(service, service.sample({**good, **wrong})[0])
+            assert isinstance(outcome, Failure) and outcome.user, wrong
+        assert isinstance(await result(service, service.sample(good)[0]), Result)
+        with pytest.raises(HoneError):
+            service.info("none")
+
+    asyncio.run(play())
