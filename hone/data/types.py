@@ -111,7 +111,7 @@ class Trajectory:
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
     seed: int | None = None
-    expert_ids: ExpertIds = ()
+    expert_ids: ExpertIds = field(default=(), compare=False)
 
     @property
     def weight_versions(self) -> tuple[int, int]:

@@ -155,7 +155,7 @@ class Completion:
     queued_seconds: float = 0.0
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
-    expert_ids: ExpertIds = ()
+    expert_ids: ExpertIds = field(default=(), compare=False)
 
 
 @dataclass

@@ -114,6 +114,22 @@ def test_the_server_says_what_it_has(client: tinker.ServiceClient, address: str)
         client.create_lora_training_client(base_model="other").result()
 
 
+def test_a_loss_that_the_client_computes(client: tinker.ServiceClient) -> None:
+    """Its gradient reaches the server as weights of log-probs; that of the negative log-likelihood is the cross-entropy's."""
+    norms = []
+    for custom in (False, True):
+        trained = client.create_lora_training_client(base_model="digits", rank=4, seed=5).result()
+        rows = [supervised([5, 9, 14, 3, 8, 30], 1)]
+        if custom:
+            trained.forward_backward_custom(
+                rows, lambda data, log_probs: (-sum(row.sum() for row in log_probs), {})
+            ).result()
+        else:
+            trained.forward_backward(rows, "cross_entropy").result()
+        norms.append(trained.optim_step(types.AdamParams()).result().metrics["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_supervised_learning_is_resumed_with_its_optimizer(client: tinker.ServiceClient) -> None:
     trained = client.create_lora_training_client(base_model="digits", rank=8, seed=1).result()
     tokenizer = trained.get_tokenizer()
