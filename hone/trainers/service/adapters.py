@@ -71,7 +71,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """Settings of one step of AdamW; a ``clip`` of 0 is no limit of the gradient's norm."""
+    """Settings of one step of AdamW; a ``clip`` of 0 means no limit of the gradient's norm."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

@@ -93,7 +93,7 @@ def parse_forward_backward(body: bytes) -> Any:
     """Return a ``ForwardBackwardRequest``.
 
     Raises:
-        RequestError: the body is no such message.
+        RequestError: the body is not such a message.
     """
     try:
         return _CLASSES["ForwardBackwardRequest"].FromString(body)
