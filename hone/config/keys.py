@@ -130,8 +130,9 @@ def _type_words(hint: Any, metadata: dict[str, Any]) -> str:
 
 def _plain_type(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list and arguments and arguments[0] in TYPE_WORDS:
-        return f"a list of {TYPE_WORDS[arguments[0]].split()[-1]}s"
+    member = (typing.get_origin(arguments[0]) or arguments[0]) if arguments else None
+    if origin is list and member in TYPE_WORDS:
+        return f"a list of {TYPE_WORDS[member].split()[-1]}s"
     return TYPE_WORDS[origin or hint]
 
 

@@ -29,6 +29,9 @@ ADAM_BYTES = 8
 TRAINED_BYTES = FROZEN_BYTES + GRADIENT_BYTES + ADAM_BYTES
 """Bytes per trained parameter: weight, gradient and Adam's moments."""
 
+ORTHOGONALISED_NUMBERS = 1 << 26
+"""Numbers of a stack of experts' matrices that Muon orthogonalises at a time; a larger matrix alone."""
+
 
 def micro_batch_tokens(budget: int, *, on_cpu: bool) -> int:
     """Return the effective limit of tokens per micro-batch for a configured budget."""

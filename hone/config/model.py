@@ -65,26 +65,43 @@ class OptimConfig:
     """The optimizer and its schedule. The schedule advances once per step (RL) or once per update (SFT)."""
 
     optimizer: str = named("AdamW", "optimizer", instead="optim.lr")
-    """Optimizer: a class of torch.optim, AdamW8bit, or the import path of a custom one, my_module:MyOptimizer. It gets lr,
-    weight_decay, betas and eps if its constructor has these arguments. AdamW8bit keeps AdamW's moments in 8 bits, a quarter of the
-    memory, for a model in one process; it needs the extra optim8bit (torchao)."""
+    """Optimizer: Muon, AdamW8bit, a class of torch.optim, or the import path of a custom one, my_module:MyOptimizer. It gets lr,
+    weight_decay, betas and eps if its constructor has these arguments. Muon updates the matrices of the layers, AdamW everything
+    else. AdamW8bit keeps AdamW's moments in 8 bits, a quarter of the memory, for a model in one process; it needs the extra
+    optim8bit (torchao)."""
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's constructor, by name, for example {momentum: 0.9}."""
     lr: float = number(1e-6, low=0)
     """Peak learning rate."""
-    lr_scheduler_type: str = choice("constant", "constant", "cosine")
-    """Shape after warm-up: constant, or cosine down to min_lr_ratio x lr at the last step."""
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    """Parameters with settings of their own: a list of {params: REGEX, lr_mult: FACTOR, weight_decay: VALUE}. The first entry
+    whose regular expression is found in a parameter's name applies: its learning rate is lr_mult x lr at every step, and
+    weight_decay, where given, replaces weight_decay. An entry that applies to no trained parameter is an error."""
+    lr_scheduler_type: str = choice("constant", "constant", "linear", "cosine", "wsd")
+    """Shape after warm-up: constant; linear or cosine down to min_lr_ratio x lr at the last step; or wsd
+    (warm-up-stable-decay): constant, then down to min_lr_ratio x lr over the last steps."""
     lr_warmup_steps: int = -1
     """Linear warm-up in steps; negative means that lr_warmup_steps_ratio applies."""
     lr_warmup_steps_ratio: float = number(0.0, low=0, high=1)
     """Linear warm-up as a share of all steps, used when lr_warmup_steps is negative."""
     min_lr_ratio: float = number(0.0, low=0, high=1)
-    """Final learning rate of the cosine schedule, as a share of lr."""
+    """Final learning rate of the schedules linear, cosine and wsd, as a share of lr."""
+    lr_wsd_decay_style: str = choice("cosine", "cosine", "linear", "minus_sqrt", "exponential")
+    """Shape of the decay of wsd, from 1 to 0 over its share t: cosine, linear (1 - t), minus_sqrt (1 - sqrt(t)), or exponential
+    (2^(1 - t) - 1)."""
+    lr_wsd_decay_steps: int = -1
+    """Steps of the decay of wsd; negative means that lr_wsd_decay_steps_ratio applies."""
+    lr_wsd_decay_steps_ratio: float = number(0.1, low=0, high=1)
+    """Decay of wsd as a share of the steps after warm-up, used when lr_wsd_decay_steps is negative."""
     weight_decay: float = number(0.01, low=0)
     """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
     betas: list[float] = numbers([0.9, 0.999], low=0, high=1)
     """AdamW's two decay rates; used by optimizers with an argument betas."""
     eps: float = number(1e-8, above=0)
     """AdamW's epsilon; used by optimizers with an argument eps."""
+    ema_decay: float | None = number(None, low=0, high=1)
+    """Decay of an exponential moving average (EMA) of the trained weights after each update; null keeps none. The average is
+    float32. Checkpoints have it as a model directory, actor_ema (critic_ema). Training, validation and rollouts use the trained
+    weights."""
     clip_grad: float = number(1.0, above=0)
     """Largest gradient norm; larger gradients are scaled down to it."""

@@ -342,5 +342,5 @@ def _checkpoint_layers(model: PreTrainedModel, keeps: str) -> None:
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The model's layers, which are the modules that transformers never splits over devices."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    names = set(model._no_split_modules or ())  # FSDP makes subclasses of their classes
+    return [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]

@@ -33,12 +33,7 @@ def eight_bit_class(parameters: Iterable[nn.Parameter]) -> type[Optimizer]:
         ConfigError: torchao is not installed, or the parameters are shards.
     """
     if any(isinstance(parameter, DTensor) for parameter in parameters):
-        raise ConfigError(
-            f"optim.optimizer={NAME} with a model that is sharded over several processes",
-            why="a block of 256 numbers has one scale, and the blocks of other shards are others: no other layout could resume",
-            where="optim.optimizer",
-            fix="optim.optimizer=AdamW; each process has only its share of the state",
-        )
+        raise sharded_error()
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -49,6 +44,16 @@ def eight_bit_class(parameters: Iterable[nn.Parameter]) -> type[Optimizer]:
             fix='pip install "hone-rl[optim8bit]", or optim.optimizer=AdamW',
         ) from error
     return AdamW8bit
+
+
+def sharded_error() -> ConfigError:
+    """Return the error for a model that is sharded."""
+    return ConfigError(
+        f"optim.optimizer={NAME} with a model that is sharded over several processes",
+        why="a block of 256 numbers has one scale, and the blocks of other shards are others: no other layout could resume",
+        where="optim.optimizer",
+        fix="optim.optimizer=AdamW; each process has only its share of the state",
+    )
 
 
 def parts_of(key: str, value: Tensor) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hone.config.model import OptimConfig
+from hone.config.param_groups import assign_groups, read_param_groups
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import imported
-from hone.training.eight_bits import NAME, eight_bit_class
+from hone.training import eight_bits, muon
 from hone.training.loss_scale import LossScale
 from hone.training.updates import Statistics, UpdateResult
+from hone.training.weight_average import WeightAverage
 
 KEY = "optim.optimizer"
+LR_MULT = "lr_mult"
+"""Key of a parameter group of every optimizer: the factor of its learning rate."""
 
 
 class ScheduledOptimizer:
@@ -33,13 +38,16 @@ class ScheduledOptimizer:
         inner: the optimizer of torch.
         parameters: the trainable parameters, in the module's order.
         loss_scale: factor of the loss, or None. Gradients have it until :meth:`scale`.
+        average: moving average of the parameters, or None.
     """
 
     def __init__(self, module: nn.Module, config: OptimConfig, total_steps: int, *, scaled: bool = False) -> None:
         self.config, self.total_steps = config, total_steps
         self.inner = build_optimizer(module, config)
         self.loss_scale = LossScale() if scaled else None
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = list(_trained(module))
+        self.parameters = [parameter for _, parameter in trained]
+        self.average = None if config.ema_decay is None else WeightAverage(trained, config.ema_decay)
 
     def begin(self) -> None:
         """Clear the gradients."""
@@ -70,11 +78,14 @@ class ScheduledOptimizer:
         finite = math.isfinite(grad_norm)
         if finite:
             for group in self.inner.param_groups:
+                rate = self.learning_rate(step) * group[LR_MULT]
                 if isinstance(group["lr"], Tensor):  # of a compiled step, which reads it again
-                    group["lr"].fill_(self.learning_rate(step))
+                    group["lr"].fill_(rate)
                 else:
-                    group["lr"] = self.learning_rate(step)
+                    group["lr"] = rate
             self.inner.step()
+            if self.average is not None:
+                self.average.update()
         self.begin()
         if self.loss_scale is not None:
             self.loss_scale.update(finite=finite)
@@ -89,7 +100,9 @@ class ScheduledOptimizer:
         return UpdateResult(grad_norm, statistics, self.step(step, grad_norm), scale, overflow)
 
     def move_state(self, device: torch.device) -> None:
-        """Move the optimizer's state to a device."""
+        """Move the optimizer's state and the average to a device."""
+        if self.average is not None:
+            self.average.move(device)
         for state in self.inner.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and key != "step":
@@ -97,19 +110,20 @@ class ScheduledOptimizer:
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
-    """Create the optimizer of the trainable parameters; weight decay applies to matrices only (Loshchilov and Hutter 2019).
+    """Create the optimizer of the trainable parameters.
+
+    Args:
+        module: its parameters may be shards, or without storage.
+        config: optimizer settings.
 
     Raises:
-        ConfigError: the optimizer is unknown, or does not take an argument.
+        ConfigError: the optimizer is unknown, or does not take an argument; or a parameter group has no parameters.
     """
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    cls = eight_bit_class(trainable) if config.optimizer == NAME else _optimizer_class(config.optimizer)
+    groups = optimizer_groups(module, config)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    cls = _optimizer_class(config.optimizer, parameters)
     try:
-        return cls([group for group in groups if group["params"]], **_arguments(cls, config))
+        return cls(groups, **_arguments(cls, config, kernels=not any(p.is_meta for p in parameters)))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{config.optimizer} cannot be created: {error}",
@@ -118,7 +132,37 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
         ) from error
 
 
-def _optimizer_class(name: str) -> type[Optimizer]:
+def optimizer_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Return torch's parameter groups; weight decay applies to matrices only (Loshchilov and Hutter 2019).
+
+    Raises:
+        ConfigError: a group of the configuration is not valid, or has no parameters.
+    """
+    trained = dict(_trained(module))
+    settings = assign_groups(trained, read_param_groups(config.param_groups))
+    matrices = muon.layer_matrices(module) if config.optimizer == muon.NAME else set()
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        setting = settings.get(name)
+        decay = None if setting is None else setting.weight_decay
+        if decay is None:
+            decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+        group: dict[str, Any] = {LR_MULT: 1.0 if setting is None else setting.lr_mult, "weight_decay": decay}
+        if matrices:
+            group[muon.ORTHOGONAL] = parameter in matrices
+        groups.setdefault(tuple(group.values()), {"params": [], **group})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def _optimizer_class(name: str, parameters: Iterable[nn.Parameter]) -> type[Optimizer]:
+    if name == muon.NAME:
+        return muon.Muon
+    if name == eight_bits.NAME:
+        return eight_bits.eight_bit_class(parameters)
     if ":" in name:
         cls = imported(name, KEY)
     else:
@@ -128,32 +172,46 @@ def _optimizer_class(name: str) -> type[Optimizer]:
             n for n, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, Optimizer)
         ]
         raise ConfigError(
-            f"'{name}' is not an optimizer of torch.optim, {NAME}, or the import path of an optimizer",
+            f"'{name}' is not an optimizer of torch.optim, {eight_bits.NAME}, or the import path of an optimizer",
             where=KEY,
-            fix=f"{did_you_mean(name, [*known, NAME])} For a custom class: my_module:MyOptimizer.",
+            fix=f"{did_you_mean(name, [*known, eight_bits.NAME])} For a custom class: my_module:MyOptimizer.",
         )
     return cls
 
 
-def _arguments(cls: type[Optimizer], config: OptimConfig) -> dict[str, Any]:
-    """Return the constructor's arguments from the configuration, with a fused kernel if there is one."""
-    fused = cls in (torch.optim.Adam, torch.optim.AdamW)  # their kernels support shards
+def _arguments(cls: type[Optimizer], config: OptimConfig, *, kernels: bool) -> dict[str, Any]:
+    """Return the constructor's arguments from the configuration; ``kernels``: with a fused kernel if there is one."""
+    fused = cls in (torch.optim.Adam, torch.optim.AdamW, muon.Muon)  # their kernels support shards
     offered = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
-    offered |= {"fused": True} if fused else {}
+    offered |= {"fused": True} if fused and kernels else {}
     taken = inspect.signature(cls).parameters
     return {name: value for name, value in offered.items() if name in taken} | dict(config.override_optimizer_config)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step (from 0): linear warm-up, then constant or cosine to min_lr_ratio x lr."""
-    warmup = config.lr_warmup_steps
-    if warmup < 0:
-        warmup = int(config.lr_warmup_steps_ratio * total_steps)
-    floor = 1.0 if config.lr_scheduler_type == "constant" else config.min_lr_ratio
+    """Return the learning rate of a step (from 0): linear warm-up, then the shape of ``lr_scheduler_type``."""
+    warmup = _steps(config.lr_warmup_steps, config.lr_warmup_steps_ratio, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    if floor == 1.0:
+    last, shape = total_steps - 1, config.lr_scheduler_type
+    if shape == "constant":
         return config.lr
-    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
-    scale = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * scale
+    begin = warmup
+    if shape == "wsd":
+        begin = last - _steps(config.lr_wsd_decay_steps, config.lr_wsd_decay_steps_ratio, total_steps - warmup)
+        begin, shape = max(warmup, begin), config.lr_wsd_decay_style
+    progress = min(1.0, max(0, step - begin) / max(1, last - begin))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * _SHAPES[shape](progress))
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "minus_sqrt": lambda progress: 1 - math.sqrt(progress),  # Haegele et al. 2024, arXiv:2405.18392
+    "exponential": lambda progress: 2 ** (1 - progress) - 1,  # Megatron's
+}
+"""Factors that fall from 1 to 0."""
+
+
+def _steps(steps: int, ratio: float, total_steps: int) -> int:
+    return steps if steps >= 0 else int(ratio * total_steps)

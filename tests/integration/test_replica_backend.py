@@ -43,7 +43,8 @@ class ReplicaBackend:
         )
         self._ranks = ranks
         self._loop = MicroBatchLoop(self._forward, settings, ranks=ranks)
-        self._stager = ModelStager(model, self.optimizer and self.optimizer.inner)
+        average = self.optimizer and self.optimizer.average
+        self._stager = ModelStager(model, self.optimizer and self.optimizer.inner, average=average)
 
     @classmethod
     def build(

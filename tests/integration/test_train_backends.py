@@ -97,10 +97,31 @@ def test_two_ranks_train_any_architecture_as_one(what: str, two_ranks: Ranks, ti
     assert_trains_as_one(two_ranks.run, Case(tiny_models[model], **changes))
 
 
+MUON = {"optim": {"optimizer": "Muon"}}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
+        ("experts", {}),
+        ("experts", {"parallel": EXPERT}),
+        ("odd", {"parallel": TENSOR}),
+        ("gpt_oss", {"parallel": EXPERT}),
+    ],
+)
+def test_two_ranks_orthogonalise_as_one(model: str, changes: dict[str, Any], two_ranks: Ranks, tiny_models) -> None:
+    assert_trains_as_one(two_ranks.run, Case(tiny_models[model], **changes, **MUON))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("tied", MUON),
+        ("tied", MUON | {"parallel": TENSOR}),
+        ("experts", MUON | {"parallel": EXPERT}),
+        ("experts", MUON | {"parallel": EXPERT | TENSOR}),
         ("tied", {}),
         ("tied", {"parallel": fsdp(fsdp_size=2)}),
         ("tied", {"parallel": TENSOR}),

@@ -269,6 +269,16 @@ def weights_of(backend: TrainBackend, which: Any = "all") -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in backend.export_weights(which)}
 
 
+def averages_of(backend: Any) -> dict[str, Tensor]:
+    """A copy of the moving average of the weights, whole; empty without one."""
+    average = backend.optimizer.average
+    values = {} if average is None else average.values
+    return {
+        f"ema/{name}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in values.items()
+    }
+
+
 def held(case: Case) -> int:
     """How many numbers of the parameters this process holds."""
     return sum(_local(parameter).numel() for parameter in _parameters(backend_of(case)[0]).values())

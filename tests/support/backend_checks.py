@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from support.backend_cases import (
     Case,
+    averages_of,
     backend_of,
     batch_of,
     continued,
@@ -62,7 +63,7 @@ def shared(case: Case) -> dict[str, Tensor] | None:
 def uninterrupted(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of a training twice as long."""
     backend, _, losses, _ = trained(case, range(2 * case.updates))
-    return weights_of(backend), losses[case.updates :]
+    return weights_of(backend) | averages_of(backend), losses[case.updates :]
 
 
 def interrupted(case: Case, directory: Path) -> tuple[dict[str, Tensor], list[float]]:
@@ -78,7 +79,7 @@ def interrupted(case: Case, directory: Path) -> tuple[dict[str, Tensor], list[fl
     backend, layout = backend_of(dataclasses.replace(case, model=Path(str(saved.path)), model_settings=settings))
     backend.restore(str(directory), "actor")
     losses, _ = continued(backend, layout, case, range(case.updates, 2 * case.updates))
-    return weights_of(backend), losses
+    return weights_of(backend) | averages_of(backend), losses
 
 
 def gathered(case: Case) -> tuple[Batch, list[int], Batch, int, int]:

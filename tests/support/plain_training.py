@@ -13,7 +13,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.experts import expert_routers
 from hone.models.loading import causal_lm, load_policy, load_value_model
-from hone.training.optimizer import build_optimizer, learning_rate
+from hone.training.optimizer import LR_MULT, build_optimizer, learning_rate
 from hone.training.updates import Totals
 
 
@@ -67,7 +67,7 @@ def alone(case: Case) -> Outcome:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         norms.append(float(nn.utils.clip_grad_norm_(trainable, config.clip_grad)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, update, 10)
+            group["lr"] = learning_rate(config, update, 10) * group[LR_MULT]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(statistics[loss_name(case)][0]) if statistics else 0.0)

@@ -40,6 +40,17 @@ CASES: dict[str, dict[str, Any]] = {
     "another optimizer": {
         "optim": {"lr": 0.03, "optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}},
     },
+    "muon": {"optim": {"optimizer": "Muon"}},
+    "muon, lora": {"model_settings": LORA, "optim": {"optimizer": "Muon"}},
+    "muon, critic": {"kind": "value", "optim": {"optimizer": "Muon"}},
+    "parameter groups": {
+        "optim": {
+            "param_groups": [
+                {"params": "embed_tokens", "lr_mult": 0.1, "weight_decay": 0.5},
+                {"params": r"layers\.0\.", "lr_mult": 2},
+            ]
+        }
+    },
     "clip_cov": {"loss_mode": "clip_cov"},
     "kl_cov": {"loss_mode": "kl_cov"},
     "m2po": {"loss_mode": "m2po"},
@@ -163,10 +174,11 @@ class TrainBackendConformance:
                     close(parameters[name], value, name=name)
 
     @pytest.mark.parametrize("settings", [{}, LORA], ids=["whole", "lora"])
+    @pytest.mark.parametrize("optim", [{}, {"optimizer": "Muon", "ema_decay": 0.6}], ids=["adamw", "muon and average"])
     def test_a_resumed_training_goes_on_as_if_nothing_had_happened(
-        self, settings, layout, run: Run, tiny_models, tmp_path
+        self, settings, optim, layout, run: Run, tiny_models, tmp_path
     ) -> None:
-        case = self.case(layout, tiny_models["untied"], model_settings=settings, updates=2)
+        case = self.case(layout, tiny_models["untied"], model_settings=settings, optim=optim, updates=2)
         for (weights, losses), (found, again) in zip(
             run(checks.uninterrupted, case), run(checks.interrupted, case, tmp_path), strict=True
         ):

@@ -25,10 +25,10 @@ from hone.config.limits import (
     GRADIENT_BYTES,
     OFFLOAD_IN_FLIGHT_BYTES,
 )
-from hone.config.model import OptimConfig
 from hone.config.pools import Pool
 from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes, frees_memory
 from hone.preflight.plan.model import ModelShape
+from hone.preflight.plan.optimizer import average_bytes, state_bytes, step_bytes
 from hone.preflight.plan.work import TrainedModel, Work
 
 CACHE, ENGINE = "KV cache", "colocated engine"
@@ -38,10 +38,6 @@ _HEAP_BYTES = 64 * 2**20
 """Memory of a CPU process besides tensors once it has computed: holes of the heap, prepared kernels (measured)."""
 _LAYERS_IN_FLIGHT = {True: 4, False: 2}
 """Layers that FSDP gathers or sends at a time, on a CPU (gloo copies each of them) or a GPU."""
-_EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
-"""Two moments of a byte a number, with a float32 scale for 256 numbers."""
-_MOMENTS = {"Adagrad": 1, "RMSprop": 1, "SGD": 0}
-"""Numbers of optimizer state per parameter; 2 for optimizers of Adam's kind."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +127,10 @@ def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def state_bytes(optim: OptimConfig) -> float:
-    """Return the bytes of optimizer state per parameter."""
-    if optim.optimizer == "AdamW8bit":
-        return _EIGHT_BIT_BYTES
-    moments = _MOMENTS.get(optim.optimizer.rpartition(":")[2].rpartition(".")[2], 2)
-    return GRADIENT_BYTES * (moments + bool(optim.override_optimizer_config.get("momentum") and not moments))
-
-
 def checkpoint_bytes(work: Work) -> float:
-    """Return the bytes of one checkpoint: weights and optimizer state of the trained models."""
+    """Return the bytes of one checkpoint: weights and optimizer state of the trained models, and twice their averages."""
     trained = [model for model in (work.actor, work.critic) if model is not None]
-    return sum(model.trained_parameters * (FROZEN_BYTES + state_bytes(model.optim)) for model in trained)
+    return sum(model.trained_parameters * FROZEN_BYTES + state_bytes(model) + average_bytes(model) for model in trained)
 
 
 def shards_of(pool: Pool) -> int:
@@ -157,10 +145,9 @@ def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
     offloaded = _offloaded(work, pool)
     for role, trained in (("actor", work.actor), ("critic", work.critic)):
         if role in roles and trained is not None:
-            states = trained.trained_parameters * state_bytes(trained.optim)
             yield {
                 "weights": 0 if "weights" in offloaded else _weight_bytes(work, pool, trained) / shards,
-                "optimizer": 0 if "optimizer" in offloaded else states / shards,
+                "optimizer": 0 if "optimizer" in offloaded else state_bytes(trained) / shards,
             }
     if "rollout" in roles and work.served and work.on_cpu:
         yield {"weights kept for engines": parameters * FROZEN_BYTES}
@@ -257,9 +244,13 @@ def _updating(work: Work, pool: Pool, model: TrainedModel) -> Iterable[dict[str,
     last_layer = kept + passes.tokens * passes.backward_peak
     yield {**passing, "gradients": earlier + in_flight, "activations": last_layer}
     yield {**gathered, "gradients": gradients + (embedding if trains_embedding else GRADIENT_BYTES * count)}
-    states = count * state_bytes(model.optim) / shards
     returned = "optimizer" in offloaded and "policy" not in offloaded
-    yield {**weights, "gradients": gradients, "optimizer": states if returned else 0}
+    yield {
+        **weights,
+        "gradients": gradients,
+        "optimizer": state_bytes(model) / shards if returned else 0,
+        "orthogonalised matrix": step_bytes(model, divided=pool.divided, on_cpu=work.on_cpu),
+    }
 
 
 def _gathered(work: Work, pool: Pool, shape: ModelShape) -> float:

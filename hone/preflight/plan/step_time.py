@@ -13,7 +13,8 @@ from hone.config.pools import Pool, engine_devices
 from hone.preflight.plan import kernel_time
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
-from hone.preflight.plan.memory import shards_of, state_bytes
+from hone.preflight.plan.memory import shards_of
+from hone.preflight.plan.optimizer import state_bytes, step_operations
 from hone.preflight.plan.work import TrainedModel, Work
 
 _OPERATIONS = 28
@@ -95,8 +96,9 @@ def _update(work: Work, model: TrainedModel, pool: Pool, device: Device) -> floa
     """Return the seconds of all passes, of the optimizer's steps, and of what moves to and from the host's memory."""
     passes, tokens, shards = work.passes(model, pool), _layer_tokens(work, model, pool), shards_of(pool)
     steps, trained = max(1, work.batch // model.mini_batch) * model.epochs, model.trained_parameters / shards
-    state = trained * state_bytes(model.optim)
+    state = state_bytes(model) / shards
     stepping = steps * 2 * (8 * trained + state) / device.bandwidth
+    stepping += steps * step_operations(model) / device.rate(bf16=not device.on_cpu)
     to_host, fsdp = 2 * model.epochs * tokens * passes.layer_kept * passes.on_host, pool.parallel.fsdp_config
     if pool.divided and (fsdp.param_offload or fsdp.offload_policy):
         to_host += 2 * (steps + 1) * model.shape.parameters / shards * 4

@@ -15,6 +15,9 @@ from hone.training.checkpoints.shards import load_shards, read_index
 from hone.training.checkpoints.storage import Storage
 from hone.training.eight_bits import join_parts, parts_of
 
+AVERAGE = "ema/"
+"""Prefix of the averages of the weights, which are saved with the optimizer's state."""
+
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return this process's part of the optimizer state.
@@ -57,6 +60,8 @@ def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None
     fused = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     tensors: dict[str, Tensor] = {}
     for full, spec in index.tensors.items():
+        if full.startswith(AVERAGE):
+            continue
         key, name = full.split("/", 1)
         parameter = parameters[name]
         if spec.shape == tuple(parameter.shape):

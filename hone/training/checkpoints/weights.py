@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ def stage_weights(
     storage: Storage,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    values: Mapping[str, Tensor] | None = None,
     largest_file: int = LARGEST_FILE,
 ) -> Callable[[], None]:
     """Copy the weights that this rank writes; every rank of the default process group calls it.
@@ -42,6 +43,7 @@ def stage_weights(
         model: a Hugging Face model with or without adapters; parameters are plain tensors or DTensors.
         storage: directory for the model.
         tokenizer: saved with the model.
+        values: to save instead of the parameters of these names, sharded like them.
         largest_file: maximum of bytes in a safetensors file, unless a single tensor is larger.
 
     Returns:
@@ -51,7 +53,7 @@ def stage_weights(
     adapter = isinstance(model, PeftModel)
     layout = FileLayout("adapter_model" if adapter else "model", 1 if adapter else ranks, largest_file)
     kept: dict[str, Tensor] = {}
-    for layer in whole_layers(model):
+    for layer in whole_layers(model, values or {}):
         for name, tensor in layer.items():
             if layout.add(name, TensorSpec.from_tensor(tensor)) == rank:
                 kept[name] = to_host(tensor)
@@ -76,15 +78,18 @@ def stage_weights(
     return write
 
 
-def whole_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def whole_layers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the whole tensors of the model's checkpoint by their names in files, one layer at a time.
+
+    Args:
+        values: instead of the parameters of these names.
 
     Collective for DTensors: every rank iterates to the end. Tied weights come once. Weights that transformers fuses at
     loading (the experts of a layer) are split again.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(inner, PreTrainedModel)
-    for names in _by_layer(tensors := _saved_tensors(model)):
+    for names in _by_layer(tensors := _saved_tensors(model, values)):
         whole = {name: _whole(tensors[name]) for name in names}
         yield whole if isinstance(model, PeftModel) else revert_weight_conversion(inner, whole)
 
@@ -133,9 +138,9 @@ class FileLayout:
         return {f"{self.stem}-{i:05d}-of-{total:05d}.safetensors": file for i, file in enumerate(files, start=1)}
 
 
-def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return this process's tensors (or shards) of the model's checkpoint."""
-    state = model.state_dict()
+def _saved_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this process's tensors (or shards) of the model's checkpoint, with ``values`` in their places."""
+    state = {**model.state_dict(), **values}
     if isinstance(model, PeftModel):
         return get_peft_model_state_dict(model, state_dict=state)
     repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)}

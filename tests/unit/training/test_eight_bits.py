@@ -14,7 +14,7 @@ from support.models import random_batch, tiny_model
 from hone.config.model import OptimConfig
 from hone.errors import ConfigError
 from hone.models.heads import PolicyHead
-from hone.preflight.plan.memory import state_bytes
+from hone.preflight.plan.optimizer import moment_bytes
 from hone.training.backends.local import LocalBackend
 from hone.training.eight_bits import join_parts, parts_of
 from hone.training.engine import TrainSettings
@@ -91,4 +91,4 @@ def test_the_state_has_the_bytes_of_the_plan(torchao: Any) -> None:
     assert large
     for parameter, state in large.items():
         parts = [part for key in ("exp_avg", "exp_avg_sq") for part in parts_of(key, state[key]).values()]
-        assert sum(part.nbytes for part in parts) == state_bytes(EIGHT_BITS) * parameter.numel()
+        assert sum(part.nbytes for part in parts) == moment_bytes(EIGHT_BITS) * parameter.numel()

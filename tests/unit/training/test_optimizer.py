@@ -10,7 +10,7 @@ from support.messages import raises
 
 from hone.config.model import OptimConfig
 from hone.errors import ConfigError
-from hone.training.optimizer import build_optimizer, learning_rate
+from hone.training.optimizer import ScheduledOptimizer, build_optimizer, learning_rate
 
 
 @given(total=st.integers(1, 200), warmup=st.integers(0, 50), floor=st.floats(0, 1))
@@ -27,6 +27,73 @@ def test_cosine_rises_linearly_and_ends_at_the_floor(total, warmup, floor):
         middle = (len(after) - 1) / 2
         if middle.is_integer():
             assert after[int(middle)] == pytest.approx(2.0 * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi / 2))))
+
+
+@given(
+    total=st.integers(1, 200),
+    warmup=st.integers(0, 50),
+    decay=st.integers(0, 60),
+    floor=st.floats(0, 0.9),
+    style=st.sampled_from(["linear", "cosine", "minus_sqrt", "exponential"]),
+)
+def test_wsd_is_stable_until_its_last_steps(total, warmup, decay, floor, style):
+    settings = {"lr_wsd_decay_style": style, "lr_wsd_decay_steps": decay, "min_lr_ratio": floor}
+    config = OptimConfig(lr=2.0, lr_scheduler_type="wsd", lr_warmup_steps=warmup, **settings)
+    rates = [learning_rate(config, step, total) for step in range(total)]
+    begin = max(warmup, total - 1 - decay)
+    assert all(rate == pytest.approx(2.0 * (step + 1) / warmup) for step, rate in enumerate(rates[:warmup]))
+    assert all(rate == 2.0 for rate in rates[warmup : begin + 1])
+    falling = rates[begin:]
+    assert falling == sorted(falling, reverse=True)
+    if len(falling) > 1:
+        assert falling[-1] == pytest.approx(2.0 * floor)
+    if len(falling) % 2 and len(falling) > 1:
+        shape = {"linear": 0.5, "cosine": 0.5, "minus_sqrt": 1 - math.sqrt(0.5), "exponential": math.sqrt(2) - 1}[style]
+        assert falling[len(falling) // 2] == pytest.approx(2.0 * (floor + (1 - floor) * shape))
+
+
+def test_wsd_decays_over_a_share_of_the_steps_after_warm_up():
+    config = OptimConfig(lr=1.0, lr_scheduler_type="wsd", lr_warmup_steps=10, lr_wsd_decay_style="linear")
+    rates = [learning_rate(config, step, 110) for step in range(110)]
+    assert rates[9:100] == [1.0] * 91
+    assert rates[99:] == pytest.approx([1 - step / 10 for step in range(11)])
+
+
+def test_linear_falls_by_equal_steps():
+    config = OptimConfig(lr=1.0, lr_scheduler_type="linear", lr_warmup_steps=1, min_lr_ratio=0.2)
+    assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_group_has_its_own_rate_and_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+    entries = [{"params": r"^0\.", "lr_mult": 0.1}, {"params": "weight", "lr_mult": 3, "weight_decay": 0.5}]
+    config = OptimConfig(lr=1.0, weight_decay=0.25, lr_warmup_steps=2, param_groups=entries)
+    scheduled = ScheduledOptimizer(model, config, 10)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    scheduled.step(0, 1.0)
+    factors = {"0.weight": 1 - 0.5 * 0.1 * 0.25, "1.weight": 1 - 0.5 * 3 * 0.5, "2.weight": 1 - 0.5 * 3 * 0.5}
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value.detach(), before[name] * factors.get(name, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("entries", "mentions", "where"),
+    [
+        ([{"params": "embeddings"}], ("embeddings", "6"), "[0].params"),
+        ([{"params": "0"}, {"params": "0.bias"}], ("0.bias", "1"), "[1].params"),
+        ([{"params": "0("}], ("0(",), "[0].params"),
+        ([{"lr_mult": 1}], ("params",), "[0]"),
+        ([{"params": "0", "lr_mul": 2}], ("lr_mul", "lr_mult"), "[0]"),
+        ([{"params": "0", "lr_mult": -1}], ("lr_mult", "-1"), "[0].lr_mult"),
+        ([{"params": "0", "weight_decay": True}], ("weight_decay", "True"), "[0].weight_decay"),
+    ],
+)
+def test_an_entry_without_parameters_or_with_a_mistake_is_refused(entries, mentions, where):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+    with raises(ConfigError, *mentions, where=f"optim.param_groups{where}"):
+        build_optimizer(model, OptimConfig(param_groups=entries))
 
 
 def test_constant_and_share_of_warm_up():

@@ -64,7 +64,12 @@ class Fsdp2Backend:
             loss_scale=self._loss_scale,
             routers=sharded.computation.routers,
         )
-        self._stager = ModelStager(self.model, self.optimizer and self.optimizer.inner, self._loss_scale)
+        self._stager = ModelStager(
+            self.model,
+            self.optimizer and self.optimizer.inner,
+            self._loss_scale,
+            self.optimizer and self.optimizer.average,
+        )
         self._offload_parameters()
 
     @classmethod

@@ -55,7 +55,9 @@ class LocalBackend:
         self._loop = MicroBatchLoop(
             self._forward, settings, ranks=self._ranks, loss_scale=self._loss_scale, routers=self._routers
         )
-        self._stager = ModelStager(model, self.optimizer and self.optimizer.inner, self._loss_scale)
+        self._stager = ModelStager(
+            model, self.optimizer and self.optimizer.inner, self._loss_scale, self.optimizer and self.optimizer.average
+        )
 
     @classmethod
     def build(
