@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from hone.config.migration.entries import Others, Refused
@@ -218,6 +219,27 @@ def _resumed(value: Any, others: Others) -> dict[str, Any]:
     return {} if value is None else {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": value}
 
 
+_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "muon": "Muon", "dist_muon": "Muon", None: "AdamW"}
+_OWN_OPTIMIZERS = ("torchao.optim:AdamW8bit",)
+"""Import paths that are names of Hone."""
+
+
+def _optimizer(value: Any, others: Others, *, block: str) -> dict[str, Any]:
+    """A class of another module than torch.optim has its import path."""
+    name, module = _OPTIMIZERS.get(value, value), others.get(f"{block}.optimizer_impl") or "torch.optim"
+    path = f"{module}:{name}"
+    return {f"{block}.optimizer": name if module == "torch.optim" or path in _OWN_OPTIMIZERS else path}
+
+
+def _optimizer_module(value: Any, others: Others, *, block: str) -> dict[str, Any]:
+    """The module belongs to the optimizer; verl's default is AdamW."""
+    if value in (None, "torch.optim") or f"{block}.optimizer" in others:
+        return {}
+    return _optimizer("AdamW", others, block=block)
+
+
+_OPTIMS = {"actor_": "actor_rollout_ref.actor.optim", "critic_": "critic.optim", "": "optim"}
+
 BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
     "micro_batch": _micro_batch,
     "ratio_cap": _ratio_cap,
@@ -234,5 +256,7 @@ BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
     "manager": _manager,
     "same_length": _same_length,
     "resumed": _resumed,
+    **{f"{role}optimizer": partial(_optimizer, block=block) for role, block in _OPTIMS.items()},
+    **{f"{role}optimizer_module": partial(_optimizer_module, block=block) for role, block in _OPTIMS.items()},
 }
 """Conversions that ``verl.yaml`` refers to."""

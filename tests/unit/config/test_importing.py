@@ -314,10 +314,23 @@ def overrides(*lines: str) -> Translation:
         ("algorithm.rollout_is=True", Outcome.CHANGED, {"algorithm.rollout_correction.rollout_is": "token"}),
         ("trainer.v1.trainer_mode=separate_async", Outcome.CHANGED, {"trainer.async_training.max_staleness": 1}),
         (
-            "actor_rollout_ref.actor.optim.warmup_style=linear",
+            "actor_rollout_ref.actor.optim.warmup_style=inverse_square_root",
             Outcome.UNSUPPORTED,
             {f"{ACTOR}.optim.lr_scheduler_type": "cosine"},
         ),
+        (f"{ACTOR}.optim.lr_decay_style=WSD", Outcome.CHANGED, {f"{ACTOR}.optim.lr_scheduler_type": "wsd"}),
+        (f"{ACTOR}.optim.warmup_style=linear", Outcome.CHANGED, {f"{ACTOR}.optim.lr_scheduler_type": "linear"}),
+        (
+            "critic.optim.lr_wsd_decay_style=exponential",
+            Outcome.KEPT,
+            {"critic.optim.lr_wsd_decay_style": "exponential"},
+        ),
+        ("critic.optim.lr_wsd_decay_steps=null", Outcome.SETTLED, {}),
+        ("critic.optim.lr_wsd_decay_steps=20", Outcome.KEPT, {"critic.optim.lr_wsd_decay_steps": 20}),
+        ("critic.optim.optimizer=muon", Outcome.CHANGED, {"critic.optim.optimizer": "Muon"}),
+        ("critic.optim.optimizer=AdamW", Outcome.KEPT, {"critic.optim.optimizer": "AdamW"}),
+        ("critic.optim.optimizer_impl=torch.optim", Outcome.SETTLED, {}),
+        ("critic.optim.optimizer_impl=fast.optim", Outcome.CHANGED, {"critic.optim.optimizer": "fast.optim:AdamW"}),
         ("reward.reward_manager.name=batch", Outcome.CHANGED, {"reward.reward_manager": "batch"}),
         (
             "reward_model.reward_manager=dapo",
@@ -365,6 +378,22 @@ def test_a_line_sets_a_block() -> None:
 def test_the_global_micro_batch_is_divided_by_the_devices() -> None:
     translation = overrides(f"{ACTOR}.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
     assert translation.values[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("torch.optim", "AdamW", "AdamW"),
+        ("torchao.optim", "AdamW8bit", "AdamW8bit"),
+        ("torchao.optim", "_AdamW", "torchao.optim:_AdamW"),
+        ("bitsandbytes.optim", "AdamW8bit", "bitsandbytes.optim:AdamW8bit"),
+    ],
+)
+def test_an_optimizer_of_another_module_has_an_import_path(module: str, name: str, expected: str) -> None:
+    for block in (f"{ACTOR}.optim", "critic.optim"):
+        translation = overrides(f"{block}.optimizer_impl={module}", f"{block}.optimizer={name}")
+        assert translation.values[f"{block}.optimizer"] == expected
+        assert not translation.not_understood
 
 
 @pytest.mark.parametrize(
