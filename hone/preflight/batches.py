@@ -143,7 +143,7 @@ def sft_token_budget(config: SFTConfig | PreferenceConfig | RewardModelConfig) -
 
 @rule("R56", *TREES.values())
 def steps_and_saving(config: AnyConfig) -> Iterator[Finding]:
-    """Warm-up ends before the run ends, and weights are saved."""
+    """Warm-up and decay fit into the run, and weights are saved."""
     trainer = config.trainer
     optim = config.actor_rollout_ref.actor.optim if isinstance(config, RLConfig) else config.optim
     steps, warmup = trainer.total_training_steps, optim.lr_warmup_steps
@@ -154,6 +154,15 @@ def steps_and_saving(config: AnyConfig) -> Iterator[Finding]:
             why="the learning rate would never reach lr",
             fix=f"{key}.lr_warmup_steps={max(0, steps // 10)}",
             where=f"{key}.lr_warmup_steps",
+        )
+    decay = max(0, optim.lr_wsd_decay_steps) if optim.lr_scheduler_type == "wsd" else 0
+    if steps is not None and warmup < steps < max(0, warmup) + decay:
+        key = "actor_rollout_ref.actor.optim" if isinstance(config, RLConfig) else "optim"
+        yield error(
+            f"warm-up takes {max(0, warmup)} steps and the decay {decay}, but trainer.total_training_steps={steps}",
+            why="the decay would begin before the warm-up ends",
+            fix=f"{key}.lr_wsd_decay_steps={steps - max(0, warmup)} or fewer",
+            where=f"{key}.lr_wsd_decay_steps",
         )
     if trainer.save_freq == 0:
         yield warning(

@@ -311,9 +311,21 @@ def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> l
         ),
         Switch(
             (f"{optim_block}.min_lr_ratio",),
-            optim.lr_scheduler_type == "cosine",
+            optim.lr_scheduler_type != "constant",
             f"{optim_block}.lr_scheduler_type={optim.lr_scheduler_type}",
             f"{optim_block}.lr_scheduler_type=cosine",
+        ),
+        Switch(
+            tuple(f"{optim_block}.lr_wsd_decay_{name}" for name in ("style", "steps", "steps_ratio")),
+            optim.lr_scheduler_type == "wsd",
+            f"{optim_block}.lr_scheduler_type={optim.lr_scheduler_type}",
+            f"{optim_block}.lr_scheduler_type=wsd",
+        ),
+        Switch(
+            (f"{optim_block}.lr_wsd_decay_steps_ratio",),
+            optim.lr_wsd_decay_steps < 0 or optim.lr_scheduler_type != "wsd",
+            f"{optim_block}.lr_wsd_decay_steps={optim.lr_wsd_decay_steps} takes precedence",
+            f"{optim_block}.lr_wsd_decay_steps=-1",
         ),
         Switch(
             (f"{optim_block}.lr_warmup_steps_ratio",),
