@@ -74,7 +74,9 @@ class ConversationDataset:
         read: RowReader | None = None,
     ) -> None:
         check_policy(truncation)
-        rows = (read or read_rows)(files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples)
+        rows = (read or read_rows)(
+            files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples, text_only=True
+        )
         if drop_bad_calls:
             rows = _with_sound_calls(rows, messages_key, tools_key)
         if not rows:

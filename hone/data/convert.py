@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data.files import read_all
+from hone.data.media import COLUMNS as MEDIA_COLUMNS
 from hone.data.messages import plain
 from hone.data.sharegpt import SYSTEM, Messages, is_sharegpt, messages_of_turns, unknown_turn
 from hone.errors import ConfigError, DataError, did_you_mean
@@ -38,7 +39,6 @@ SOURCES = ("auto", "sharegpt", "openai", "alpaca", "csv")
 TARGETS = ("chat", "string", "multi-turn", "multimodal", "messages")
 _CONVERSATIONS = ("conversations", "conversation", "messages", "chat", "dialogue", "dialog")
 _MEDIA = re.compile(r"<(image|video|audio)>")
-_MEDIA_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion) -
     }
     if options.target != "multimodal":
         return row | {"messages": messages}
-    media = {kind: _media(record, kind) for kind in _MEDIA_COLUMNS}
+    media = {kind: _media(record, kind) for kind in MEDIA_COLUMNS}
     row["prompt"] = [{"role": m["role"], "content": _parts(m["content"])} for m in prompt]
     marks = [part["type"] for message in row["prompt"] for part in message["content"] if part["type"] != "text"]
     for kind, items in media.items():
@@ -232,7 +232,7 @@ def _parts(content: str) -> list[dict[str, str]]:
 
 
 def _media(record: dict[str, Any], kind: str) -> list[Any]:
-    value = next((record[name] for name in _MEDIA_COLUMNS[kind] if record.get(name)), [])
+    value = next((record[name] for name in MEDIA_COLUMNS[kind] if record.get(name)), [])
     return value if isinstance(value, list) else [value]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from hone.config.data import CustomDatasetConfig, DataConfig
 from hone.data.files import EVERY_COLUMN, Row, RowReader, read_rows
+from hone.data.media import refuse_media
 from hone.data.messages import plain
 from hone.data.sampler import EpochSampler
 from hone.data.sharegpt import to_messages
@@ -39,6 +40,7 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
         optional: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
         max_rows: int = -1,
+        text_only: bool = False,
     ) -> list[Row]:
         name = custom.name or str(custom.path)
         arguments = {"data_files": files, "tokenizer": tokenizer, "config": data, "max_samples": max_rows}
@@ -59,6 +61,8 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
                     where=where,
                     fix="return a dict with the columns that a dataset file has",
                 )
+            if text_only:
+                refuse_media(columns, where)
             chosen = {name: value for name, value in values.items() if wanted is None or name in wanted}
             rows.append(Row(f"row:{number}", where, {**(defaults or {}), **to_messages(chosen, where)}))
         return rows

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hone.data import media
 from hone.data.sharegpt import COLUMNS, SYSTEM, to_messages
 from hone.errors import DataError, did_you_mean
 from hone.progress import tracked
@@ -26,6 +27,8 @@ EVERY_COLUMN = ("*",)
 RowReader = Callable[..., "list[Row]"]
 """Function with the arguments of :func:`read_rows`."""
 _MOST_LISTED = 10
+_ROWS, _ROWS_WITH_MEDIA = 4096, 64
+"""Rows of a parquet file that are in memory at a time."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -72,6 +75,7 @@ def read_rows(
     max_rows: int = -1,
     bad_lines: BadLines | None = None,
     as_stored: bool = False,
+    text_only: bool = False,
 ) -> list[Row]:
     """Read the named columns of all ``files``, in order.
 
@@ -86,8 +90,10 @@ def read_rows(
         max_rows: read the first rows only; -1 reads all.
         bad_lines: collects the lines of JSON lines that are not JSON, which are left out; None raises an error for the first.
         as_stored: return columns and values as the files have them.
+        text_only: refuse rows with images, video or sound, in any column.
 
     Raises:
+        MediaError: ``text_only``, and a row has media.
         DataError: no file given, a file is missing, unreadable, of another format or empty, or a required column is missing.
     """
     listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
@@ -101,12 +107,15 @@ def read_rows(
     optional = (*optional, *(defaults or {}))
     wanted = {*required, *optional}
     more = () if as_stored else (SYSTEM, *(other for name in wanted for other in COLUMNS.get(name, ())))
+    more += media.EVERY_COLUMN if text_only else ()
     for number, path in enumerate(paths):
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
         for index, values in enumerate(_records(path, required, (*optional, *more), bad_lines)):
             if max_rows >= 0 and len(rows) >= max_rows:
                 return rows
             where = f"{path}, row {index}"
+            if text_only:
+                media.refuse_media(values, where)
             read = values if as_stored else to_messages(_under_wanted_names(values, wanted), where)
             chosen = {column: value for column, value in read.items() if column in wanted}
             rows.append(Row(f"{name}:{index}", where, {**(defaults or {}), **chosen}))
@@ -183,7 +192,8 @@ def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> It
                 raise _empty(path)
             wanted = [name for name in dict.fromkeys((*required, *optional)) if name in columns]
             first = 0
-            for batch in file.iter_batches(batch_size=4096, columns=wanted):
+            size = _ROWS_WITH_MEDIA if {*wanted} & {*media.EVERY_COLUMN} else _ROWS
+            for batch in file.iter_batches(batch_size=size, columns=wanted):
                 try:
                     yield from batch.to_pylist()
                 except UnicodeDecodeError:

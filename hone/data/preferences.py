@@ -114,7 +114,7 @@ class PreferenceDataset:
     ) -> None:
         check_policy(truncation)
         columns = columns or PreferenceColumns()
-        rows = (read or read_rows)(files, required=(), optional=columns.all, max_rows=max_samples)
+        rows = (read or read_rows)(files, required=(), optional=columns.all, max_rows=max_samples, text_only=True)
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         self.paired = holds_pairs(rows[0], columns)

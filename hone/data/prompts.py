@@ -85,6 +85,7 @@ class PromptDataset:
             optional=EVERY_COLUMN if all_columns else ("reward_model", "extra_info", "agent_name"),
             defaults={reward_fn_key: NO_SOURCE},
             max_rows=max_samples,
+            text_only=True,
         )
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")

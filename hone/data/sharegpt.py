@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hone.data.media import PARTS
 from hone.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -31,7 +32,6 @@ COLUMNS = {"messages": ("conversations", "conversation")}
 """Columns that are read in place of one that a file lacks."""
 SYSTEM = "system"
 """Column of a system message, next to the conversation."""
-MEDIA_KINDS = ("image", "video", "audio")
 
 
 def is_sharegpt(value: Any) -> bool:
@@ -96,5 +96,5 @@ def _role(turn: Any) -> str | None:
 def _text(part: Any) -> str:
     if not isinstance(part, dict):
         return str(part)
-    kind = str(part.get("type", "text")).removesuffix("_url")
-    return f"<{kind}>" if kind in MEDIA_KINDS else str(part.get("text") or "")
+    kind = PARTS.get(str(part.get("type")))
+    return str(part.get("text") or "") if kind is None else f"<{kind}>"

@@ -9,9 +9,9 @@ from typing import Any
 from hone.data.checks.overlap import text_of
 from hone.data.checks.rewards import is_missing
 from hone.data.files import Row
+from hone.data.media import PARTS
 from hone.data.messages import plain
 
-_MEDIA = {"image", "video", "audio", "image_url"}
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 
@@ -56,7 +56,7 @@ def form_of(prompt: Any) -> str:
     messages = [item for item in prompt if isinstance(item, dict)]
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     kinds = {str(part.get("type")) for content in contents for part in content if isinstance(part, dict)}
-    if kinds & _MEDIA:
+    if kinds & PARTS.keys():
         return "multimodal"
     return "multi-turn" if any(message.get("role") == "assistant" for message in messages) else "chat"
 

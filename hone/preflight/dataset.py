@@ -84,6 +84,7 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             code="R42",
         )
     findings = list(_unreadable_lines(bad_lines))
+    findings += [*checks.media(rows), *checks.media(val)]
     lengths: dict[str, list[int]] = {}
     with progress("checking rows", (len(kinds) + 2) * len(rows)) as bar:
         for kind in kinds:

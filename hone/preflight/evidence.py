@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hone.agents.context import EpisodeContext
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
+    from hone.data.media import MediaError
     from hone.preflight.loops import Loops
     from hone.preflight.plan.model import ModelShape
     from hone.preflight.plan.work import Work
@@ -35,6 +36,7 @@ class Evidence:
 
     def __init__(self, config: AnyConfig) -> None:
         self.config = config
+        self._media: dict[str, MediaError] = {}
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -44,12 +46,18 @@ class Evidence:
     @functools.cached_property
     def train_rows(self) -> list[Row]:
         """Training rows, with the columns that a run reads."""
-        return self._rows(self.config.data.train_files, self.config.data.train_max_samples)
+        return self._read_rows("train", self.config.data.train_files, self.config.data.train_max_samples)
 
     @functools.cached_property
     def val_rows(self) -> list[Row]:
         """Validation rows."""
-        return self._rows(self.config.data.val_files, self.config.data.val_max_samples)
+        return self._read_rows("val", self.config.data.val_files, self.config.data.val_max_samples)
+
+    @functools.cached_property
+    def media(self) -> list[MediaError]:
+        """The errors of training and validation rows with images, video or sound; such rows are read no further."""
+        _ = self.train_rows, self.val_rows
+        return list(self._media.values())
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -160,8 +168,9 @@ class Evidence:
         except ConfigError:
             return None
 
-    def _rows(self, files: Any, most: int) -> list[Row]:
+    def _read_rows(self, split: str, files: Any, most: int) -> list[Row]:
         from hone.data.custom import row_reader
+        from hone.data.media import MediaError
 
         paths, data = file_list(files), self.config.data
         if not paths:
@@ -169,8 +178,16 @@ class Evidence:
         try:
             read = row_reader(data.custom_cls, data, self.tokenizer if data.custom_cls.path else None)
             rows = read(
-                paths, required=(), optional=columns(self.config), defaults=defaults(self.config), max_rows=most
+                paths,
+                required=(),
+                optional=columns(self.config),
+                defaults=defaults(self.config),
+                max_rows=most,
+                text_only=True,
             )
+        except MediaError as problem:
+            self._media[split] = problem
+            return []
         except HoneError:
             return []
         return rows if all(column in row.values for row in rows[:1] for column in required(self.config)) else []

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from hone.rewards.scorers import Scorer
 
 
+@rule("R86", *TREES.values(), stage=Stage.FILES)
+def rows_are_text(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """No row has images, video or sound, which would be left out."""
+    yield from (Finding(problem, stops=True) for problem in evidence.media)
+
+
 @rule("R42", RLConfig, stage=Stage.FILES)
 def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """Every prompt is text, token ids or messages in order, and every row has a data source."""

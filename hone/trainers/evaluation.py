@@ -76,8 +76,8 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     if request.n > 1 and request.temperature == 0:
         raise ConfigError(f"n={request.n} greedy answers would be identical", fix="--temperature 1", code="R32")
     max_model_len = request.max_prompt_length + request.max_response_length
-    engine, tokenizer = open_model(request.model, max_model_len, request.dtype)
-    keys = request.episodes
+    actor, keys = find_actor(request.model), request.episodes
+    tokenizer = load_tokenizer(str(actor))
     context = EpisodeContext(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, max_model_len)
     report_contract(trained_contract(request.model), agent_contract(context), "the evaluation plays")
     dataset = PromptDataset(
@@ -92,6 +92,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         tools_of=tools_of(context),
         all_columns=reads_columns(request.reward),
     )
+    engine, _ = open_model(str(actor), max_model_len, request.dtype)
     samples = [dataset[row] for row in range(len(dataset))]
     rewards = RewardManager(request.reward)
     try:

@@ -5,6 +5,7 @@ names the first.
 """
 
 from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_lengths
+from hone.data.checks.media import media
 from hone.data.checks.overlap import duplicates, overlap, rare_sources
 from hone.data.checks.rewards import ground_truths, source_names, unknown_sources
 from hone.data.checks.roles import conversations, prompts
@@ -22,6 +23,7 @@ __all__ = [
     "conversations",
     "duplicates",
     "ground_truths",
+    "media",
     "overlap",
     "overlong_prompts",
     "prompt_lengths",

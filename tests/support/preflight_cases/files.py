@@ -198,6 +198,14 @@ ROWS = [
         given="data.sampler.name=stages",
     ),
     Case(
+        "R86 rows.rows_are_text",
+        "",
+        ("1 image", "train.jsonl, row 3"),
+        advice="leave such rows out",
+        breaks=lambda world: world.rows(at={3: {"images": ["cat.png"]}}),
+        repairs=valid_rows,
+    ),
+    Case(
         "R42 preference.preference_columns_exist",
         "data.chosen_key=better",
         ("'better' and 'rejected'",),

@@ -1,0 +1,94 @@
+"""Images, video and sound in dataset rows: where they are, and the error where only text is read.
+
+A row has them in columns of their own (``images``, with marks ``<image>`` in the text), or as parts of messages
+(``{"type": "image_url", "image_url": ...}``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from hone.data.messages import unwrapped
+from hone.errors import DataError
+
+COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
+"""Columns of each kind. The second of them is read as media only where its value is no text: it also names containers."""
+EVERY_COLUMN = tuple(column for names in COLUMNS.values() for column in names)
+"""All columns that may hold media."""
+PARTS = {
+    part: kind
+    for kind in COLUMNS
+    for part in (kind, f"{kind}_url", f"input_{kind}")  # of transformers, and of OpenAI's two APIs
+}
+"""Kind of each type of a message's part."""
+CODE = "R86"
+
+
+class MediaError(DataError):
+    """A row has images, video or sound, and only its text would be read."""
+
+    code = CODE
+
+
+def media_of(values: Mapping[str, Any]) -> Counter[str]:
+    """Return the numbers of images, videos and sounds of a row by kind, those of columns and those of messages.
+
+    Marks and parts without content are places for the media of the columns, so the larger number of both counts.
+
+    >>> media_of({"prompt": [{"role": "user", "content": "<image> what is it?"}], "images": [{"bytes": b"..."}]})
+    Counter({'image': 1})
+    """
+    in_columns = Counter({kind: _count(values, names) for kind, names in COLUMNS.items()})
+    in_messages = Counter(PARTS[part] for value in values.values() for part in _part_types(value) if part in PARTS)
+    return +(in_columns | in_messages)
+
+
+def refuse_media(values: Mapping[str, Any], where: str) -> None:
+    """Check that a row is text alone.
+
+    Raises:
+        MediaError: it has images, video or sound.
+    """
+    if media := media_of(values):
+        raise media_error(media, where)
+
+
+def media_error(media: Mapping[str, int], where: str, rows: str = "the row has") -> MediaError:
+    """Return the error for media that would be dropped.
+
+    Args:
+        media: numbers by kind.
+        where: file and row.
+        rows: subject and verb of the sentence.
+    """
+    listed = " and ".join(f"{count} {_plural(kind, count)}" for kind, count in media.items())
+    return MediaError(
+        f"{rows} {listed}, but models are trained and evaluated on text alone",
+        why="the model would see the text without them, and learn to answer what it cannot see",
+        fix="leave such rows out, or describe in the text what the model must know",
+        where=where,
+    )
+
+
+def _plural(kind: str, count: int) -> str:
+    return kind if count == 1 else {"audio": "sounds"}.get(kind, f"{kind}s")
+
+
+def _count(values: Mapping[str, Any], names: tuple[str, str]) -> int:
+    several, single = names
+    value = unwrapped(values.get(several))
+    count = len(value) if isinstance(value, list | tuple) else int(value is not None and value != "")
+    return count + int(values.get(single) is not None and not isinstance(values[single], str | list | int | float))
+
+
+def _part_types(value: Any) -> Iterator[str]:
+    """Yield the types of the parts of a value that is a list of messages."""
+    value = unwrapped(value)
+    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], dict):
+        return
+    for message in value:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, Iterable) and not isinstance(content, str | bytes):
+            yield from (str(part.get("type")) for part in content if isinstance(part, dict))
