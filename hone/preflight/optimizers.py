@@ -29,7 +29,7 @@ def optim_blocks(config: AnyConfig) -> dict[str, OptimConfig]:
     return {ACTOR: config.actor_rollout_ref.actor.optim, **critic}
 
 
-@rule("R84", *TREES.values())
+@rule("R85", *TREES.values())
 def optimizer_settings(config: AnyConfig) -> Iterator[Finding]:
     """Entries of ``param_groups`` are well-formed, and an average of weights moves."""
     for key, optim in optim_blocks(config).items():
@@ -46,7 +46,7 @@ def optimizer_settings(config: AnyConfig) -> Iterator[Finding]:
             )
 
 
-@rule("R84", *TREES.values(), stage=Stage.FILES)
+@rule("R85", *TREES.values(), stage=Stage.FILES)
 def optimizer_of_this_model(config: AnyConfig) -> Iterator[Finding]:
     """The optimizer exists, takes its arguments and this layout, and every entry of ``param_groups`` has parameters."""
     for key, optim in optim_blocks(config).items():

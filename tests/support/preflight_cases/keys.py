@@ -83,40 +83,19 @@ BATCHES = [
         fix=f"{ACTOR}.optim.lr_warmup_steps=2",
     ),
     Case(
-        "R56 batches.steps_and_saving",
-        f"{ACTOR}.optim.lr_wsd_decay_steps=18",
-        ("5 steps", "18", "total_training_steps=20"),
-        fix=f"{ACTOR}.optim.lr_wsd_decay_steps=15",
-        given=f"trainer.total_training_steps=20 {ACTOR}.optim.lr_warmup_steps=5 {ACTOR}.optim.lr_scheduler_type=wsd",
-    ),
-    Case(
-        "R84 optimizers.optimizer_settings",
+        "R85 optimizers.optimizer_settings",
         f"{ACTOR}.optim.param_groups=[{{params:embed,lr:0.1}}]",
         ("'lr'",),
         advice="lr_mult",
         then=f"{ACTOR}.optim.param_groups=[{{params:embed,lr_mult:0.1}}]",
     ),
     Case(
-        "R84 optimizers.optimizer_settings",
-        "optim.ema_decay=1",
-        ("ema_decay=1",),
-        fix="optim.ema_decay=0.999",
-        tree="sft",
-    ),
-    Case(
-        "R84 optimizers.optimizer_of_this_model",
+        "R85 optimizers.optimizer_of_this_model",
         "optim.param_groups=[{params:lm_heads,lr_mult:0.1}]",
         ("'lm_heads'",),
         advice="model.layers",
         then="optim.param_groups=[{params:lm_head,lr_mult:0.1}]",
         tree="sft",
-    ),
-    Case(
-        "R84 optimizers.optimizer_of_this_model",
-        f"{ACTOR}.optim.optimizer=Moun",
-        ("'Moun'",),
-        advice="Muon",
-        then=f"{ACTOR}.optim.optimizer=Muon",
     ),
 ]
 
