@@ -49,11 +49,11 @@ def assign_groups(names: Iterable[str], groups: Sequence[ParamGroup], key: str =
     """
     names = list(names)
     matches = {name: [group for group in groups if group.params.search(name)] for name in names}
-    assigned = {name: found[0] for name, found in matches.items() if found}
+    assigned = {name: matching[0] for name, matching in matches.items() if matching}
     for number, group in enumerate(groups):
         if any(other is group for other in assigned.values()):
             continue
-        taken = sum(group in found for found in matches.values())
+        taken = sum(group in matching for matching in matches.values())
         earlier = f": earlier entries have all {taken} that it matches" if taken else ""
         example = f"change the expression; names are like {names[len(names) // 2]}" if names else "remove the entry"
         raise ConfigError(

@@ -14,7 +14,7 @@ from hone.data.messages import unwrapped
 from hone.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
-"""Columns of each kind. The second of them is read as media only where its value is no text: it also names containers."""
+"""Columns of each kind. The second of them is read as media only where its value is not text: it also names containers."""
 EVERY_COLUMN = tuple(column for names in COLUMNS.values() for column in names)
 """All columns that may hold media."""
 PARTS = {

@@ -12,7 +12,7 @@ from hone.errors import Finding
 
 def media(rows: Sequence[Row]) -> Iterator[Finding]:
     """Yield one finding for all rows with images, video or sound."""
-    found = [(row.where, kinds) for row in rows if (kinds := media_of(row.values))]
-    if found:
-        total = sum((kinds for _, kinds in found), Counter[str]())
-        yield Finding(media_error(total, found[0][0], f"{len(found)} of {len(rows)} rows have"), stops=True)
+    with_media = [(row.where, kinds) for row in rows if (kinds := media_of(row.values))]
+    if with_media:
+        total = sum((kinds for _, kinds in with_media), Counter[str]())
+        yield Finding(media_error(total, with_media[0][0], f"{len(with_media)} of {len(rows)} rows have"), stops=True)
