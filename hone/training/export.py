@@ -30,6 +30,8 @@ from hone.training.checkpoints.weights import LARGEST_FILE, FileLayout
 from hone.training.weight_files import PlainLora, WeightFolder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AVERAGE = "actor_ema"
+"""Directory of a checkpoint with the average of the weights."""
 SIZES = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -37,7 +39,8 @@ def find_actor(source: str | Path) -> Path:
     """Return the local model directory of a source: itself, a checkpoint's actor, or that of a run's newest checkpoint.
 
     Args:
-        source: path, URL, or name on the hub; ``RUN/checkpoints/best`` is the best checkpoint.
+        source: path, URL, or name on the hub; ``RUN/checkpoints/best`` is the best checkpoint, and ``best/actor_ema`` its average
+            of the weights.
 
     Raises:
         CheckpointError: there is no model, or it is damaged.
@@ -49,6 +52,7 @@ def find_actor(source: str | Path) -> Path:
             return storage.local_path
         if storage.parent.is_file(MANIFEST):
             return model_directory(str(storage.parent), storage.name)
+    name, source = (AVERAGE, storage.parent) if storage.name == AVERAGE else ("actor", source)
     try:
         checkpoint = find_checkpoint(source)
     except CheckpointError as error:
@@ -61,8 +65,14 @@ def find_actor(source: str | Path) -> Path:
                 fix="give a directory with config.json, .../checkpoints/step_<N>, or a run directory (`hone runs list`)",
             ) from error
         raise
-    checkpoint.verify("actor/")
-    return model_directory(str(checkpoint), "actor")
+    if name == AVERAGE and not (checkpoint.storage / name).names():
+        raise CheckpointError(
+            f"'{checkpoint}' has no {name}",
+            why="its run kept no average of the weights (optim.ema_decay=null)",
+            fix=f"{checkpoint}, the trained weights",
+        )
+    checkpoint.verify(f"{name}/")
+    return model_directory(str(checkpoint), name)
 
 
 def base_of_adapter(actor: Path) -> Path | None:

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.messages import raises
 from support.tiny_runs import make_tiny_runs, offline_words, rl_words
 from typer.testing import CliRunner
 
 from hone.cli.main import app
+from hone.errors import CheckpointError
 from hone.training.checkpoints.shards import read_index
 from hone.training.checkpoints.storage import Storage
+from hone.training.export import find_actor
 
 OPTIM = {
     "optimizer": "Muon",
@@ -98,3 +101,9 @@ def test_the_average_is_evaluated_and_exported_like_any_model(world: Path, tmp_p
     expected, found = load_file(average / "model.safetensors"), load_file(tmp_path / "exported/model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     run(["generate", str(average), "What is 1 + 1?", "--max-tokens", "3"])
+    for place in ("checkpoints/latest/actor_ema", "actor_ema", "checkpoints/step_4/actor_ema"):
+        assert find_actor(tmp_path / "run" / place) == average
+    assert find_actor(tmp_path / "run") == average.with_name("actor")
+    run(words("sft", world, tmp_path / "without", "optim.ema_decay=null"))
+    with raises(CheckpointError, "actor_ema", "step_4"):
+        find_actor(tmp_path / "without" / "actor_ema")
