@@ -9,6 +9,7 @@ from support.backend_cases import Case, save_model
 from support.checkpoint_cases import same_tensors
 from support.checkpoint_engines import go_on, resume, train_and_save
 from support.ranks import Ranks
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.long
 
@@ -62,6 +63,19 @@ def test_weights_and_optimizer_state_arrive_bit_for_bit(two, models, tmp_path, a
     saved = run(two, train_and_save, case, before, tmp_path)
     assert any(name.startswith("exp_avg/") for name in saved)
     same_tensors(run(two, resume, case, after, tmp_path), saved)
+
+
+@pytest.mark.parametrize(
+    ("arch", "before", "after"), [PAIRS[2], PAIRS[3], PAIRS[4], PAIRS[5], PAIRS[6]], ids=lambda value: str(value)
+)
+def test_muon_and_an_average_of_the_weights_arrive(two, models, tmp_path, arch, before, after):
+    case = Case(models[arch], updates=2, optim={"optimizer": "Muon", "ema_decay": 0.7})
+    saved = run(two, train_and_save, case, before, tmp_path)
+    assert {name.partition("/")[0] for name in saved if "/" in name} >= {"momentum_buffer", "exp_avg", "ema"}
+    same_tensors(run(two, resume, case, after, tmp_path), saved)
+    averages = {name.removeprefix("ema/"): value for name, value in saved.items() if name.startswith("ema/")}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor_ema", dtype=torch.float32)
+    same_tensors(dict(model.named_parameters()), averages)
 
 
 def test_an_adapter_arrives_too(two, models, tmp_path):

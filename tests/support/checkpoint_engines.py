@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from support.backend_cases import Case, backend_of, continued, trained
+from support.backend_cases import Case, averages_of, backend_of, continued, trained
 from support.checkpoint_cases import whole_state
 from torch import Tensor
 
@@ -47,4 +47,4 @@ def _state(engine: Any) -> dict[str, Tensor]:
     assert engine.optimizer is not None
     if dist.is_initialized():
         dist.barrier()
-    return whole_state(engine.model, engine.optimizer.inner)
+    return whole_state(engine.model, engine.optimizer.inner) | averages_of(engine)
