@@ -52,7 +52,7 @@ def find_actor(source: str | Path) -> Path:
             return storage.local_path
         if storage.parent.is_file(MANIFEST):
             return model_directory(str(storage.parent), storage.name)
-    name, source = (AVERAGE, storage.parent) if storage.name == AVERAGE else ("actor", source)
+    name, source = (AVERAGE, str(storage.parent)) if storage.name == AVERAGE else ("actor", source)
     try:
         checkpoint = find_checkpoint(source)
     except CheckpointError as error:

@@ -85,7 +85,7 @@ def test_explain_shows_related_keys() -> None:
     [
         ("reward_model.reward_manager", "Taken as reward.reward_manager"),
         ("reward_model.timeout", "Another name of reward.timeout"),
-        ("actor_rollout_ref.actor.router_replay.mode", "Not supported yet"),
+        ("actor_rollout_ref.actor.qat.enable", "Not supported yet"),
         ("actor_rollout_ref.actor.megatron.sequence_parallel", "No meaning here: a setting of Megatron"),
         ("data.return_raw_chat", "Always so here"),
     ],
