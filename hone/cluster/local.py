@@ -23,7 +23,7 @@ from hone.config.tree import RLConfig
 from hone.generation.build import divided_cores
 from hone.models.kernels.cpu.memory import MemoryUse
 
-COMPUTING = ("actor", "reference", "critic", "reward_model")
+COMPUTING = ("actor", "reference", "critic", "reward_model", "teacher")
 """Roles whose models compute in this process."""
 
 

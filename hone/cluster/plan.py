@@ -10,6 +10,7 @@ from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
 from hone.cluster.reward_model import RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.cluster.rollout import RolloutWorker
+from hone.cluster.teacher import TeacherWorker
 from hone.config.derived import RunSpec
 from hone.config.pools import MAIN_POOL, Pool, engine_devices
 from hone.config.tree import RLConfig
@@ -20,6 +21,7 @@ _CLASSES: dict[str, type] = {
     "reference": ReferenceWorker,
     "critic": CriticWorker,
     "reward_model": RewardModelWorker,
+    "teacher": TeacherWorker,
 }
 
 

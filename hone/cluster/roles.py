@@ -27,6 +27,7 @@ from hone.training.microbatches import MicroBatchTarget
 from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
+from hone.training.teacher import teacher_distance
 from hone.training.updates import Outputs, PartialLoss, UpdateResult
 
 
@@ -78,10 +79,15 @@ class PolicyWorker(WeightSource, ModelRole):
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         if resume is not None:
             model = saved_model(model, model_directory(resume, "actor"))
+        distillation = config.distillation
         self.engine = build_train_backend(
             "policy",
             model,
-            PolicyHead(config.actor_rollout_ref.rollout.temperature, learns_entropy=actor.entropy_coeff > 0),
+            PolicyHead(
+                config.actor_rollout_ref.rollout.temperature,
+                learns_entropy=actor.entropy_coeff > 0,
+                distance=teacher_distance(config, device),
+            ),
             TrainSettings(
                 device,
                 optim=actor.optim,
@@ -101,7 +107,10 @@ class PolicyWorker(WeightSource, ModelRole):
         if actor.preference_loss.loss_mode is not None:
             self._by_pairs = online_objective(actor.preference_loss)
         self._objective = PolicyObjective(
-            actor, self._spec.correction, max_response_length=config.data.max_response_length
+            actor,
+            self._spec.correction,
+            max_response_length=config.data.max_response_length,
+            distillation=distillation if distillation.enable and not distillation.by_advantage else None,
         )
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class RoleNeed:
     """A role of the run with a model.
 
     Attributes:
-        name: actor, rollout, reference, critic or reward_model.
+        name: actor, rollout, reference, critic, reward_model or teacher.
         replicated: whether each process holds a whole model; otherwise the model is sharded over the pool.
         reason: why the run needs the role.
     """
@@ -210,6 +210,7 @@ class RunSpec:
         one that sampled.
         """
         algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
+        distillation = self.config.distillation
         if self.bypass:
             return Decision(OldLogProbs.ENGINE, f"{_CORRECTION}.bypass_mode=true")
         reasons = {
@@ -219,6 +220,8 @@ class RunSpec:
             f"{_CORRECTION} weights or rejects tokens": self.corrects,
             "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
             "algorithm.use_pf_ppo=true": algorithm.use_pf_ppo,
+            f"distillation.loss_mode={distillation.loss_mode} makes advantages of them": distillation.enable
+            and distillation.by_advantage,
             "preference_loss.loss_mode is set": actor.preference_loss.loss_mode is not None,
             f"{_ACTOR}.calculate_sum_pi_squared=true": bool(actor.calculate_sum_pi_squared),
             f"adv_estimator={algorithm.adv_estimator} uses them": not {"old_log_probs", "sum_pi_squared"}.isdisjoint(
@@ -255,6 +258,8 @@ class RunSpec:
             roles.append(RoleNeed("critic", False, self.critic.reason))
         if self.config.reward.reward_model.enable:
             roles.append(RoleNeed("reward_model", True, "reward.reward_model.enable=true"))
+        if self.config.distillation.enable:
+            roles.append(RoleNeed("teacher", False, "distillation.enable=true"))
         return tuple(roles)
 
     @cached_property

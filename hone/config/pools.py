@@ -21,6 +21,7 @@ POOL_BLOCKS = {
     "reference": "actor_rollout_ref.ref",
     "critic": "critic",
     "reward_model": "reward.reward_model",
+    "teacher": "distillation",
 }
 """Roles that may have a separate pool, with the configuration block of its sizes."""
 
@@ -72,7 +73,7 @@ class Pool:
 def own_pools(config: RLConfig) -> dict[str, OwnPoolConfig]:
     """Return the pool settings of every role with a separate pool, whether or not the run has the role."""
     shared = config.actor_rollout_ref
-    blocks = (shared.rollout, shared.ref, config.critic, config.reward.reward_model)
+    blocks = (shared.rollout, shared.ref, config.critic, config.reward.reward_model, config.distillation)
     return {role: keys for role, keys in zip(POOL_BLOCKS, blocks, strict=True) if keys.enable_resource_pool}
 
 

@@ -17,6 +17,7 @@ from hone.config.actor import ActorConfig, RefConfig
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
+from hone.config.distillation import DistillationConfig
 from hone.config.fields import block
 from hone.config.insight import InsightConfig
 from hone.config.model import ModelConfig
@@ -55,6 +56,8 @@ class RLConfig:
     """Scoring."""
     algorithm: AlgorithmConfig = block(AlgorithmConfig)
     """The algorithm."""
+    distillation: DistillationConfig = block(DistillationConfig)
+    """Learning from teachers."""
     trainer: TrainerConfig = block(TrainerConfig)
     """Life cycle."""
     ray: RayConfig = block(RayConfig)

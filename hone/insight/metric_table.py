@@ -6,6 +6,7 @@ Names follow the ecosystem. ``<x>`` in a name means any text, ``<n>`` a number.
 from __future__ import annotations
 
 from hone.insight.coverage_metrics import COVERAGE_METRICS
+from hone.insight.distillation_metrics import DISTILLATION_METRICS
 from hone.insight.episode_metrics import EPISODE_METRICS
 from hone.insight.metric_spec import MetricSpec, Reduction
 from hone.insight.preference_metrics import PREFERENCE_METRICS
@@ -493,6 +494,7 @@ GROUPS: dict[str, tuple[MetricSpec, ...]] = {
     "Validation": _VALIDATION,
     "Supervised fine-tuning": _SFT,
     "Preferences": PREFERENCE_METRICS,
+    "Distillation": DISTILLATION_METRICS,
 }
 """The table in sections, as documented."""
 

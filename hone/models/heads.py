@@ -17,6 +17,7 @@ from hone.algorithms.logits import (
     token_log_probs,
 )
 from hone.algorithms.support import restricted_logits, support_log_probs
+from hone.algorithms.teacher import TeacherDistance
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.config.dtypes import is_narrow
 from hone.models import fused_head
@@ -27,7 +28,10 @@ from hone.models.loading import causal_lm, value_head
 
 
 class Head(Protocol):
-    """Maps a packed micro-batch to named outputs, each ``[U]`` float32 with one number for each entry of ``output_index``."""
+    """Maps a packed micro-batch to named outputs, each ``[U]`` float32 with one number for each entry of ``output_index``.
+
+    Outputs without a gradient may be ``[U, ...]``, and of integers.
+    """
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]: ...
 
@@ -46,25 +50,27 @@ class PolicyHead:
         with_sum_pi_squared: also return ``sum_pi_squared``, the sum of squared probabilities of each token's distribution,
             without a gradient; it costs a second projection.
         learns_entropy: whether a loss uses the entropy; otherwise it may come without a gradient.
+        distance: from the teacher, over the whole vocabulary; None without one. Where a gradient is enabled and the micro-batch has
+            the teacher's targets, its outputs are added.
     """
 
     def __init__(
-        self, temperature: float = 1.0, *, with_sum_pi_squared: bool = False, learns_entropy: bool = True
+        self,
+        temperature: float = 1.0,
+        *,
+        with_sum_pi_squared: bool = False,
+        learns_entropy: bool = True,
+        distance: TeacherDistance | None = None,
     ) -> None:
         self.temperature = temperature if temperature > 0 else 1.0
         self.with_sum_pi_squared, self.learns_entropy = with_sum_pi_squared, learns_entropy
+        self.distance = distance
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
         causal = causal_lm(model)
-        output = causal.get_output_embeddings()
-        if type(output) is not nn.Linear or _scales_logits(causal):
-            logits = causal(
-                input_ids=packed.input_ids,
-                position_ids=packed.context.position_ids,
-                context=packed.context,
-                use_cache=False,
-                logits_to_keep=packed.output_index,
-            ).logits[0]
+        teacher = packed.teacher if torch.is_grad_enabled() else None
+        if not projects_plainly(causal):
+            logits = causal_logits(causal, packed)
             restricted = logits if packed.supports is None else restricted_logits(logits, packed.supports)
             result = {"log_probs": token_log_probs(restricted, packed.targets, self.temperature)}
             if with_entropy:
@@ -72,10 +78,11 @@ class PolicyHead:
                 result["entropy"] = entropy_from_logits(source.float() / self.temperature)
             if self.with_sum_pi_squared:
                 result["sum_pi_squared"] = sum_pi_squared_from_logits(restricted.detach().float() / self.temperature)
+            if self.distance is not None and teacher is not None:
+                result |= self.distance.from_logits(logits, teacher)
             return result
         hidden = hidden_states(causal, packed)
-        softcap = getattr(causal.config, "final_logit_softcapping", None)
-        shared = {"temperature": self.temperature, "softcap": softcap} | _output_weights(output)
+        shared: dict[str, Any] = {"temperature": self.temperature} | output_weights(causal)
         divided = "group" in shared
         compute = vocabulary_log_probs if divided else chunked_log_probs
         if fused_head.supports(hidden):
@@ -92,7 +99,7 @@ class PolicyHead:
                 result["entropy"] = entropy
         if self.with_sum_pi_squared and not only_supports:
             squares = vocabulary_sum_pi_squared if divided else chunked_sum_pi_squared
-            result["sum_pi_squared"] = squares(hidden, **{n: value for n, value in shared.items() if n != "start"})
+            result["sum_pi_squared"] = squares(hidden, **whole_vocabulary(shared))
         if supports is not None:
             log_probs, squares = support_log_probs(hidden, targets=packed.targets, supports=supports, **shared)
             restricted = {"log_probs": log_probs}
@@ -100,6 +107,8 @@ class PolicyHead:
                 restricted["sum_pi_squared"] = squares
             for name, values in restricted.items():
                 result[name] = values if only_supports else torch.where(supports.sizes > 0, values, result[name])
+        if self.distance is not None and teacher is not None:
+            result |= self.distance.from_hidden(hidden, teacher, **whole_vocabulary(output_weights(causal)))
         return result
 
 
@@ -126,18 +135,41 @@ def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     return hidden.squeeze(0).index_select(0, packed.output_index)
 
 
-def _output_weights(output: nn.Linear) -> dict[str, Any]:
-    """Weight and bias of the output layer, or this rank's part if tensor parallelism divides it by vocabulary."""
+def causal_logits(model: nn.Module, packed: PackedSequences) -> Tensor:
+    """Logits ``[U, V]`` at ``output_index`` by the model's own forward pass."""
+    return model(
+        input_ids=packed.input_ids,
+        position_ids=packed.context.position_ids,
+        context=packed.context,
+        use_cache=False,
+        logits_to_keep=packed.output_index,
+    ).logits[0]
+
+
+def projects_plainly(model: Any) -> bool:
+    """True if the logits are a linear layer of the last hidden states, with a soft cap at most."""
+    return type(model.get_output_embeddings()) is nn.Linear and not _scales_logits(model)
+
+
+def output_weights(model: Any) -> dict[str, Any]:
+    """Weight, bias and soft cap of the output layer; of this rank's part if tensor parallelism divides it by vocabulary."""
+    output, softcap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
     weight, bias = output.weight, output.bias
     if not isinstance(weight, DTensor):
-        return {"weight": weight, "bias": bias}
+        return {"weight": weight, "bias": bias, "softcap": softcap}
     mesh = weight.device_mesh
     return {
+        "softcap": softcap,
         "weight": weight.to_local(),
         "bias": bias.to_local() if isinstance(bias, DTensor) else bias,
         "group": mesh.get_group(),
         "start": mesh.get_local_rank() * (weight.shape[0] // mesh.size()),
     }
+
+
+def whole_vocabulary(weights: dict[str, Any]) -> dict[str, Any]:
+    """The output layer without the place of this rank's part, for functions that gather the parts."""
+    return {name: value for name, value in weights.items() if name != "start"}
 
 
 def _scales_logits(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hone.algorithms.support import Supports
+from hone.algorithms.teacher import TeacherTargets
 from hone.models.attention.context import AttentionContext
 from hone.models.gather import Gather
 
@@ -27,6 +28,7 @@ class PackedSequences:
         by_row: gathers the outputs ``[U]`` for every response token of every row, ``[R]``; None where they are so already.
         supports: of the outputs; None if all tokens were sampled from the whole vocabulary.
         experts: ``[N, width]`` int16 of the tokens, see :meth:`hone.models.experts.ExpertRouters.follow`; None to follow none.
+        teacher: a teacher's distributions at the outputs; None without them.
     """
 
     input_ids: Tensor
@@ -37,6 +39,7 @@ class PackedSequences:
     by_row: Gather | None = None
     supports: Supports | None = None
     experts: Tensor | None = None
+    teacher: TeacherTargets | None = None
 
     def outputs_by_row(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs ``[R]`` of the rows' response tokens end to end, from those of the head ``[U]``."""

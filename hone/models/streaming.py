@@ -67,6 +67,21 @@ class WeightFiles:
             for name, value in converter.convert(target, config=self.config).items():
                 yield name, value[0] if isinstance(value, list) else value
 
+    def read(self, *names: str) -> Tensor:
+        """Return one parameter, by the first of its names in the module that the files have.
+
+        Raises:
+            ModelError: they have none of them.
+        """
+        target = next((name for name in names if name in self._sources and name not in self._converters), None)
+        if target is None:
+            raise ModelError(
+                f"the files lack '{names[0]}'",
+                where="model.path",
+                fix="check that the directory holds config.json and *.safetensors of one model",
+            )
+        return self._read(self._sources[target][0][0])
+
     def _read(self, key: str) -> Tensor:
         file = self.files[key]
         if file not in self._readers:

@@ -37,12 +37,14 @@ from hone.rewards.doctor import EnvironmentDoctor
 from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.archive_rows import TRAINED, prompt_texts, rollout_table
+from hone.trainers.distillation import mixed_advantages
 from hone.trainers.estimates import estimate
 from hone.trainers.group_filter import GroupMeans
 from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import age_metrics, batch_metrics
 from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.scoring import TrainingRewards
+from hone.trainers.teacher_inputs import teacher_inputs
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.trainers.verdicts import scored, sort_rows
@@ -193,9 +195,16 @@ class BatchOps:
         return Batch({"token_level_rewards": Ragged.from_padded(rewards, mask.lengths)})
 
     @dispatch(Split.ZERO, objects=True)
+    def teacher_inputs(self, batch: Batch) -> Batch:
+        """Return the teacher and the teacher's prompt of each row; see :func:`~hone.trainers.teacher_inputs.teacher_inputs`."""
+        return teacher_inputs(batch, self.config, self.tokenizer)
+
+    @dispatch(Split.ZERO, objects=True)
     def advantages(self, batch: Batch) -> Batch:
         """Run the advantage estimator over the complete batch."""
         advantages, returns = estimate(self.estimator, batch, self.config.algorithm)
+        if self.config.distillation.enable and self.config.distillation.by_advantage:
+            advantages = mixed_advantages(advantages, batch, self.config.distillation, self.metrics)
         self.invariants.check_finite("advantages", advantages, batch)
         return Batch({"advantages": advantages, "returns": returns})
 

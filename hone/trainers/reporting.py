@@ -17,6 +17,7 @@ from hone.data.types import StopReason, Trajectory
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.metrics import MetricStore
 from hone.insight.records import ScoreValues, trajectory_record
+from hone.models.teacher import LOG_PROBS
 from hone.rewards.score import Score
 from hone.trainers.split_episodes import is_split
 from hone.training.objectives import declared_metrics
@@ -56,6 +57,8 @@ def batch_metrics(
     for name in ("entropy", "sum_pi_squared"):
         if name in batch:
             metrics.add(f"actor/{name}", batch.ragged(name).values[mask].mean())
+    if LOG_PROBS in batch:
+        metrics.add("distillation/teacher_mass", batch.ragged(LOG_PROBS).values[mask].exp().sum(-1).mean())
     if "reward_baselines" in batch:
         _spread(metrics, "critic/greedy_baseline", batch.tensor("reward_baselines"))
     episode_scores = [batch.objects("score")[row] for row in first]

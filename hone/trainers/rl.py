@@ -3,8 +3,8 @@
 A step is a list of stages; this is the complete algorithm (``*`` marks optional stages):
 
     generate -> score -> greedy baseline* -> engines sleep* -> old log-probs* -> rollout correction* -> reference log-probs*
-             -> values* -> forked turns* -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
-             -> checkpoint*
+             -> teachers* -> values* -> forked turns* -> KL in reward* -> advantages -> update critic* -> update actor
+             -> publish weights -> validate* -> log -> checkpoint*
 
 Estimators, losses, rewards and engines come from registries: adding one never edits this file. In asynchronous
 training the stage ``gen`` returns groups that were played during earlier steps; :mod:`hone.trainers.group_buffer` bounds their age.
@@ -32,7 +32,7 @@ from hone.cluster.roles import RoleUpdate, mini_batches
 from hone.cluster.runtime import AnyBatch, Group, Runtime
 from hone.cluster.supervisor import Supervisor, resuming_config
 from hone.cluster.weight_sync import WeightSync
-from hone.config.derived import OldLogProbs, RunSpec
+from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
@@ -43,6 +43,7 @@ from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
 from hone.trainers.archiving import Archiving
 from hone.trainers.batch_ops import BatchOps
+from hone.trainers.distillation import distillation_stages
 from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
@@ -54,6 +55,7 @@ from hone.trainers.inputs import (
     self_scored,
     training_sampling,
 )
+from hone.trainers.old_log_probs import old_log_prob_stages
 from hone.trainers.replica_control import replica_requests
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
@@ -119,6 +121,7 @@ class RLTrainer:
         )
         self.actor, self.batch_ops = self.runtime.group("actor"), self.runtime.group("work")
         self.reference, self.critic = self._optional("reference"), self._optional("critic")
+        self.teacher = self._optional("teacher")
         self.episodes = Episodes(self.runtime.group("rollout"), self.batch_ops, self._optional("reward_model"))
         self.weight_sync = WeightSync(config, self.actor, self.runtime.group("rollout"), dataset[0])
         self.validator = Validator(config, self.tokenizer, self.episodes, self.session.directory)
@@ -199,31 +202,9 @@ class RLTrainer:
             return streamed_stages(self)
         in_reward, greedy = self.config.algorithm.use_kl_in_reward, "greedy_baseline" in self.estimator.needs
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
-        squares = ("sum_pi_squared",) if self.spec.sum_pi_squared else ()
         learn_policy = self.critic is None or not 0 < self.step <= self.config.trainer.critic_warmup
-        source = self.spec.old_log_probs.value
-        if source is OldLogProbs.UPDATE_PASS and not learn_policy:
-            source = (
-                OldLogProbs.OWN_PASS
-            )  # a step that updates only the critic has no policy pass that could provide them
-        own_pass = Stage(
-            "old_log_prob",
-            self.old_log_probs,
-            needs=("response_ids",),
-            adds=("old_log_probs", *squares),
-            when=source is OldLogProbs.OWN_PASS,
-            switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
-        )
-        engine = Stage("old_log_prob", self.engine_log_probs, needs=("rollout_log_probs",), adds=("old_log_probs",))
-        correct = Stage("rollout_corr", self.correct, needs=("old_log_probs",))
-        before_update: list[Stage]
-        match source:
-            case OldLogProbs.OWN_PASS:
-                before_update, from_update, after_update = [own_pass, correct], False, []
-            case OldLogProbs.ENGINE:
-                before_update, from_update, after_update = [engine], False, []
-            case OldLogProbs.UPDATE_PASS:
-                before_update, from_update, after_update = [own_pass], True, [correct]
+        before_update, from_update, after_update = old_log_prob_stages(self, learn_policy=learn_policy)
+        taught = () if self.teacher is None else ("teacher",)
         return [
             Stage("gen", self.generate, adds=SAMPLED),
             Stage("reward", self.score, needs=("response_ids",), adds=SCORED),
@@ -231,6 +212,7 @@ class RLTrainer:
             Stage("sleep", self.weight_sync.free_engines, when=self.weight_sync.sleeps),
             *before_update,
             Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
+            *distillation_stages(self),
             Stage("values", self.values, adds=("values",), when=self.critic is not None),
             Stage(
                 "fork",
@@ -243,7 +225,7 @@ class RLTrainer:
             Stage(
                 "adv",
                 self.advantages,
-                needs=needed_columns(self.estimator),
+                needs=(*needed_columns(self.estimator), *taught),
                 adds=("advantages", "returns"),
                 supplied_by=suppliers(self.estimator),
             ),
@@ -461,7 +443,7 @@ class RLTrainer:
 
     async def _busy_seconds(self) -> dict[str, float]:
         """Return the seconds in which the model of each role computed in this step."""
-        roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
+        roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic, "teacher": self.teacher}
         pending: dict[str, Awaitable[float]] = {
             name: role.take_busy_seconds() for name, role in roles.items() if role is not None
         }

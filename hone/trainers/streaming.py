@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from hone.cluster.runtime import AnyBatch
+from hone.trainers.distillation import taught
 from hone.trainers.episodes import concat_batches
 from hone.trainers.stages import SAMPLED, SCORED, Stage
 
@@ -37,6 +38,8 @@ async def stream(trainer: Any, batch: AnyBatch) -> AnyBatch:
         part = await trainer.score(part)
         if trainer.reference is not None:
             part = await trainer.reference_log_probs(part)
+        if trainer.teacher is not None:
+            part = await taught(trainer, part)
         part = await trainer.advantages(part)
         await trainer.batch_ops.check_ids(part)
         with trainer.metrics.timer("update_actor"):

@@ -13,13 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms import PolicyLoss, aggregate_loss, kl_penalty, policy_losses, value_loss
+from hone.algorithms import (
+    PolicyLoss,
+    aggregate_loss,
+    distillation_token_loss,
+    kl_penalty,
+    policy_losses,
+    value_loss,
+)
 from hone.config.actor import ActorConfig
 from hone.config.correction import policy_loss_name
+from hone.config.distillation import DistillationConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN
 from hone.insight.metrics import MetricSpec, Reduction, declare, is_declared
+from hone.training.teacher import token_loss_options
 from hone.training.token_keys import token_keys
 from hone.training.updates import GatheredRows, GatherRows, LossFn, Statistics, Totals
 
@@ -32,23 +41,31 @@ def _single_rank(batch: Batch) -> GatheredRows:
 
 
 class PolicyObjective:
-    """Policy loss - entropy_coeff x entropy + kl_loss_coef x KL(policy, reference).
+    """Policy loss - entropy_coeff x entropy + kl_loss_coef x KL(policy, reference) + coef x distance from a teacher.
 
     Reads columns ``advantages`` and ``response_mask``; if present ``old_log_probs`` and ``rollout_is_weights``; with
-    use_kl_loss ``ref_log_probs``; and the columns of :meth:`prepare`. Without old log-probs the ratio is 1, with the
-    gradient of the log-probs.
+    use_kl_loss ``ref_log_probs``; with a distance of sampled tokens ``teacher_log_probs``; and the columns of :meth:`prepare`.
+    Without old log-probs the ratio is 1, with the gradient of the log-probs.
 
     Args:
         actor: configuration block ``actor_rollout_ref.actor``.
         correction: all keys of ``algorithm.rollout_correction``; the loss uses those that are its options.
         max_response_length: divisor of seq-mean-token-sum-norm if the actor sets none.
+        distillation: block ``distillation`` if the distance from a teacher is a loss; the policy loss then has ``task_weight``.
 
     Raises:
         ConfigError: the policy loss is unknown, or ``loss_kwargs`` has an unknown option.
     """
 
-    def __init__(self, actor: ActorConfig, correction: dict[str, Any], *, max_response_length: int) -> None:
-        self.actor = actor
+    def __init__(
+        self,
+        actor: ActorConfig,
+        correction: dict[str, Any],
+        *,
+        max_response_length: int,
+        distillation: DistillationConfig | None = None,
+    ) -> None:
+        self.actor, self.distillation = actor, distillation
         self.loss = policy_losses.get(policy_loss_name(actor.policy_loss.loss_mode, correction))
         self.options = loss_options(self.loss, actor, correction)
         self.scale = actor.loss_scale_factor or max_response_length
@@ -107,6 +124,8 @@ class PolicyObjective:
             **aggregation,
         )
         loss = shares["actor/pg_loss"]
+        if self.distillation is not None:
+            loss = self.distillation.task_weight * loss
         mode = aggregation.pop("loss_agg_mode")
         if actor.entropy_coeff > 0:
             shares["actor/entropy_loss"] = aggregate_loss(outputs["entropy"].to_padded(), mask, mode, **aggregation)
@@ -116,6 +135,11 @@ class PolicyObjective:
             shares["actor/kl_loss"] = aggregate_loss(penalty, mask, mode, **aggregation)
             metrics = {**metrics, "actor/kl_coef": actor.kl_loss_coef}
             loss = loss + actor.kl_loss_coef * shares["actor/kl_loss"]
+        if self.distillation is not None:
+            distance, teacher_metrics = self._distance(self.distillation, outputs, batch)
+            shares["distillation/loss"] = aggregate_loss(distance, mask, mode, **aggregation)
+            metrics = {**metrics, **teacher_metrics}
+            loss = loss + self.distillation.coef * shares["distillation/loss"]
         shares["actor/loss"] = loss
         for name in () if self.loss.name in policy_losses else metrics:
             if not is_declared(name):
@@ -124,6 +148,20 @@ class PolicyObjective:
                 )
         masked = _masked_gradient(outputs["log_probs"].values, batch.ragged("response_mask").values)
         return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask) | masked
+
+    def _distance(
+        self, distillation: DistillationConfig, outputs: dict[str, Ragged], batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the distance from the teacher at each token ``[B, T]``, and metrics of a micro-batch."""
+        if "distance" not in outputs:
+            log_probs, teacher = outputs["log_probs"].to_padded(), _padded(batch, "teacher_log_probs", outputs)
+            options = token_loss_options(distillation)
+            return distillation_token_loss(log_probs, teacher, distillation.loss_mode, **options), {}
+        if "student_mass" not in outputs:
+            return outputs["distance"].to_padded(), {}
+        mask = _padded(batch, "response_mask", outputs)
+        mass = (outputs["student_mass"].to_padded() * mask).sum() / mask.sum().clamp(min=1)
+        return outputs["distance"].to_padded(), {"distillation/student_mass": mass}
 
 
 DIVISORS: dict[str, Callable[[Totals], int] | None] = {

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.support import Supports
+from hone.algorithms.teacher import TeacherTargets
 from hone.data.balance import CostModel, Lengths, balance, load_of, part_of_rows
 from hone.data.batch import Batch
 from hone.data.prefixes import PrefixOrder, PrefixSet
@@ -29,6 +30,7 @@ from hone.models.attention.packed import PackedContext
 from hone.models.experts import UNKNOWN
 from hone.models.gather import Gather
 from hone.models.inputs import PackedSequences
+from hone.models.teacher import HIDDEN, IDS, LOG_PROBS, TEACHER
 
 
 def pack(batch: Batch, device: torch.device) -> PackedSequences:
@@ -49,8 +51,8 @@ def pack(batch: Batch, device: torch.device) -> PackedSequences:
     output_of = (is_target.cumsum(0) - 1)[index.values[is_response]]
     output_index = torch.empty_like(target_index)
     output_index[output_of] = before[is_response]
-    supports = supports_of(batch, device)
-    if supports is not None:  # rows may have sampled a shared token from different supports
+    supports, teacher = supports_of(batch, device), targets_of(batch, device)
+    if supports is not None or teacher is not None:  # rows may have a shared token from different supports or teachers
         output_index, target_index, output_of = (
             before[is_response],
             index.values[is_response],
@@ -66,6 +68,7 @@ def pack(batch: Batch, device: torch.device) -> PackedSequences:
         by_row=None if one_each else Gather.from_source(output_of, len(target_index), device),
         supports=supports,
         experts=_experts_of(batch, index, len(tokens), device),
+        teacher=teacher,
     )
 
 
@@ -98,6 +101,20 @@ def _experts_of(batch: Batch, index: Ragged, length: int, device: torch.device) 
     experts = torch.full((length, width), UNKNOWN, dtype=torch.int16)
     experts[places[known]] = choices[known]
     return experts.to(device)
+
+
+def targets_of(batch: Batch, device: torch.device) -> TeacherTargets | None:
+    """Return a teacher's distributions at the response tokens; None without a column of them."""
+    if IDS not in batch and HIDDEN not in batch:
+        return None
+
+    def tokens(name: str) -> Tensor | None:
+        return batch.ragged(name).values.to(device) if name in batch else None
+
+    ids, layer = tokens(IDS), None
+    if TEACHER in batch:
+        layer = batch.tensor(TEACHER).repeat_interleave(batch.ragged("response_ids").lengths).to(device)
+    return TeacherTargets(None if ids is None else ids.long(), tokens(LOG_PROBS), tokens(HIDDEN), layer)
 
 
 def packed_rows(prompts: Ragged, responses: Ragged, device: torch.device | str = "cpu") -> tuple[PackedContext, Ragged]:

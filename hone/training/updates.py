@@ -136,7 +136,8 @@ class Outputs:
     def add(self, rows: list[int], outputs: dict[str, Tensor]) -> None:
         """Add the outputs of a micro-batch with these rows. They stay on their device until :meth:`columns`."""
         index = self._positions.select(rows).values
-        self._parts.append((index, {name: values.detach()[: len(index)].float() for name, values in outputs.items()}))
+        values_of = {name: values.detach()[: len(index)] for name, values in outputs.items()}
+        self._parts.append((index, {n: x.float() if x.is_floating_point() else x for n, x in values_of.items()}))
 
     def columns(self) -> dict[str, Ragged]:
         """Return ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
@@ -147,6 +148,7 @@ class Outputs:
         for index, outputs in self._parts:
             for name, values in outputs.items():
                 if name not in columns:
-                    columns[name] = self._positions.with_values(torch.zeros(self._tokens))
+                    whole = torch.zeros(self._tokens, *values.shape[1:], dtype=values.dtype)
+                    columns[name] = self._positions.with_values(whole)
                 columns[name].values[index] = values.cpu()
         return columns

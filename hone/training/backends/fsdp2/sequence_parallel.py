@@ -98,12 +98,13 @@ def local_tokens(packed: PackedSequences, group: ProcessGroup) -> tuple[PackedSe
         packed.targets[indices],
         target_index[indices],
         experts=experts,
+        teacher=packed.teacher and packed.teacher.select(indices),
     )
     return local, indices
 
 
 def gather_outputs(values: Tensor, indices: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    """Return all ``[count]`` outputs of the whole row from each rank's chunk; gradients flow back to the chunks.
+    """Return all ``[count, ...]`` outputs of the whole row from each rank's chunk; gradients flow back to the chunks.
 
     Every rank computes the same loss from the result, so each rank already has the whole gradient of its values.
     """
@@ -126,7 +127,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, indices: Tensor, count: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(indices)
-        whole = values.new_zeros(count)
+        whole = values.new_zeros(count, *values.shape[1:])
         whole[indices] = values
         dist.all_reduce(whole, group=group)
         return whole

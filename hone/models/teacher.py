@@ -1,0 +1,92 @@
+"""Head of a teacher: what it says about each response token, as columns for the student."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from hone.algorithms.teacher import OutputLayer, chunked_top_k, top_k
+from hone.config.model import ModelConfig
+from hone.errors import ConfigError
+from hone.models.heads import causal_logits, hidden_states, output_weights, projects_plainly, whole_vocabulary
+from hone.models.inputs import PackedSequences
+from hone.models.loading import causal_lm, load_empty
+
+TEACHER = "teacher"
+"""Column ``[B]`` of the index of each row's teacher; missing if there is one teacher."""
+IDS, LOG_PROBS, HIDDEN = "teacher_ids", "teacher_top_log_probs", "teacher_hidden"
+"""Columns of a teacher: its likeliest tokens ``[R, K]`` and their log-probs ``[R, K]``, or last hidden states ``[R, H]``."""
+
+
+class TopKHead:
+    """The teacher's ``k`` likeliest tokens and their log-probs at each response token.
+
+    Args:
+        k: number of tokens.
+        temperature: logits are divided by it; 0 (greedy) counts as 1.
+        vocabulary: size of the student's output layer; later tokens do not exist for it.
+    """
+
+    def __init__(self, k: int, temperature: float, vocabulary: int) -> None:
+        self.k, self.vocabulary = k, vocabulary
+        self.temperature = temperature if temperature > 0 else 1.0
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
+        del with_entropy
+        causal = causal_lm(model)
+        if not projects_plainly(causal):
+            ids, log_probs = top_k(causal_logits(causal, packed), self.k, self.temperature, self.vocabulary)
+        else:
+            ids, log_probs = chunked_top_k(
+                hidden_states(causal, packed),
+                k=self.k,
+                temperature=self.temperature,
+                vocabulary=self.vocabulary,
+                **whole_vocabulary(output_weights(causal)),
+            )
+        return {IDS: ids.int(), LOG_PROBS: log_probs}
+
+
+class HiddenHead:
+    """The teacher's last hidden state at each response token, which :func:`output_layer` of the same model projects."""
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
+        del with_entropy
+        causal = causal_lm(model)
+        if not projects_plainly(causal):
+            raise _other_logits(str(causal.config.name_or_path))
+        return {HIDDEN: hidden_states(causal, packed)}
+
+
+def output_layer(model: ModelConfig, device: torch.device) -> OutputLayer:
+    """Read the output layer of a model directory, and nothing else of it.
+
+    Raises:
+        ConfigError: the model transforms its logits in a way that is not known here.
+        ModelError: the directory is missing or holds no model.
+    """
+    empty, files = load_empty(AutoModelForCausalLM, model)
+    if not projects_plainly(empty):
+        raise _other_logits(str(model.path))
+    output = empty.get_output_embeddings()
+    assert isinstance(output, nn.Linear)
+    weight = files.read(*names_of(empty, output.weight)).float().to(device)
+    bias = None if output.bias is None else files.read(*names_of(empty, output.bias)).float().to(device)
+    return OutputLayer(weight, bias, getattr(empty.config, "final_logit_softcapping", None))
+
+
+def names_of(model: nn.Module, parameter: Tensor) -> list[str]:
+    """Return all names of a parameter: several if it is tied."""
+    return [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+
+
+def _other_logits(path: str) -> ConfigError:
+    return ConfigError(
+        f"the teacher '{Path(path).name}' transforms its logits after the output layer",
+        why="a divergence over the whole vocabulary computes the teacher's logits from its hidden states",
+        fix="distillation.loss_mode=reverse_kl_topk, or another _topk",
+        where="distillation.loss_mode",
+    )

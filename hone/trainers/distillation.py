@@ -1,0 +1,55 @@
+"""Stages of distillation, and the advantages that mix the teacher with the reward. ``trainer`` is the :class:`RLTrainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.algorithms import distillation_advantages
+from hone.cluster.runtime import AnyBatch
+from hone.config.distillation import DistillationConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.insight.metrics import MetricStore
+from hone.trainers.stages import Stage
+from hone.training.teacher import token_loss_options
+
+
+def distillation_stages(trainer: Any) -> list[Stage]:
+    """Return the stage in which the teachers score the batch."""
+
+    async def teach(batch: AnyBatch) -> AnyBatch:
+        return await taught(trainer, batch)
+
+    return [Stage("teacher", teach, needs=("response_ids",), adds=("teacher",), when=trainer.teacher is not None)]
+
+
+async def taught(trainer: Any, batch: AnyBatch) -> AnyBatch:
+    """Add the columns of the teachers."""
+    settings = trainer.config.distillation
+    inputs = batch
+    if len(settings.models) > 1 or settings.teacher_prompt is not None:
+        inputs = batch.updated(await trainer.batch_ops.teacher_inputs(batch))
+        batch = inputs if len(settings.models) > 1 else batch
+    return batch.updated(await trainer.teacher.teach(inputs))
+
+
+def mixed_advantages(advantages: Ragged, batch: Batch, settings: DistillationConfig, metrics: MetricStore) -> Ragged:
+    """Return ``task_weight`` times the reward's advantages plus ``coef`` times those of the teacher.
+
+    Args:
+        advantages: of the reward.
+        batch: with ``old_log_probs`` and ``teacher_log_probs``.
+        settings: block ``distillation``.
+        metrics: receives the mean distance of a token.
+    """
+    mask = batch.ragged("response_mask")
+    teacher = distillation_advantages(
+        batch.ragged("old_log_probs").to_padded(),
+        batch.ragged("teacher_log_probs").to_padded(),
+        mask.to_padded(),
+        loss_mode=settings.loss_mode,
+        **token_loss_options(settings),
+    )
+    distance = -Ragged.from_padded(teacher, mask.lengths).values
+    metrics.add("distillation/loss", distance[mask.values.bool()].mean())
+    return advantages.with_values(settings.task_weight * advantages.values - settings.coef * distance)
