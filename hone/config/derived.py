@@ -131,6 +131,11 @@ class RunSpec:
         return policy_losses.get(self.policy_loss).needs_preparation
 
     @property
+    def learns_from_reward(self) -> bool:
+        """True when rewards change the policy; otherwise it learns from teachers alone, and needs no scorer."""
+        return not self.config.distillation.enable or self.config.distillation.task_weight > 0
+
+    @property
     def asynchronous(self) -> bool:
         """True when groups are generated while the policy trains."""
         return self.config.trainer.async_training.max_staleness > 0 or self.streams

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hone.config.check import yaml_value
 from hone.config.derived import RunSpec
+from hone.config.distillation import TOP_K_MODES
 from hone.config.keys import documentation, leaf_values
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
@@ -81,6 +82,7 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
         *_order_switches(config),
         *_runtime_switches(config),
         *_reward_switches(config),
+        *_distillation_switches(config),
         *_shared_switches(config, "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"),
     ]
     yield from _switched_off_keys(config, switches)
@@ -275,6 +277,31 @@ def _runtime_switches(config: RLConfig) -> list[Switch]:
             "trainer.runtime=local",
         ),
         Switch(validation, bool(config.data.val_files), "data.val_files=null", "data.val_files=FILE"),
+    ]
+
+
+def _distillation_switches(config: RLConfig) -> list[Switch]:
+    settings, block = config.distillation, "distillation"
+    topk, itself = settings.loss_mode in TOP_K_MODES, settings.path is None and not settings.teachers
+    keys = tuple(
+        f"{block}.{name}"
+        for name in ("path", "teachers", "teacher_prompt", "loss_mode", "use_policy_gradient", "coef", "task_weight")
+    )
+    return [
+        Switch(keys, settings.enable, f"{block}.enable=false", f"{block}.enable=true", stops=True),
+        Switch(
+            (f"{block}.topk", f"{block}.tail_bucket"),
+            topk,
+            f"{block}.loss_mode={settings.loss_mode}",
+            f"{block}.loss_mode=reverse_kl_topk",
+        ),
+        Switch(
+            (f"{block}.beta",),
+            settings.loss_mode.startswith("jsd"),
+            f"{block}.loss_mode={settings.loss_mode}",
+            f"{block}.loss_mode=jsd",
+        ),
+        Switch((f"{block}.self_teacher",), itself, "the policy is not its own teacher", f"{block}.path=null"),
     ]
 
 

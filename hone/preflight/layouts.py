@@ -105,7 +105,7 @@ def experts_divide(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-@rule("R85", RLConfig)
+@rule("R87", RLConfig)
 def experts_can_be_followed(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """Router replay has a model with experts, and an engine that reports them."""
     rollout, model = config.actor_rollout_ref.rollout, evidence.model_settings

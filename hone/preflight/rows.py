@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hone.config.derived import RunSpec
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
@@ -107,7 +108,7 @@ def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[
     from hone.rewards.scorers import SCORERS, scorer_for
 
     reward = config.reward
-    if reward.scorer or reward.terms or reward.custom_reward_function.path or _judged_alone(config):
+    if reward.scorer or reward.terms or reward.custom_reward_function.path or _needs_no_scorer(config):
         return
     known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
     rows = [row for row in (*evidence.train_rows, *evidence.val_rows) if not _brings_reward(evidence, row)]
@@ -121,7 +122,7 @@ def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterat
     """Rows that a scorer scores have a ground truth that it can read."""
     from hone.data import checks
 
-    if _judged_alone(config):
+    if _needs_no_scorer(config):
         return
     reward = config.reward
     built_in = reward.custom_reward_function.path is None and not reward.terms and _needs_truth(reward.scorer)
@@ -166,9 +167,10 @@ def _brings_reward(evidence: Evidence, row: Row) -> bool:
     return loop is not None and loop.gives_reward
 
 
-def _judged_alone(config: RLConfig) -> bool:
-    """Return whether a reward model alone gives the reward."""
-    return config.reward.reward_model.enable and config.reward.reward_model.combine == "replace"
+def _needs_no_scorer(config: RLConfig) -> bool:
+    """Return whether a reward model alone gives the reward, or teachers alone change the policy."""
+    judged_alone = config.reward.reward_model.enable and config.reward.reward_model.combine == "replace"
+    return judged_alone or not RunSpec(config).learns_from_reward
 
 
 def _needs_truth(scorer: str | None) -> bool:

@@ -21,6 +21,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.reward_model import JUDGED, JUDGEMENT
 from hone.cluster.roles import RoleUpdate
+from hone.config.derived import RunSpec
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.types import Sample
@@ -62,7 +63,7 @@ class BatchOps:
         self.config = config = context.config
         self.directory = RunDirectory(Path(config.trainer.default_local_dir))
         self.tokenizer, self.archive = context.tokenizer, BackgroundWriter()
-        self.rewards = JudgedRewards(config.reward)
+        self.rewards = JudgedRewards(config.reward, required=RunSpec(config).learns_from_reward)
         limit = config.data.max_response_length
         self.training_rewards = TrainingRewards(self.rewards, config.reward.overlong_buffer, limit)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)

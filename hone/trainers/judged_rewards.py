@@ -30,11 +30,12 @@ class JudgedRewards(RewardManager):
 
     Args:
         config: config block ``reward``.
+        required: whether rewards change the policy. Otherwise every answer has reward 0 if a data source has no scorer.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, *, required: bool = True) -> None:
         super().__init__(config)
-        self.settings, self.with_rules = config.reward_model, True
+        self.settings, self.with_rules, self._required = config.reward_model, True, required
         self._judge_rate = NoVerdictRate(config.max_no_verdict_rate)
 
     @functools.cached_property
@@ -56,6 +57,9 @@ class JudgedRewards(RewardManager):
         if self.settings.enable and self.settings.combine == "replace" and unknown:
             self.with_rules = False
             log.info("no scorer for data_source %s: only the reward model scores", ", ".join(sorted(unknown)))
+        elif unknown and not self._required:
+            self.with_rules = False
+            log.info("no scorer for data_source %s: rewards are 0", ", ".join(sorted(unknown)))
         else:
             super().check(data_sources, self_scored)
 
@@ -78,6 +82,8 @@ class JudgedRewards(RewardManager):
         Raises:
             RewardError: as :meth:`RewardManager.score`, or a score of the model is not finite.
         """
+        if judged is None and not self.with_rules:
+            return [Score(0.0) for _ in trajectories]
         if judged is None:
             return await super().score(trajectories, training=training)
         for value, trajectory in zip(judged, trajectories, strict=True):

@@ -14,6 +14,7 @@ from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import encode_texts, render_prompt
 from hone.data.ragged import Ragged
+from hone.data.teacher_prompt import filled
 from hone.data.types import Sample
 from hone.errors import DataError
 from hone.models.teacher import TEACHER
@@ -62,23 +63,3 @@ def teacher_prompt(sample: Sample, config: RLConfig, tokenizer: PreTrainedTokeni
         context.close()
     kwargs = config.data.apply_chat_template_kwargs
     return render_prompt(tokenizer, messages, {**kwargs, "tools": tools} if tools else kwargs)
-
-
-def filled(template: str, sample: Sample, prompt: str) -> str:
-    """Return the text of a teacher's prompt with the fields of a row.
-
-    Raises:
-        DataError: the row lacks a field, or the braces of the text do not match.
-    """
-    fields = {**sample.extra_info, "prompt": prompt}
-    if sample.ground_truth is not None:
-        fields["ground_truth"] = sample.ground_truth
-    try:
-        return template.format_map(fields)
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        raise DataError(
-            f"row {sample.uid} cannot fill in the teacher's prompt: {type(error).__name__} {error}",
-            why=f"fields in braces are {', '.join(sorted(fields))}; a brace itself is written twice",
-            fix="distillation.teacher_prompt=<a text with fields that every row has>",
-            where="distillation.teacher_prompt",
-        ) from error

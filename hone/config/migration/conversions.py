@@ -17,6 +17,7 @@ _ALWAYS_WRITTEN = ("file", "jsonl")
 _TRACES = "actor_rollout_ref.rollout.trace"
 _AGENT_WORKERS = 8
 """verl's default of rollout.agent.num_workers."""
+_TEACHERS = "distillation.teacher_models."
 _KEEP: Any = object()
 
 
@@ -135,6 +136,31 @@ def _staleness(value: Any, others: Others) -> dict[str, Any]:
     return {"trainer.async_training.max_staleness": math.ceil(value) if isinstance(value, (int, float)) else value}
 
 
+def _distillation(value: Any, others: Others) -> dict[str, Any]:
+    """Distillation with verl's defaults, on devices of its own if it has nodes."""
+    block = "distillation.distillation_loss"
+    if not value:
+        return {}
+    defaults = {"loss_mode": "k3", "use_policy_gradient": False}
+    keys: dict[str, Any] = {"distillation.enable": True}
+    keys |= {f"distillation.{name}": word for name, word in defaults.items() if f"{block}.{name}" not in others}
+    if f"{block}.use_task_rewards" not in others:
+        keys["distillation.task_weight"] = 1.0
+    if others.get(f"{block}.loss_mode") == "forward_kl_topk":
+        keys["distillation.tail_bucket"] = False  # verl leaves the other tokens out
+    if others.get("distillation.nnodes"):
+        keys["distillation.enable_resource_pool"] = True
+    return keys
+
+
+def _teacher(value: Any, others: Others) -> dict[str, Any]:
+    """The only teacher."""
+    teachers = {others[key] for key in others if key.startswith(_TEACHERS) and key.endswith(".model_path")}
+    if teachers - {value}:
+        raise Refused("several teachers by name", "distillation.teachers={SOURCE: DIRECTORY, ...}")
+    return {} if value is None else {"distillation.path": value}
+
+
 def _transport(value: Any, others: Others) -> dict[str, Any]:
     block = "actor_rollout_ref.rollout.checkpoint_engine"
     if value == "delta_sharded":
@@ -249,6 +275,8 @@ BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
     "batch": _batch,
     "between_syncs": _between_syncs,
     "staleness": _staleness,
+    "distillation": _distillation,
+    "teacher": _teacher,
     "transport": _transport,
     "trackers": _trackers,
     "traces": _traces,

@@ -157,6 +157,9 @@ def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
     if work.reference and ("reference" in roles or work.rollout is None) and not is_base_model:
         held = parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, work.actor)
         yield {"reference": 0 if "weights" in _offloaded(work, pool, "reference") else held / shards}
+    if work.teachers and "teacher" in roles:
+        held = sum(t.shape.parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, t) for t in work.teachers)
+        yield {"teachers": 0 if "weights" in _offloaded(work, pool, "teacher") else held / shards}
     if work.reward_model is not None and "reward_model" in roles:
         model = work.reward_model
         yield {"reward model": model.shape.parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, model)}
@@ -182,7 +185,9 @@ def _offloaded(work: Work, pool: Pool, role: str = "actor") -> set[str]:
     """
     if work.on_cpu or not pool.divided:
         return set()
-    parallel = work.spec.reference_parallel if role == "reference" and work.spec is not None else pool.parallel
+    parallel = pool.parallel
+    if role in ("reference", "teacher") and work.spec is not None:
+        parallel = work.spec.reference_parallel
     fsdp = parallel.fsdp_config
     if fsdp.offload_policy:
         return {"policy", "weights", "optimizer"}
@@ -203,6 +208,7 @@ def _scoring(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
         ("reference", work.actor if work.reference else None),
         ("critic", work.critic),
         ("reward_model", work.reward_model),
+        *(("teacher", teacher) for teacher in work.teachers),
     )
     for role, model in models:
         if model is not None and role in pool.roles:

@@ -52,6 +52,7 @@ def step_time(work: Work, device: Device) -> StepTime:
     scored = {"critic": work.critic, "actor": work.actor if work.old_log_probs else None}
     for role, model in {**scored, "reference": work.actor if work.reference else None}.items():
         log_probs += _forward(work, model, work.pool_of(role), device) if model is not None else 0.0
+    log_probs += sum(_forward(work, teacher, work.pool_of("teacher"), device) for teacher in work.teachers)
     if work.rollout is not None:
         engines = work.pool_of("rollout")
         generation = _generation(work, engines, device)

@@ -25,6 +25,9 @@ from hone.preflight.plan.activations import Passes
 from hone.preflight.plan.model import ModelShape, shape_of
 from hone.preflight.reading import read_json
 
+TEACHER = "teacher"
+"""Name of the shapes of teachers, with a number from 0."""
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -86,6 +89,7 @@ class Work:
         response: longest response.
         samples: rows that share a prompt.
         batch: prompts per step.
+        teachers: frozen models of distillation with weights of their own.
         activation_scale: measured activations divided by those of the closed form.
     """
 
@@ -100,6 +104,7 @@ class Work:
     batch: int
     critic: TrainedModel | None = None
     reward_model: TrainedModel | None = None
+    teachers: tuple[TrainedModel, ...] = ()
     activation_scale: float = 1.0
 
     @property
@@ -184,15 +189,24 @@ def largest_micro_batch(
 
 
 def other_shapes(config: AnyConfig) -> dict[str, ModelShape]:
-    """Return the shapes of a critic and a reward model that have a model directory of their own."""
+    """Return the shapes of a critic, a reward model and teachers that have a model directory of their own."""
     if not isinstance(config, RLConfig):
         return {}
     paths = {
         "critic": config.critic.model.path if RunSpec(config).critic.value else None,
         "reward_model": config.reward.reward_model.path if config.reward.reward_model.enable else None,
     }
+    paths |= {f"{TEACHER}{number}": path for number, path in enumerate(_teachers(config))}
     shapes = {role: shape_of(ModelConfig(path=path)) for role, path in paths.items() if path}
     return {role: shape for role, shape in shapes.items() if shape is not None}
+
+
+def _teachers(config: RLConfig) -> list[str | None]:
+    """Return the teachers with weights of their own; None is a frozen copy of the policy."""
+    settings, model = config.distillation, config.actor_rollout_ref.model
+    has_adapter = model.lora_rank > 0 or model.lora_adapter_path is not None
+    is_actor = (settings.self_teacher == "current" or has_adapter) and not settings.enable_resource_pool
+    return [path for path in settings.models if settings.enable and not (path is None and is_actor)]
 
 
 def work_of(
@@ -208,7 +222,7 @@ def work_of(
     Args:
         shape: of the trained model.
         bfloat16: whether the device is a GPU that computes in it, for ``dtype=auto``.
-        others: shapes of a critic or a reward model where they differ from it.
+        others: shapes of a critic, a reward model or teachers where they differ from it.
 
     Raises:
         ConfigError: the sizes of parallelism do not divide.
@@ -261,7 +275,11 @@ def _rl_work(
         config.actor_rollout_ref.rollout.n,
         batch,
     )
-    models = values if spec.critic.value else None, scores if scorer.enable else None
+    teachers = tuple(
+        dataclasses.replace(policy, shape=others.get(f"{TEACHER}{number}", shape), checkpointing=False, lora_rank=0)
+        for number, _ in enumerate(_teachers(config))
+    )
+    models = values if spec.critic.value else None, scores if scorer.enable else None, teachers
     return Work(config, on_cpu, policy, spec.reference.value, spec.pools, *sizes, *models)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 from support.chat_templates import GEMMA, NUMBERED
 from support.preflight import SMALL_MODEL
@@ -76,7 +77,37 @@ def tool_rows(results: list[str], calls: int) -> dict[int, dict[str, object]]:
     return {number: {"prompt": shown} for number in range(10)}
 
 
+def other_tokenizer(world: World) -> None:
+    """Give the teacher a tokenizer with one token more."""
+    teacher = world.folder / "teacher"
+    shutil.copytree(world.model, teacher, dirs_exist_ok=True)
+    settings = json.loads((teacher / "tokenizer.json").read_text())
+    added = {**settings["added_tokens"][-1], "id": settings["added_tokens"][-1]["id"] + 1, "content": "<|extra|>"}
+    settings["added_tokens"].append(added)
+    (teacher / "tokenizer.json").write_text(json.dumps(settings))
+
+
+def same_tokenizer(world: World) -> None:
+    """Give the teacher the tokenizer of the policy."""
+    shutil.copy(world.model / "tokenizer.json", world.folder / "teacher" / "tokenizer.json")
+
+
 DIRECTORIES = [
+    Case(
+        "R84 distillation.teachers_share_the_tokenizer",
+        "distillation.enable=true distillation.path=TMP/teacher",
+        ("'teacher'", "1 tokens of the teacher"),
+        advice="distillation.path=",
+        breaks=other_tokenizer,
+        repairs=same_tokenizer,
+    ),
+    Case(
+        "R84 distillation.every_row_has_a_teacher",
+        "distillation.enable=true distillation.teacher_prompt='{prompt}{hint}'",
+        ("hint", "ground_truth"),
+        advice="distillation.teacher_prompt=",
+        then="distillation.enable=true distillation.teacher_prompt='{prompt}{ground_truth}'",
+    ),
     Case(
         "R08 files.model_directory",
         breaks=lambda world: (world.model / "model.safetensors").rename(world.folder / "aside"),

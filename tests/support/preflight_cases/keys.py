@@ -396,10 +396,18 @@ PROCESSES = [
         given=f"{RAY} trainer.n_gpus_per_node=2",
     ),
     Case(
-        "R85 layouts.experts_can_be_followed",
+        "R87 layouts.experts_can_be_followed",
         f"{ACTOR}.router_replay.mode=R3",
         ("R3", "qwen3"),
         fix=f"{ACTOR}.router_replay.mode=disabled",
+    ),
+    Case(
+        "R84 distillation.teachers_can_teach",
+        "distillation.use_policy_gradient=true",
+        ("reverse_kl_topk", "use_policy_gradient"),
+        advice="use_policy_gradient=false",
+        then="distillation.use_policy_gradient=false",
+        given="distillation.enable=true distillation.loss_mode=reverse_kl_topk distillation.teacher_prompt='{prompt}!'",
     ),
     Case(
         "R83 lifecycle.profiled_steps_exist",

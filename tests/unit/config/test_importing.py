@@ -173,7 +173,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 UNSUPPORTED = {
-    "grpo_command_array": {"distillation.enabled"},
     "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size"},
     "sft_peft_torchrun": {"data.prompt_key", "data.response_dict_keys", "ulysses_sequence_parallel_size"},
     "sft_engine": {"engine.ulysses_sequence_parallel_size", "trainer.n_gpus_per_node"},

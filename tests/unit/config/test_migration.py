@@ -227,6 +227,25 @@ def test_files_with_keys_of_verl_are_refused_with_the_translation(tmp_path: Any)
     assert "reward.reward_model.enable=true" in text and "hone eval" in text and "hone config import" in text
 
 
+def test_distillation_has_the_defaults_of_verl_and_one_teacher() -> None:
+    loss, teacher = "distillation.distillation_loss", "distillation.teacher_models"
+    lines = ["distillation.enabled=true", f"{teacher}.teacher_model.model_path=/t", "distillation.nnodes=1"]
+    config = load_config(RLConfig, lines).distillation
+    assert (config.path, config.loss_mode, config.by_advantage, config.task_weight) == ("/t", "k3", False, 1.0)
+    assert config.enable_resource_pool
+    lines += [f"{loss}.loss_mode=forward_kl_topk", f"{loss}.use_task_rewards=false", f"{loss}.topk=64"]
+    config = load_config(RLConfig, lines).distillation
+    assert (config.loss_mode, config.topk, config.task_weight, config.tail_bucket) == (
+        "forward_kl_topk",
+        64,
+        0.0,
+        False,
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, [*lines, f"{teacher}.other.model_path=/u"])
+    assert "distillation.teachers=" in caught.value.render()
+
+
 def test_other_trees_do_not_know_them() -> None:
     with raises(ConfigError, "reward_model.enable", code="R09"):
         load_config(SFTConfig, ["reward_model.enable=true"])
