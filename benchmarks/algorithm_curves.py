@@ -43,7 +43,7 @@ OWN: dict[str, tuple[str, ...]] = {
 """Settings of single presets: the buffer must fit the answers, and adapters and value heads start untrained."""
 OPENING, CLOSING = "<!-- curves: from here on by benchmarks/algorithm_curves.py -->", "<!-- curves: to here -->"
 PICTURE = "![Held-out reward of every preset over the steps: mean and range of the seeds; grey: grpo](curves.png)"
-OTHERS = {"online_dpo"}
+OTHERS = {"online_dpo", "opd", "opsd"}
 """Presets that need more than prompts and a reward."""
 
 

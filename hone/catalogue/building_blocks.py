@@ -193,11 +193,12 @@ BLOCKS: dict[str, Block] = {
     "full_kl": Block(
         "sum over the vocabulary of p (log p - log p_ref); with top-k, over k tokens, with the rest as one",
         "Kullback and Leibler 1951",
-        "The KL divergence of whole next-token distributions instead of an estimate from the sampled token. A function for "
-        "analysis and for custom losses; RL steps use an estimate.",
-        select="hone.algorithms.full_kl(log_probs, ref_log_probs)",
+        "The KL divergence of whole next-token distributions instead of an estimate from the sampled token. In a run the starting "
+        "policy is then a teacher, next to the reward; `hone.algorithms.full_kl` is the same for log-probs at hand.",
+        select="distillation.enable=true distillation.loss_mode=reverse_kl distillation.task_weight=1 distillation.coef=0.001",
         aliases=("full",),
-        cost=_REFERENCE,
+        cost=Cost(frozen=("starting policy",), forward=("its hidden states",)),
+        keys=tuple(f"distillation.{key}" for key in ("loss_mode", "topk", "coef", "task_weight")),
         function=algorithms.full_kl,
     ),
     "entropy_bonus": Block(
@@ -249,29 +250,25 @@ BLOCKS: dict[str, Block] = {
         "Agarwal et al. 2024, arXiv:2306.13649, eq. 4; as a policy gradient: Lu 2025, "
         "https://thinkingmachines.ai/blog/on-policy-distillation",
         "On-policy distillation: the student samples, and a teacher gives its distribution of the next token at every position.",
-        select="hone.algorithms.distillation_loss(student_log_probs, teacher_log_probs, response_mask, loss_mode=...)",
+        select="distillation.enable=true distillation.path=TEACHER",
         cost=Cost(frozen=("teacher",), forward=("teacher log-probs",)),
+        keys=tuple(
+            f"distillation.{key}"
+            for key in (
+                *("path", "teachers", "self_teacher", "teacher_prompt", "loss_mode", "use_policy_gradient", "topk", "beta"),
+                *("tail_bucket", "coef", "task_weight", "log_prob_min_clamp", "loss_max_clamp"),
+            )
+        ),
         function=algorithms.distillation_loss,
     ),
     "bradley_terry": Block(
         "-log sigmoid(s_chosen - s_rejected - margin) + centering_coeff (s_chosen + s_rejected)^2",
         "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1",
         "The loss of a reward model: the score of the chosen response should be above that of the rejected one.",
-        select="hone.algorithms.bradley_terry_loss(chosen_scores, rejected_scores), or `hone reward-model`; its model "
-        "scores a run with reward.reward_model.enable=true",
+        select="hone reward-model (its model scores a run with reward.reward_model.enable=true)",
         cost=Cost(trained=("reward model",)),
         keys=tuple(f"reward.reward_model.{key}" for key in ("enable", "path", "combine", "coef")),
         function=algorithms.bradley_terry_loss,
-    ),
-    "implicit_reward": Block(
-        "r_t = beta (log p - log p_ref); trained by cross-entropy of sigmoid(sum_t r_t) with the outcome",
-        "Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 3 and 5",
-        "PRIME: a language model trained on right or wrong outcomes gives a reward for every token.",
-        select="hone.algorithms.implicit_rewards(log_probs, ref_log_probs, response_mask)",
-        cost=Cost(
-            trained=("policy", "implicit reward model"), frozen=("its reference",), forward=("implicit rewards",)
-        ),
-        function=algorithms.implicit_rewards,
     ),
     "online_pairs": Block(
         "the best and the worst response of each group, if they differ by more than the margin",

@@ -59,7 +59,7 @@ def teachers_can_teach(config: RLConfig) -> Iterator[Finding]:
     for holds, key, value, why in obstacles:
         if holds:
             yield error(f"{BLOCK}.enable=true does not work with this value", why=why, fix=f"{key}={value}", where=key)
-    if itself and settings.teacher_prompt is None:
+    if itself and settings.teacher_prompt is None and settings.task_weight == 0:
         yield warning(
             "the policy is its own teacher, and both have the same prompt",
             why="the distance is 0 at the start, so there is nothing to learn",

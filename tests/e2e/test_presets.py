@@ -9,8 +9,8 @@ from hone.config.layers import preset_names
 
 pytestmark = pytest.mark.long
 
-OTHERS = {"online_dpo", "grpo", "ppo", "agent_grpo", "agent_ppo"}
-"""Presets that have tests of their own, in test_preferences, test_learning and test_agents."""
+OTHERS = {"online_dpo", "grpo", "ppo", "agent_grpo", "agent_ppo", "opd", "opsd"}
+"""Presets that have tests of their own, in test_preferences, test_learning, test_agents and test_distillation."""
 ACTOR = "actor_rollout_ref.actor"
 COMMON = (
     *("data.train_batch_size=12", "actor_rollout_ref.rollout.n=8", f"{ACTOR}.ppo_mini_batch_size=12"),
