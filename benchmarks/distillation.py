@@ -1,8 +1,8 @@
 """On-policy distillation against SFT on the same budget: `python benchmarks/distillation.py`.
 
 The task is `digit_sequence` (copy six digits from 0 to 3). The teacher, 5 million parameters, has imitated answers whose digits are
-right with a chance of three in four, so its greedy answers are right and its samples are not. The student, 1 million parameters,
-begins with the form of an answer. Every arm then gets the same prompts, answers a step, steps and learning rate:
+right with a chance of three in four, so its greedy answers are right and its samples are not. The student, 1 million parameters, has
+imitated worse ones and copies half of the digits. Every arm then gets the same prompts, answers a step, steps and learning rate:
 
     sft           the cross-entropy of answers that the teacher samples
     opd           preset opd: the teacher's log-prob of each token that the student samples is an advantage (k1)
@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, DIGITS, HELD_OUT, BATCH, EVERY = 6, 4, 128, 64, 10
-TEACHER_STEPS, START_STEPS, CARE = 240, 24, 0.67
-"""Steps of imitation, and the share of digits that the teacher's demonstrations copy instead of drawing them."""
+TEACHER_STEPS, START_STEPS, TEACHER_CARE, START_CARE = 240, 250, 0.67, 0.4
+"""Steps of imitation, and the share of digits that the demonstrations copy instead of drawing them."""
 RATE = "1e-3"
 ARMS: dict[str, tuple[str, ...]] = {"sft": (), "opd": (), "reverse_kl": ("distillation.loss_mode=reverse_kl",)}
 QUIET = ("trainer.num_threads=1", "trainer.device=cpu", "trainer.logger=[]", "trainer.val_before_train=false")
@@ -88,7 +88,7 @@ def make_models(work: Path) -> tuple[Path, Path]:
     teacher, start = (work / f"{name}/checkpoints/step_{steps}/actor" for name, steps in _TRAINED)
     if teacher.is_dir() and start.is_dir():
         return teacher, start
-    noisy, random_answers = chats(work / "noisy.jsonl", CARE, 0), chats(work / "random.jsonl", 0.0, 1)
+    noisy, noisier = chats(work / "noisy.jsonl", TEACHER_CARE, 0), chats(work / "start.jsonl", START_CARE, 1)
     size = ("--size", DIGITS**LENGTH - 2 * HELD_OUT, "--val-size", HELD_OUT)
     hone("data", "make", "digit_sequence", f"length={LENGTH}", f"digits={DIGITS}", "--out", work / "data", *size)
     hone("data", "tokenizer", "--files", noisy, "--out", work / "tokenizer", "--vocab-size", 300)
@@ -96,7 +96,7 @@ def make_models(work: Path) -> tuple[Path, Path]:
         hone("init", "--arch", "qwen3", "--size", parameters, "--tokenizer", work / "tokenizer", "--out", work / name)
     cosine = ("optim.lr_scheduler_type=cosine", "trainer.save_freq=-1")
     imitate(work, "teacher", work / "blank_teacher", noisy, TEACHER_STEPS, "optim.lr=2e-3", *cosine)
-    imitate(work, "start", work / "blank_student", random_answers, START_STEPS, "optim.lr=2e-3", *cosine)
+    imitate(work, "start", work / "blank_student", noisier, START_STEPS, "optim.lr=2e-3", *cosine)
     return teacher, start
 
 

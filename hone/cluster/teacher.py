@@ -82,7 +82,7 @@ class TeacherWorker(ModelRole):
         prompts = PROMPTS if PROMPTS in batch else "prompt_ids"
         columns = {"prompt_ids": batch[prompts], "response_ids": batch["response_ids"]}
         if self.config.distillation.loss_mode in SAMPLED_MODES:
-            columns |= {name: batch[name] for name in SUPPORT}
+            columns |= {name: batch[name] for name in SUPPORT if name in batch}
         scored = Batch(columns)
         with self._weights():
             if len(self.engines) == 1:
