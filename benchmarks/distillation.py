@@ -5,8 +5,9 @@ right with a chance of three in four, so its greedy answers are right and its sa
 imitated worse ones and copies half of the digits. Every arm then gets the same prompts, answers a step, steps and learning rate:
 
     sft           the cross-entropy of answers that the teacher samples
-    opd           preset opd: the teacher's log-prob of each token that the student samples is an advantage (k1)
-    reverse_kl    preset opd with distillation.loss_mode=reverse_kl: the whole next-token distributions
+    forward_kl    on-policy: the whole distributions of teacher and student at each token that the student samples
+    reverse_kl    the same, in the other direction
+    k1            on-policy: the teacher's log-prob of each token that the student samples is an advantage
 
 The curve is the share of right digits in greedy answers to held-out prompts, measured from the checkpoints in the same way for all
 arms. Runs that are complete in `--work` are not repeated. The script draws `distillation.png` into `--out` and prints the table.
@@ -35,7 +36,12 @@ LENGTH, DIGITS, HELD_OUT, BATCH, EVERY = 6, 4, 128, 64, 10
 TEACHER_STEPS, START_STEPS, TEACHER_CARE, START_CARE = 240, 250, 0.67, 0.4
 """Steps of imitation, and the share of digits that the demonstrations copy instead of drawing them."""
 RATE = "1e-3"
-ARMS: dict[str, tuple[str, ...]] = {"sft": (), "opd": (), "reverse_kl": ("distillation.loss_mode=reverse_kl",)}
+ARMS: dict[str, tuple[str, ...]] = {
+    "sft": (),
+    "forward_kl": ("distillation.loss_mode=forward_kl",),
+    "reverse_kl": ("distillation.loss_mode=reverse_kl",),
+    "k1": ("distillation.loss_mode=k1",),
+}
 QUIET = ("trainer.num_threads=1", "trainer.device=cpu", "trainer.logger=[]", "trainer.val_before_train=false")
 
 

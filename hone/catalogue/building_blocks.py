@@ -44,7 +44,8 @@ def _kl(name: str, formula: str, description: str, aliases: tuple[str, ...] = ()
         formula=formula,
         paper=paper,
         description=description,
-        select=f"algorithm.kl_penalty={name} (in the reward) or actor_rollout_ref.actor.kl_loss_type={name} (in the loss)",
+        select=f"algorithm.use_kl_in_reward=true algorithm.kl_penalty={name} (in the reward) or "
+        f"actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_type={name} (in the loss)",
         aliases=aliases,
         keys=_KL_KEYS,
         function=functools.partial(algorithms.kl_penalty, kind=name),
@@ -255,7 +256,16 @@ BLOCKS: dict[str, Block] = {
         keys=tuple(
             f"distillation.{key}"
             for key in (
-                *("path", "teachers", "self_teacher", "teacher_prompt", "loss_mode", "use_policy_gradient", "topk", "beta"),
+                *(
+                    "path",
+                    "teachers",
+                    "self_teacher",
+                    "teacher_prompt",
+                    "loss_mode",
+                    "use_policy_gradient",
+                    "topk",
+                    "beta",
+                ),
                 *("tail_bucket", "coef", "task_weight", "log_prob_min_clamp", "loss_max_clamp"),
             )
         ),
@@ -274,7 +284,7 @@ BLOCKS: dict[str, Block] = {
         "the best and the worst response of each group, if they differ by more than the margin",
         "Guo et al. 2024 (online AI feedback), arXiv:2402.04792",
         "Preference pairs from the policy's own samples: used by `hone data pairs` and online DPO.",
-        select=f"{_ONLINE}.loss_mode=dpo",
+        select=f"{_ONLINE}.loss_mode=dpo actor_rollout_ref.actor.use_kl_loss=false",
         cost=Cost(frozen=("reference",), generation="2 or more responses per prompt", saving=NO_COPY),
         keys=tuple(f"{_ONLINE}.{key}" for key in ("loss_mode", "beta", "margin")),
         function=algorithms.best_worst_pairs,

@@ -110,12 +110,21 @@ class Method:
             return ""
         return "rollout_correction.md" if self.kind == "correction" else f"{self.name}.md"
 
+    @property
+    def command(self) -> str:
+        """Return the command that runs it, without model and data; names in capitals stand for the user's own."""
+        words = self.select.partition(" (")[0]
+        if words.startswith("hone "):
+            return words
+        return f"hone {'prefer' if self.kind == 'preference' else 'train'} {words}"
+
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "entry"}
         plain = {
             "needs": [dataclasses.asdict(need) for need in self.needs],
             "knobs": [dataclasses.asdict(knob) for knob in self.knobs],
+            "command": self.command,
             "cost": {**dataclasses.asdict(self.cost), "sentence": self.cost.sentence()},
         }
         return {**fields, **plain, "page": f"docs/algorithms/{self.page}" if self.page else ""}
