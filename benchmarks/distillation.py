@@ -2,9 +2,9 @@
 
 The task is `digit_sequence` (copy six digits from 0 to 3). The teacher, 5 million parameters, has imitated answers whose digits are
 right with a chance of three in four, so its greedy answers are right and its samples are not. The student, 1 million parameters, has
-imitated worse ones and copies half of the digits. Every arm then gets the same prompts, answers a step, steps and learning rate:
+imitated worse ones and copies half of the digits. Every arm then gets the same 128 prompts, answers a step, steps and learning rate:
 
-    sft           the cross-entropy of answers that the teacher samples
+    sft           the cross-entropy of answers that the teacher has sampled, one for each prompt
     forward_kl    on-policy: the whole distributions of teacher and student at each token that the student samples
     reverse_kl    the same, in the other direction
     k1            on-policy: the teacher's log-prob of each token that the student samples is an advantage
@@ -32,7 +32,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-LENGTH, DIGITS, HELD_OUT, BATCH, EVERY = 6, 4, 128, 64, 10
+LENGTH, DIGITS, PROMPTS, HELD_OUT, BATCH, EVERY = 6, 4, 128, 128, 64, 20
 TEACHER_STEPS, START_STEPS, TEACHER_CARE, START_CARE = 240, 250, 0.67, 0.4
 """Steps of imitation, and the share of digits that the demonstrations copy instead of drawing them."""
 RATE = "1e-3"
@@ -83,6 +83,7 @@ def imitate(work: Path, name: str, model: Path, file: Path, steps: int, *words: 
         hone(
             *("sft", f"model.path={model}", f"data.train_files={file}", "data.max_length=64"),
             *(f"data.train_batch_size={BATCH}", f"trainer.total_training_steps={steps}", f"trainer.seed={seed}"),
+            "trainer.total_epochs=1000",
             *(f"trainer.default_local_dir={work}/{name}", *QUIET[:3], *words),
         )
     return folder
@@ -142,7 +143,7 @@ def train(arm: str, seed: int, steps: int, work: Path, teacher: Path, start: Pat
     name, file = f"{arm}-{seed}", work / f"teacher-{seed}.jsonl"
     if arm == "sft":
         if not file.is_file():
-            digits = random.Random(seed).choices(prompts(work, "train"), k=steps * BATCH)
+            digits = prompts(work, "train")[:PROMPTS]
             texts = answers(teacher, work / "tokenizer", digits, sample=seed)
             file.write_text("".join(map(conversation, digits, texts)))
         words = (f"optim.lr={RATE}", f"trainer.save_freq={EVERY}", "trainer.max_ckpt_to_keep=null")
@@ -157,7 +158,13 @@ def train(arm: str, seed: int, steps: int, work: Path, teacher: Path, start: Pat
                 f"data.train_batch_size={BATCH}",
                 "data.max_prompt_length=32",
             ),
-            *("data.max_response_length=8", "actor_rollout_ref.rollout.n=1", f"trainer.seed={seed}"),
+            *(
+                "data.max_response_length=8",
+                f"data.train_max_samples={PROMPTS}",
+                "trainer.total_epochs=1000",
+                "actor_rollout_ref.rollout.n=1",
+                f"trainer.seed={seed}",
+            ),
             *(f"actor_rollout_ref.actor.optim.lr={RATE}", f"trainer.total_training_steps={steps}"),
             *(f"trainer.save_freq={EVERY}", "trainer.max_ckpt_to_keep=null", "trainer.rollout_dump_freq=0"),
             *(f"trainer.default_local_dir={work}/{name}", *QUIET, *ARMS[arm]),
@@ -190,9 +197,9 @@ def draw(curves: dict[str, list[list[float]]], teacher: float, file: Path) -> No
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, measure, draw and tabulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=["sft", "forward_kl", "reverse_kl"], choices=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--work", type=Path, default=ROOT / "runs/distillation", help="data, models and runs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images")
     options = parser.parse_args(arguments)
