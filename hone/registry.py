@@ -55,20 +55,24 @@ class Registry(Generic[T]):
 
         return decorate
 
-    def get(self, name: str) -> T:
+    def get(self, name: str, *, key: str | None = None) -> T:
         """Return the entry called ``name``, or the one at the import path ``name``.
+
+        Args:
+            name: name of the entry.
+            key: configuration key with the name, for error messages; None means the registry's.
 
         Raises:
             UnknownMethod: the name does not exist (the message lists similar ones), or the import path is not usable.
         """
         if self.adopt is not None and ":" in name:
-            return self._import(name, self.adopt)
+            return self._import(name, self.adopt, self.key if key is None else key)
         try:
             return self._entries[name]
         except KeyError:
             raise UnknownMethod(
                 f"unknown {self.kind} '{name}'",
-                where=self.key,
+                where=self.key if key is None else key,
                 fix=did_you_mean(name, self._entries),
             ) from None
 
@@ -82,13 +86,13 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
-    def _import(self, path: str, adopt: Callable[[Any, str], T]) -> T:
+    def _import(self, path: str, adopt: Callable[[Any, str], T], key: str) -> T:
         if path not in self._imported or is_user_object(path):  # a notebook cell may define it again
-            target = imported(path, self.key)
+            target = imported(path, key)
             try:
                 self._imported[path] = adopt(target, path)
             except TypeError as error:
-                raise UnknownMethod(f"'{path}' is not a valid {self.kind}: {error}", where=self.key) from error
+                raise UnknownMethod(f"'{path}' is not a valid {self.kind}: {error}", where=key) from error
         return self._imported[path]
 
 

@@ -74,7 +74,7 @@ def show(
 def _show_derived(config: Any, *, as_json: bool) -> None:
     import json
 
-    from hone.config.derived import derived_lines
+    from hone.config.specs import derived_lines
 
     lines = derived_lines(config)
     if as_json:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.parallel_layout import Layout
 from hone.config.run import RunConfig
-from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig, model_block
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError
 from hone.models.devices import run_device, use_expandable_segments
@@ -19,9 +19,11 @@ from hone.startup import collect_as_usual
 from hone.threads import compute_here
 from hone.training.layout import Meshes
 
+ConfigT = TypeVar("ConfigT", bound=AnyConfig)
+
 
 @dataclass
-class WorkerContext:
+class WorkerContext(Generic[ConfigT]):
     """Process of a role.
 
     Attributes:
@@ -39,7 +41,7 @@ class WorkerContext:
         host: address at which other processes of the run reach this machine.
     """
 
-    config: RLConfig
+    config: ConfigT
     device: torch.device
     rank: int = 0
     world: int = field(default=1, kw_only=True)
@@ -77,9 +79,9 @@ class RoleSpec:
     group: int = 1
 
 
-def run_tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:
+def run_tokenizer(config: AnyConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the run."""
-    model = config.actor_rollout_ref.model
+    _, model = model_block(config)
     return load_tokenizer(
         model.tokenizer_path or model.path,
         trust_remote_code=model.trust_remote_code,

@@ -50,7 +50,7 @@ def worker_lost(
     record: Record | None,
     cause: str,
     *,
-    config: RLConfig,
+    config: AnyConfig,
     run_stage: str = "",
     out_of_memory: bool = False,
     log: str = "",

@@ -11,6 +11,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.reward_model import JUDGED, JUDGEMENT, reward_model_path
 from hone.config.model import ModelConfig
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import render_prompts
 from hone.data.seeding import derive_seed
@@ -39,7 +40,7 @@ class GenerativeRewardModelWorker:
         RewardError: the rubric cannot be read or used.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config, settings = context.config, context.config.reward.reward_model
         path, trusted = reward_model_path(config), config.actor_rollout_ref.model.trust_remote_code
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor

@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 
+from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Split, dispatch_of
 from hone.config.derived import RunSpec
 from hone.config.pools import check_local
 from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
+from hone.data.batch import Batch
 from hone.generation.build import divided_cores
 from hone.models.kernels.cpu.memory import MemoryUse
 
@@ -96,14 +99,15 @@ class LocalRuntime:
     """
 
     def __init__(
-        self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
+        self, config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
     ) -> None:
         check_local(config)
         self._compute: ThreadPoolExecutor | None = None
-        if RunSpec(config).asynchronous:
+        threads: int | None = None
+        if isinstance(config, RLConfig) and RunSpec(config).asynchronous:
             torch.set_num_threads(1)  # the loop's thread computes only small things
             self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        threads = divided_cores(config)[1] if self._compute is not None else None
+            threads = divided_cores(config)[1]
         device = self._here(functools.partial(prepare_torch, config.trainer, threads=threads))
         self._memory = MemoryUse()
         self.context = WorkerContext(config, device, total_steps=total_steps, resume=resume)
@@ -126,6 +130,15 @@ class LocalRuntime:
 
     def __contains__(self, name: object) -> bool:
         return name in self.context.roles
+
+    def put(self, batch: Batch) -> Batch:
+        """Return the same batch."""
+        return batch
+
+    def fetch(self, batch: AnyBatch) -> Batch:
+        """Return the same batch."""
+        assert isinstance(batch, Batch)
+        return batch
 
     def begin_step(self, seed: int) -> None:
         """Seed torch."""

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 from hone.cluster.context import RoleSpec
 from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
+from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
 from hone.cluster.reward_model import RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.cluster.rollout import RolloutWorker
 from hone.cluster.teacher import TeacherWorker
 from hone.config.derived import RunSpec
 from hone.config.pools import MAIN_POOL, Pool, engine_devices
+from hone.config.specs import OfflineSpec, spec_of
 from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig, OfflineConfig
 
 _CLASSES: dict[str, type] = {
     "actor": PolicyWorker,
@@ -23,6 +26,8 @@ _CLASSES: dict[str, type] = {
     "reward_model": RewardModelWorker,
     "teacher": TeacherWorker,
 }
+
+_OFFLINE_CLASSES: dict[str, type] = {"actor": LearnerWorker, "reference": FrozenPolicyWorker}
 
 
 def model_roles(config: RLConfig) -> list[RoleSpec]:
@@ -37,9 +42,14 @@ def model_roles(config: RLConfig) -> list[RoleSpec]:
     return roles
 
 
-def place(config: RLConfig, roles: Sequence[RoleSpec]) -> list[Pool]:
+def offline_roles(config: OfflineConfig) -> list[RoleSpec]:
+    """Return the roles of a run over a fixed dataset, in the order of their construction."""
+    return [RoleSpec(role.name, _OFFLINE_CLASSES[role.name]) for role in OfflineSpec(config).roles]
+
+
+def place(config: AnyConfig, roles: Sequence[RoleSpec]) -> list[Pool]:
     """Return the pools with the names of all these roles; a role without a pool is in the main pool."""
-    pools = RunSpec(config).pools
+    pools = spec_of(config).pools
     owners = {name: pool.name for pool in pools for name in pool.roles}
     placed = []
     for pool in pools:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.data.balance import Lengths
-from hone.data.batch import Batch
+from hone.data.batch import Batch, Column
 
 Index = NDArray[np.int64]
 
@@ -129,6 +129,18 @@ class LayerPart:
     names: Mapping[str, str]
     blocks: Sequence[Block]
     index: tuple[Index | None, Index] | None
+
+    def columns(self, blocks: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+        """Return the columns under their names in the batch, given those of each block."""
+        inside = list(dict.fromkeys(self.names.values()))
+        parts = [Batch({name: columns[name] for name in inside}) for columns in blocks]
+        whole = parts[0] if len(parts) == 1 else Batch.concat(parts)
+        if self.index is not None:
+            starts = torch.tensor([0, *(block.size for block in self.blocks)]).cumsum(0)
+            block, row = self.index
+            rows = torch.tensor(row)
+            whole = whole.reorder(rows if block is None else rows + starts[torch.tensor(block)])
+        return {name: whole[old] for name, old in self.names.items()}
 
 
 @dataclass(frozen=True)

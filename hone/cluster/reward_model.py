@@ -61,7 +61,7 @@ class RewardModelWorker(ModelRole):
         ModelError: the directory has no scalar model.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config, tokenizer, device = context.config, context.tokenizer, context.device
         settings, actor = config.reward.reward_model, config.actor_rollout_ref.actor
         path = reward_model_path(config)

@@ -13,6 +13,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.cluster.weight_ends import WeightSource
 from hone.config.derived import RunSpec
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.errors import ConfigError
@@ -73,7 +74,7 @@ class PolicyWorker(WeightSource, ModelRole):
         context: context of the process; with ``resume`` the role resumes from that checkpoint.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config, device, resume = context.config, context.device, context.resume
         self.context, self.config = context, config
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
@@ -226,7 +227,7 @@ class ReferenceWorker(ModelRole):
             LoRA, it is a copy.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config = context.config
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         policy = context.roles.get("actor")
@@ -264,7 +265,7 @@ class CriticWorker(ModelRole):
         context: context of the process; with ``resume`` the role resumes from that checkpoint.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config, device, resume = context.config, context.device, context.resume
         self.config, self.context = config, context
         actor, critic = config.actor_rollout_ref.actor, config.critic

@@ -19,6 +19,7 @@ from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.cluster.weight_ends import WeightTarget
 from hone.config.derived import RunSpec
 from hone.config.pools import engine_devices
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
@@ -79,7 +80,7 @@ class RolloutWorker(WeightTarget):
         engine: None builds the configured engine.
     """
 
-    def __init__(self, context: WorkerContext, engine: Engine | None = None) -> None:
+    def __init__(self, context: WorkerContext[RLConfig], engine: Engine | None = None) -> None:
         self.context, self.tokenizer = context, context.tokenizer
         self.weights = self._source()
         group = engine_devices(context.config)

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import Answer
-from hone.config.tree import RLConfig
-
-
-class AnyBatch(Protocol):
-    """Batch with columns here (:class:`~hone.data.batch.Batch`) or elsewhere.
-
-    Columns elsewhere are a :class:`~hone.cluster.remote_batch.RemoteBatch`. Both have these operations.
-    """
-
-    @property
-    def uids(self) -> list[str]: ...
-    def __len__(self) -> int: ...
-    def __contains__(self, name: object) -> bool: ...
-    def names(self) -> list[str]: ...
-    def select(self, *names: str) -> AnyBatch: ...
-    def rename(self, names: Mapping[str, str]) -> AnyBatch: ...
-    def updated(self, other: Any) -> AnyBatch: ...
-    def reorder(self, rows: Sequence[int]) -> AnyBatch: ...
-    def slice(self, start: int, stop: int) -> AnyBatch: ...
+from hone.config.trees import AnyConfig
+from hone.data.batch import Batch
 
 
 class Group(Protocol):
@@ -53,6 +37,14 @@ class Runtime(Protocol):
 
     def __contains__(self, name: object) -> bool: ...
 
+    def put(self, batch: Batch) -> AnyBatch:
+        """Return a batch of the program in the form that groups take; it has a column ``uid``."""
+        ...
+
+    def fetch(self, batch: AnyBatch) -> Batch:
+        """Return a batch with its columns in this process."""
+        ...
+
     def begin_step(self, seed: int) -> None:
         """Seed torch in every process, and release cached data of the last step."""
         ...
@@ -66,7 +58,7 @@ class Runtime(Protocol):
         ...
 
 
-def build_runtime(config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:
+def build_runtime(config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:
     """Start the runtime of ``trainer.runtime``, with all roles built.
 
     Args:

@@ -15,13 +15,13 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from hone.cluster.context import RoleSpec
 from hone.cluster.failures import WorkerLost
 from hone.cluster.runtime import Runtime, build_runtime
 from hone.cluster.watchdog import Hang
-from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
 from hone.insight import activity
 from hone.insight.activity import is_here
 from hone.insight.run_directory import RunDirectory
@@ -29,6 +29,8 @@ from hone.insight.run_files import RUN
 from hone.training.checkpoints.store import CheckpointStore
 
 log = logging.getLogger("hone")
+
+ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
 START_LIMIT = 1800.0
 """Seconds that starting processes and loading models may take without progress."""
@@ -59,7 +61,7 @@ class Supervisor:
         self._run, self.max_restarts, self.restarts = run, max_restarts, 0
         self._runtime: Runtime | None = None
 
-    def runtime(self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:
+    def runtime(self, config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:
         """Return the runtime with all roles built from a checkpoint: a new one, or the repaired one."""
         with activity.doing("starting", limit=START_LIMIT):
             if isinstance(self._runtime, Renewable):
@@ -107,11 +109,11 @@ class Supervisor:
         return True
 
 
-def resuming_config(config: RLConfig) -> RLConfig:
+def resuming_config(config: ConfigT) -> ConfigT:
     """Return the configuration of another attempt: it resumes from the run's newest checkpoint, if there is one."""
     location = config.trainer.checkpoint_dir or Path(config.trainer.default_local_dir) / "checkpoints"
     if config.trainer.resume_mode == "auto" or CheckpointStore(location, None).latest() is None:
         return config
     resuming = copy.copy(config)
-    resuming.trainer = dataclasses.replace(config.trainer, resume_mode="auto")
+    resuming.trainer = dataclasses.replace(config.trainer, resume_mode="auto")  # type: ignore[assignment]
     return resuming

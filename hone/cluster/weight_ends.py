@@ -21,6 +21,7 @@ from hone.cluster.weight_broadcast import (
     time_limit,
 )
 from hone.config.limits import BROADCAST_BUFFERS
+from hone.config.tree import RLConfig
 from hone.generation.build import engine_dtype
 from hone.generation.options import sends_adapter
 from hone.generation.protocol import Engine
@@ -64,7 +65,7 @@ class BroadcastEnd:
 class WeightSource:
     """The actor's side. All of its workers take part in gathering shards; the first one sends."""
 
-    context: WorkerContext
+    context: WorkerContext[RLConfig]
     engine: TrainBackend
     _exported: Iterator[tuple[str, Tensor]] = iter(())
     _sending: BroadcastEnd | None = None
@@ -162,7 +163,7 @@ class WeightSource:
 class WeightTarget:
     """The side of a rollout worker that has an engine."""
 
-    context: WorkerContext
+    context: WorkerContext[RLConfig]
     engine: Engine
     _worker: int
     _receiving: BroadcastEnd | None = None

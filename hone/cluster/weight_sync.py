@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from hone.cluster.any_batch import AnyBatch
 from hone.cluster.broadcast_sync import BroadcastSync
 from hone.cluster.dispatch import RemoteTensors
 from hone.cluster.rollout import Weights
-from hone.cluster.runtime import AnyBatch, Group
+from hone.cluster.runtime import Group
 from hone.cluster.weight_broadcast import Bucket
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.fields import block, choice, named, number
@@ -53,6 +53,8 @@ class RouterReplayConfig:
 @dataclass
 class ActorConfig(ParallelConfig):
     """The update of the policy."""
+
+    block_path: ClassVar[str] = "actor_rollout_ref.actor"
 
     ppo_mini_batch_size: int = number(64, low=1)
     """Prompts per optimizer update; must divide data.train_batch_size. When both are equal there is one on-policy update."""

@@ -21,7 +21,6 @@ from hone.config.dtypes import dtype_keys
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS, REPORT_SUPPORT, micro_batch_tokens
 from hone.config.parallel import ParallelConfig
 from hone.config.pools import MAIN_POOL, POOL_BLOCKS, Pool, engine_devices, own_pools
-from hone.config.preference import PreferenceConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.methods import COMPARES_ACROSS_MINI_BATCH, ESTIMATOR_INPUTS, PREFERENCE_LOSS_NEEDS, EstimatorInputs
@@ -336,14 +335,7 @@ class RunSpec:
             if not decision.value:
                 yield Derived(f"role {name}", "none", decision.reason)
         for pool in self.pools:
-            layout = pool.layout
-            sizes = {"data": layout.dp_size, "tensor": layout.tensor, "sequence": layout.sequence}
-            cut = ", ".join(f"{kind} {size}" for kind, size in (sizes | {"expert": layout.expert}).items() if size > 1)
-            yield Derived(
-                f"pool {pool.name}",
-                f"{pool.world} process{'es' if pool.world > 1 else ''}: {', '.join(pool.roles)}",
-                f"{pool.block}.nnodes={pool.nodes} x n_gpus_per_node={pool.per_node}" + (f"; {cut}" if cut else ""),
-            )
+            yield pool_line(pool)
             if "rollout" in pool.roles and engine_devices(self.config) > 1:
                 yield Derived(
                     "engines",
@@ -366,6 +358,22 @@ class RunSpec:
         yield Derived("weights to rollout workers", value, shown.reason)
 
 
+def pool_line(pool: Pool) -> Derived:
+    """Return the line about a pool of devices and its parallel sizes.
+
+    Raises:
+        ConfigError: the parallel sizes do not divide the processes.
+    """
+    layout = pool.layout
+    sizes = {"data": layout.dp_size, "tensor": layout.tensor, "sequence": layout.sequence, "expert": layout.expert}
+    cut = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
+    return Derived(
+        f"pool {pool.name}",
+        f"{pool.world} process{'es' if pool.world > 1 else ''}: {', '.join(pool.roles)}",
+        f"{pool.block}.nnodes={pool.nodes} x n_gpus_per_node={pool.per_node}" + (f"; {cut}" if cut else ""),
+    )
+
+
 def micro_batch_line(config: AnyConfig, budget: int, key: str) -> Derived:
     """Return the line about the tokens of a micro-batch; ``trainer.device=auto`` shows both devices."""
     bounded = config.trainer.device != "cuda" and budget > CPU_MICRO_BATCH_TOKENS
@@ -384,43 +392,12 @@ def dtype_line(config: AnyConfig) -> Derived:
     return Derived("compute dtype", value, f"{key.key}={key.value}")
 
 
-def derived_lines(config: AnyConfig) -> list[Derived]:
-    """Return the derived facts of a run of any kind.
-
-    Raises:
-        ConfigError: a method does not exist, or the parallel sizes do not divide the processes.
-    """
-    if isinstance(config, RLConfig):
-        return list(RunSpec(config).lines())
-    lines = [
-        micro_batch_line(config, config.data.max_token_len_per_gpu, "data.max_token_len_per_gpu"),
-        dtype_line(config),
-    ]
-    if isinstance(config, PreferenceConfig):
-        copied = holds_reference(config)
-        lines.append(
-            Derived(
-                "reference copy",
-                "yes" if copied else "none",
-                f"loss.name={config.loss.name}, ref.mode={config.ref.mode}",
-            )
-        )
-    return lines
-
-
 def longest_sequence(config: RLConfig) -> int:
     """Return the maximum number of tokens that the model sees at once: prompt and response, or a conversation that compaction limits."""
     compaction = config.actor_rollout_ref.rollout.multi_turn.compaction
     if compaction.strategy is not None and compaction.context_tokens is not None:
         return compaction.context_tokens
     return config.data.max_prompt_length + config.data.max_response_length
-
-
-def holds_reference(config: AnyConfig) -> bool:
-    """Return whether an offline run keeps a second copy of the model for the reference log-probs."""
-    if not isinstance(config, PreferenceConfig) or config.ref.mode not in ("auto", "copy"):
-        return False
-    return "reference" in PREFERENCE_LOSS_NEEDS.get(config.loss.name, frozenset())
 
 
 def _loss_takes_reference(name: str | None) -> bool:

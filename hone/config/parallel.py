@@ -1,8 +1,9 @@
-"""Sharding of a model over the processes of its group: keys of ``actor_rollout_ref.actor`` and ``.ref``."""
+"""Sharding of a model over the processes of its group: keys of ``actor_rollout_ref.actor``, and of the root of the offline trees."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hone.config.fields import block, choice, named, number
 
@@ -12,7 +13,8 @@ class MixedPrecisionConfig:
     """Dtypes of FSDP's communication."""
 
     param_dtype: str | None = choice(None, "float32", "bfloat16", "float16")
-    """Dtype of all-gathered parameters and of computation; null means actor.dtype. The shards stay float32."""
+    """Dtype of all-gathered parameters and of computation; null means the compute dtype of the model
+    (dtype). The shards stay float32."""
     reduce_dtype: str = choice("float32", "float32", "bfloat16")
     """Dtype in which gradients are summed over ranks."""
 
@@ -43,6 +45,13 @@ class FsdpConfig:
 class ParallelConfig:
     """The training backend and the parallel sizes. The sizes multiplied must divide the number of processes; the remaining
     factor is data parallel."""
+
+    block_path: ClassVar[str] = ""
+    """Path of the block in its tree; empty for the root."""
+
+    def key(self, name: str) -> str:
+        """Return the full key of a field of this block, for messages."""
+        return f"{self.block_path}.{name}" if self.block_path else name
 
     strategy: str | None = named(None, "training backend")
     """The training backend. local: one process holds the whole model; fsdp2 (or fsdp): the model is sharded over the processes.

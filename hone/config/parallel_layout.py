@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from hone.config.parallel import ParallelConfig
 from hone.errors import ConfigError
 
-BLOCK = "actor_rollout_ref.actor"
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -57,8 +55,8 @@ class Layout:
             raise ConfigError(
                 f"{world} processes cannot be divided into groups of {tensor} tensor x {sequence} sequence parallel ranks",
                 why="every process must be in exactly one such group",
-                where=f"{BLOCK}.tensor_model_parallel_size",
-                fix=f"{BLOCK}.tensor_model_parallel_size x {BLOCK}.ulysses_sequence_parallel_size must divide {world} "
+                where=config.key("tensor_model_parallel_size"),
+                fix=f"{config.key('tensor_model_parallel_size')} x {config.key('ulysses_sequence_parallel_size')} must divide {world} "
                 "= trainer.nnodes x trainer.n_gpus_per_node",
             )
         ranks = world // tensor
@@ -68,16 +66,16 @@ class Layout:
             raise ConfigError(
                 f"one copy of the parameters cannot be sharded over {shard} of {ranks} ranks (sequence parallel: {sequence})",
                 why="all copies must have the same size, and sequence-parallel ranks must belong to one copy",
-                where=f"{BLOCK}.fsdp_config.fsdp_size",
-                fix=f"{BLOCK}.fsdp_config.fsdp_size=<one of {', '.join(map(str, sizes))}, or -1 for all>",
+                where=config.key("fsdp_config.fsdp_size"),
+                fix=f"{config.key('fsdp_config.fsdp_size')}=<one of {', '.join(map(str, sizes))}, or -1 for all>",
             )
         if shard % expert:
             raise ConfigError(
                 f"{shard} ranks that share a copy of the parameters cannot be divided into groups of {expert} that "
                 "share the experts",
                 why="each group of ranks holds every expert once",
-                where=f"{BLOCK}.expert_parallel_size",
-                fix=f"{BLOCK}.expert_parallel_size=<a divisor of {shard}>",
+                where=config.key("expert_parallel_size"),
+                fix=f"{config.key('expert_parallel_size')}=<a divisor of {shard}>",
             )
         return cls(world, ranks // shard, shard // sequence, sequence, tensor, expert)
 

@@ -11,6 +11,7 @@ from hone.config.parallel import ParallelConfig
 from hone.config.parallel_layout import Layout
 from hone.config.ray import OwnPoolConfig
 from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
 from hone.errors import ConfigError
 
 MAIN_POOL = "main"
@@ -70,8 +71,10 @@ class Pool:
         return Layout.plan(self.world, self.parallel)
 
 
-def own_pools(config: RLConfig) -> dict[str, OwnPoolConfig]:
+def own_pools(config: AnyConfig) -> dict[str, OwnPoolConfig]:
     """Return the pool settings of every role with a separate pool, whether or not the run has the role."""
+    if not isinstance(config, RLConfig):
+        return {}
     shared = config.actor_rollout_ref
     blocks = (shared.rollout, shared.ref, config.critic, config.reward.reward_model, config.distillation)
     return {role: keys for role, keys in zip(POOL_BLOCKS, blocks, strict=True) if keys.enable_resource_pool}
@@ -94,12 +97,14 @@ def check_layouts(pools: Iterable[Pool]) -> None:
         _ = pool.layout
 
 
-def check_engines(config: RLConfig) -> None:
-    """Check that the rollout workers of every node divide into whole engines.
+def check_engines(config: AnyConfig) -> None:
+    """Check that the rollout workers of every node divide into whole engines; an offline run has none.
 
     Raises:
         ConfigError: they do not.
     """
+    if not isinstance(config, RLConfig):
+        return
     rollout, size = config.actor_rollout_ref.rollout, engine_devices(config)
     block, sizes_of_pool = (
         ("actor_rollout_ref.rollout", rollout) if rollout.enable_resource_pool else ("trainer", config.trainer)
@@ -118,7 +123,7 @@ def check_engines(config: RLConfig) -> None:
         )
 
 
-def check_local(config: RLConfig) -> None:
+def check_local(config: AnyConfig) -> None:
     """Check that the local runtime's single process is enough.
 
     Raises:

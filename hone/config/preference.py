@@ -9,7 +9,9 @@ from hone.config.data import CustomDatasetConfig
 from hone.config.fields import block, choice, dataset_paths, model_path, named, number
 from hone.config.insight import InsightConfig
 from hone.config.model import ModelConfig, OptimConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.preflight import PreflightConfig
+from hone.config.ray import RayConfig
 from hone.config.run import RunConfig
 
 
@@ -94,7 +96,7 @@ class PreferenceLossConfig:
 
 
 @dataclass
-class PreferenceConfig:
+class PreferenceConfig(ParallelConfig):
     """`hone prefer`: preference optimisation of a policy."""
 
     data: PreferenceDataConfig = block(PreferenceDataConfig)
@@ -113,6 +115,8 @@ class PreferenceConfig:
     eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="prefer")
     """Life cycle."""
+    ray: RayConfig = block(RayConfig)
+    """Worker processes."""
     preflight: PreflightConfig = block(PreflightConfig)
     """Checks before the run."""
     insight: InsightConfig = block(InsightConfig)
@@ -130,7 +134,7 @@ class RewardModelLossConfig:
 
 
 @dataclass
-class RewardModelConfig:
+class RewardModelConfig(ParallelConfig):
     """`hone reward-model`: a scalar reward model from preference pairs."""
 
     data: PreferenceDataConfig = block(PreferenceDataConfig)
@@ -147,6 +151,8 @@ class RewardModelConfig:
     eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="reward_model")
     """Life cycle."""
+    ray: RayConfig = block(RayConfig)
+    """Worker processes."""
     preflight: PreflightConfig = block(PreflightConfig)
     """Checks before the run."""
     insight: InsightConfig = block(InsightConfig)

@@ -68,17 +68,11 @@ class RunConfig:
     """Steps whose updates torch.profiler records in every training process: a trace, the slowest operators, and on CUDA a snapshot
     of memory, in profile/ of the run directory. Such a step takes longer and computes the same numbers. With
     async_training.stream: the first part of the update."""
-
-
-@dataclass
-class TrainerConfig(RunConfig):
-    """The life cycle of an RL run."""
-
     runtime: str = choice("local", "local", "ray")
     """Processes of the roles: local is this process; ray is worker processes, on this machine or a cluster (see the block ray).
     Both give the same numbers."""
     nnodes: int = number(1, low=1)
-    """Nodes of the pool of the actor and of every role without a separate pool."""
+    """Nodes of the pool of the trained model and of every role without a separate pool."""
     n_gpus_per_node: int = number(1, low=1)
     """Workers per node, one per GPU; on CPU: processes."""
     balance_batch: bool = True
@@ -86,6 +80,12 @@ class TrainerConfig(RunConfig):
     max_restarts: int = number(0, low=0)
     """With runtime=ray: how often the run may restart lost or hung workers and resume from its last checkpoint (or its start)
     before it ends with exit code 3."""
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """The life cycle of an RL run."""
+
     async_training: AsyncConfig = block(AsyncConfig)
     """Asynchronous training. On the command line also trainer.async."""
     critic_warmup: int = number(0, low=0)

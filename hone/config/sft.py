@@ -9,7 +9,9 @@ from hone.config.data import CustomDatasetConfig
 from hone.config.fields import block, choice, dataset_paths, number
 from hone.config.insight import InsightConfig
 from hone.config.model import ModelConfig, OptimConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.preflight import PreflightConfig
+from hone.config.ray import RayConfig
 from hone.config.run import RunConfig
 
 
@@ -51,7 +53,7 @@ class SFTDataConfig:
 
 
 @dataclass
-class SFTConfig:
+class SFTConfig(ParallelConfig):
     """`hone sft`: supervised fine-tuning."""
 
     data: SFTDataConfig = block(SFTDataConfig)
@@ -66,6 +68,8 @@ class SFTConfig:
     eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="sft")
     """Life cycle."""
+    ray: RayConfig = block(RayConfig)
+    """Worker processes."""
     preflight: PreflightConfig = block(PreflightConfig)
     """Checks before the run."""
     insight: InsightConfig = block(InsightConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hone.config.model import ModelConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
@@ -23,7 +24,10 @@ PRESET_KINDS: dict[type, str] = {
 }
 """The folder of presets of each tree."""
 
-AnyConfig = RLConfig | SFTConfig | PreferenceConfig | RewardModelConfig
+OfflineConfig = SFTConfig | PreferenceConfig | RewardModelConfig
+"""The configuration of a run over a fixed dataset."""
+
+AnyConfig = RLConfig | OfflineConfig
 """The configuration of a run of any kind."""
 
 
@@ -32,3 +36,8 @@ def model_block(config: AnyConfig) -> tuple[str, ModelConfig]:
     if isinstance(config, RLConfig):
         return "actor_rollout_ref.model", config.actor_rollout_ref.model
     return "model", config.model
+
+
+def parallel_block(config: AnyConfig) -> ParallelConfig:
+    """Return the block with the training backend and the parallel sizes of the trained model."""
+    return config.actor_rollout_ref.actor if isinstance(config, RLConfig) else config

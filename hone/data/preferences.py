@@ -156,12 +156,13 @@ class PreferenceDataset:
 def preference_batch(rows: Sequence[Preference]) -> Batch:
     """Build a batch with one row per response; the two sides of a pair are neighbours.
 
-    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask`` and, if precomputed, ``ref_log_probs``;
+    Columns: ``uid``, equal on the sides of a pair; ragged ``prompt_ids``, ``response_ids``, ``response_mask`` and, if precomputed, ``ref_log_probs``;
     tensors ``[B]``: ``label`` (bool), ``unit`` (equal on the sides of a pair), ``margin``.
     """
     flat = [(unit, row, label, response) for unit, row in enumerate(rows) for label, response in row.responses]
     batch = Batch(
         {
+            "uid": [str(unit) for unit, *_ in flat],
             "prompt_ids": Ragged.from_rows([r.prompt_ids for *_, r in flat], torch.int64),
             "response_ids": Ragged.from_rows([r.response_ids for *_, r in flat], torch.int64),
             "response_mask": Ragged.from_rows([r.response_mask for *_, r in flat], torch.int64),

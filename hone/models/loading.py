@@ -86,6 +86,20 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, seed: int = 
         seed: run seed; fresh adapters are initialised from it.
         trainable: whether it will be updated; otherwise parameters are frozen and no adapter is added.
     """
+    factory = reward_factory(config)
+    model = _load(factory, config, num_labels=1)
+    if not any("Classification" in name for name in saved_settings(config).architectures or []):
+        nn.init.zeros_(value_head(model).weight)
+    model.to(device)  # type: ignore[arg-type]
+    return as_reward_model(model, factory, config, seed=seed, trainable=trainable)
+
+
+def reward_factory(config: ModelConfig) -> Any:
+    """Return the class of transformers that loads a reward model from a directory.
+
+    Raises:
+        ModelError: the directory holds a classifier with several labels.
+    """
     saved = saved_settings(config)
     kinds = " ".join(saved.architectures or [])
     if "Classification" in kinds and saved.num_labels != 1:
@@ -94,16 +108,19 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, seed: int = 
             where="model.path",
             fix="use a causal model or a classifier with num_labels=1",
         )
-    factory = AutoModelForTokenClassification if "TokenClassification" in kinds else AutoModelForSequenceClassification
-    model = _load(factory, config, num_labels=1)
-    if "Classification" not in kinds:
-        nn.init.zeros_(value_head(model).weight)
-    model.to(device)  # type: ignore[arg-type]
+    return AutoModelForTokenClassification if "TokenClassification" in kinds else AutoModelForSequenceClassification
+
+
+def as_reward_model(
+    model: PreTrainedModel, factory: Any, config: ModelConfig, *, seed: int, trainable: bool
+) -> nn.Module:
+    """Prepare a scalar model that ``factory`` loaded, as :func:`as_policy` prepares a causal one."""
     ready: nn.Module = model
     if not trainable:
         model.requires_grad_(False).eval()
     elif config.lora_rank > 0 or config.lora_adapter_path:
-        ready = _with_adapter(model, config, seed, "TOKEN_CLS" if "TokenClassification" in kinds else "SEQ_CLS")
+        by_token = factory is AutoModelForTokenClassification
+        ready = _with_adapter(model, config, seed, "TOKEN_CLS" if by_token else "SEQ_CLS")
     prepare(ready, config, trainable=trainable)
     return ready
 

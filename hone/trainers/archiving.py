@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from hone.cluster.runtime import AnyBatch, Group
+from hone.cluster.any_batch import AnyBatch
+from hone.cluster.runtime import Group
 from hone.config.run import TrainerConfig
 from hone.data.prompts import PromptDataset
 from hone.data.types import row_of

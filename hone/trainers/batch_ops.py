@@ -22,6 +22,7 @@ from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.reward_model import JUDGED, JUDGEMENT
 from hone.cluster.roles import RoleUpdate
 from hone.config.derived import RunSpec
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.types import Sample
@@ -59,7 +60,7 @@ class BatchOps:
         context: context of the process.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
         self.config = config = context.config
         self.directory = RunDirectory(Path(config.trainer.default_local_dir))
         self.tokenizer, self.archive = context.tokenizer, BackgroundWriter()

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hone.cluster.runtime import AnyBatch, Group
+from hone.cluster.any_batch import AnyBatch
+from hone.cluster.runtime import Group
 from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.data.types import Sample
 
 

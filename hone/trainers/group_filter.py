@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.config.algorithm import FilterGroupsConfig
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore

@@ -1,7 +1,8 @@
 """Training loop over a fixed dataset: imitation, preferences and reward models.
 
-A step is one optimizer update over ``data.train_batch_size`` rows. Run directory, checkpoints, resume and trackers are those of RL.
-Model, objective and validation metrics are in :mod:`hone.trainers.sft` and :mod:`hone.trainers.preference`.
+A step is one optimizer update over ``data.train_batch_size`` rows. Run directory, checkpoints, resume, trackers, runtimes and
+restarts are those of RL: the loop calls the roles of :mod:`hone.cluster.offline_roles`, in this process or in the workers of a
+cluster. Datasets and validation metrics are in :mod:`hone.trainers.sft` and :mod:`hone.trainers.preference`.
 """
 
 from __future__ import annotations
@@ -9,28 +10,25 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from hone.cluster.context import prepare_torch
-from hone.config.model import ModelConfig
+from hone.cluster.any_batch import AnyBatch
+from hone.cluster.context import run_tokenizer
+from hone.cluster.dispatch import RowGroups
+from hone.cluster.plan import offline_roles
+from hone.cluster.roles import RoleUpdate
+from hone.cluster.runtime import Runtime
+from hone.cluster.supervisor import Supervisor
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
-from hone.data.tokenizer import load_tokenizer
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
-from hone.models.kernels.cpu.memory import MemoryUse
-from hone.models.loading import saved_model
 from hone.trainers.reporting import memory_metrics, update_metrics
 from hone.trainers.session import RunSession, session_steps
-from hone.training.backends.protocol import TrainBackend
-from hone.training.checkpoints.checkpoint import model_directory
-from hone.training.step_profile import profiled_update
-from hone.training.updates import LossFn
 
 ConfigT = TypeVar("ConfigT", SFTConfig, PreferenceConfig | RewardModelConfig)
 DataT = TypeVar("DataT")
@@ -41,22 +39,15 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
 
     Args:
         config: resolved configuration.
+        supervisor: owner of the run's processes across restarts; None for a run without restarts.
     """
 
-    engine: TrainBackend
-    objective: LossFn
-
-    def __init__(self, config: ConfigT) -> None:
+    def __init__(self, config: ConfigT, supervisor: Supervisor | None = None) -> None:
         self.config: ConfigT = config
-        self.session = RunSession(config)
-        self.device = prepare_torch(config.trainer)
-        self.memory = MemoryUse()
+        self.supervisor = supervisor or Supervisor(Path(), 0)
+        self.session = RunSession(config, on_hang=self.supervisor.on_hang)
         resume = self.session.resumed_from
-        self.tokenizer = load_tokenizer(
-            config.model.tokenizer_path or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-            custom_chat_template=config.model.custom_chat_template,
-        )
+        self.tokenizer = run_tokenizer(config)
         data = config.data
         self.dataset: Any = self.open_dataset(data.train_files, data.train_max_samples)
         self.validation: Any = self.open_dataset(data.val_files, data.val_max_samples) if data.val_files else None
@@ -64,12 +55,12 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
             len(self.dataset), data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
-        self.build(
-            saved_model(config.model, model_directory(str(resume), "actor")) if resume else config.model, self.device
+        self.runtime: Runtime = self.supervisor.runtime(
+            config, offline_roles(config), total_steps=self.total_steps, resume=str(resume) if resume else None
         )
+        self.actor = self.runtime.group("actor")
         self.step = 0
         if resume is not None:
-            self.engine.restore(str(resume), "actor")
             with resume.loading_state() as state:
                 self.sampler.load_state_dict(state["sampler"])
             self.step = resume.step
@@ -81,10 +72,6 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         """Load the rows in ``files``, a path or a list of paths."""
 
     @abstractmethod
-    def build(self, model: ModelConfig, device: torch.device) -> None:
-        """Load ``model`` (the configured one, or a checkpoint); set ``engine`` and ``objective``."""
-
-    @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Batch:
         """Convert dataset rows to columns."""
 
@@ -92,10 +79,10 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
     def measure(self, batch: Batch) -> dict[str, float]:
         """Return ``val/<metric>`` of the validation rows."""
 
-    def prepare(self, batch: Batch, metrics: MetricStore) -> Batch:
-        """Add further inputs of the objective to the batch; the default adds none."""
+    def prepare(self, batch: Batch, metrics: MetricStore) -> AnyBatch:
+        """Give the batch to the runtime, with further inputs of the objective; the default adds none."""
         del metrics
-        return batch
+        return self.runtime.put(batch)
 
     # shared loop -----------------------------------------------------------------------------------------------------
 
@@ -113,19 +100,21 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
                     self.save()
             if session.last_save_due:
                 self.save()
-            session.completed(self.step, {"main[0]": self.memory()})
+            session.completed(self.step, self.runtime.memory())
         return session.exit_code
 
     def train_step(self) -> dict[str, float]:
         """Perform one update and return its metrics."""
         started, metrics = time.perf_counter(), MetricStore()
-        torch.manual_seed(derive_seed(self.config.trainer.seed, "step", self.step))
-        batch = self.prepare(self.batch([self.dataset[row] for row in self.sampler.next_batch()]), metrics)
-        profiled = profiled_update(self.config.trainer, self.step, "main-0", self.device)
-        with activity.doing("update_actor"), metrics.timer("update_actor"), profiled:
-            result = self.engine.train_batch(batch, self.objective, step=self.step - 1)
-        update_metrics(metrics, [result], "train", self.engine.learning_rate(self.step - 1))
-        tokens = float(batch.ragged("prompt_ids").lengths.sum() + batch.ragged("response_ids").lengths.sum())
+        self.runtime.begin_step(derive_seed(self.config.trainer.seed, "step", self.step))
+        rows = self.batch([self.dataset[row] for row in self.sampler.next_batch()])
+        batch = self.prepare(rows, metrics)
+        with activity.doing("update_actor"), metrics.timer("update_actor"):
+            pending = self.actor.update(batch, RowGroups([range(len(batch))]), self.step - 1)
+            update: RoleUpdate = pending.result()
+        metrics.update(pending.balance())
+        update_metrics(metrics, update.results, "train", update.learning_rate)
+        tokens = float(rows.ragged("prompt_ids").lengths.sum() + rows.ragged("response_ids").lengths.sum())
         metrics.add("train/tokens", tokens)
         metrics.add("training/global_step", self.step)
         metrics.add("training/epoch", self.sampler.epoch)
@@ -144,8 +133,13 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         """Return the metrics of the validation rows."""
         return self.measure(self.batch([self.validation[row] for row in range(len(self.validation))]))
 
+    def outputs(self, batch: AnyBatch) -> Batch:
+        """Return the outputs of the trained model for the response tokens, in this process."""
+        return self.runtime.fetch(self.actor.outputs(batch).result())
+
     def save(self) -> None:
         """Write a checkpoint of this step, unless it exists."""
         if (where := self.session.begin_save(self.step)) is not None:
-            write = self.engine.stage(where, "actor", self.tokenizer)
-            self.session.finish_save(self.step, {"step": self.step, "sampler": self.sampler.state_dict()}, write)
+            self.actor.stage(where).result()
+            state = {"step": self.step, "sampler": self.sampler.state_dict()}
+            self.session.finish_save(self.step, state, lambda: self.actor.write().result())

@@ -8,32 +8,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from hone.config.model import ModelConfig
+from hone.algorithms import kto_kl
+from hone.cluster.any_batch import AnyBatch
+from hone.cluster.supervisor import Supervisor
 from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.specs import OfflineSpec
 from hone.data.batch import Batch
 from hone.data.custom import row_reader
 from hone.data.preferences import PreferenceDataset, preference_batch, preference_columns
+from hone.errors import DataError
 from hone.insight.metrics import MetricStore
+from hone.trainers.attempts import supervised
 from hone.trainers.inputs import file_list
 from hone.trainers.offline import OfflineTrainer
-from hone.trainers.preference_learners import PolicyLearner, RewardModelLearner, require_fitting
+from hone.training.preferences import loss_and_options, measure, mismatched_rows
+from hone.training.reward_model import bradley_terry, last_scores
+
+CHUNK = 1024
+"""Rows per chunk when the reference is precomputed."""
 
 
 def train(config: PreferenceConfig | RewardModelConfig) -> int:
     """Run `hone prefer` or `hone reward-model` and return the exit code."""
-    return PreferenceTrainer(config).fit()
+    return supervised(config, lambda config, supervisor: PreferenceTrainer(config, supervisor).fit())
 
 
 class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, PreferenceDataset]):
-    """Trainer of one run over preferences; the configuration's class decides what is trained."""
+    """Trainer of one run over preferences; the configuration's class decides what is trained.
+
+    Args:
+        config: resolved configuration.
+        supervisor: as of :class:`~hone.trainers.offline.OfflineTrainer`.
+
+    Raises:
+        DataError: the data do not fit the loss.
+    """
+
+    def __init__(self, config: PreferenceConfig | RewardModelConfig, supervisor: Supervisor | None = None) -> None:
+        super().__init__(config, supervisor)
+        self.spec = OfflineSpec(config)
+        self.reference = self.runtime.group("reference") if "reference" in self.runtime else None
+        if self.reference is not None and self.spec.precomputes_reference:
+            for dataset in (self.dataset, self.validation):
+                if dataset is not None:
+                    self._precompute(dataset)
+            self.reference.release().result()
+            self.reference = None
 
     def open_dataset(self, files: Any, max_samples: int) -> PreferenceDataset:
-        """Load the preferences in ``files``."""
+        """Load the preferences in ``files``, and check that they fit the loss.
+
+        Raises:
+            DataError: they do not.
+        """
         data = self.config.data
         margin = None if isinstance(self.config, PreferenceConfig) else self.config.loss.margin_key
-        return PreferenceDataset(
+        dataset = PreferenceDataset(
             file_list(files),
             self.tokenizer,
             preference_columns(data, margin),
@@ -43,34 +73,83 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
             chat_template_kwargs=data.apply_chat_template_kwargs,
             read=row_reader(data.custom_cls, data, self.tokenizer),
         )
-
-    def build(self, model: ModelConfig, device: torch.device) -> None:
-        """Build the learner and check that the data fit it.
-
-        Raises:
-            DataError: the data do not fit the learner.
-        """
-        config = self.config
-        if isinstance(config, PreferenceConfig):
-            self.learner = PolicyLearner(config, model, device, self.total_steps)
-        else:
-            self.learner = RewardModelLearner(config, model, device, self.total_steps, self.tokenizer)
-        self.engine, self.objective = self.learner.engine, self.learner.objective
-        require_fitting(self.learner, self.dataset, "data.train_files")
-        if self.validation is not None:
-            require_fitting(self.learner, self.validation, "data.val_files")
-        self.learner.read(*(data for data in (self.dataset, self.validation) if data is not None))
+        pairs = not isinstance(self.config, PreferenceConfig) or "pairs" in OfflineSpec(self.config).loss_needs
+        require_fitting(dataset, "data.train_files" if files == data.train_files else "data.val_files", pairs=pairs)
+        return dataset
 
     def batch(self, rows: Sequence[Any]) -> Batch:
         """Convert rows to columns with :func:`~hone.data.preferences.preference_batch`."""
         return preference_batch(rows)
 
-    def prepare(self, batch: Batch, metrics: MetricStore) -> Batch:
-        """Add the reference's columns that the learner needs."""
+    def prepare(self, batch: Batch, metrics: MetricStore) -> AnyBatch:
+        """Give the batch to the runtime, with the log-probs of the reference and the KL estimate that the loss needs."""
         with metrics.timer("ref"):
-            return self.learner.prepare(batch)
+            return self._compared(batch)
 
     def measure(self, batch: Batch) -> dict[str, float]:
         """Return ``val/loss``, and the metrics of the loss as ``val/<metric>``."""
-        loss, metrics = self.learner.evaluate(batch)
-        return {"val/loss": float(loss), **{f"val/{name}": float(value) for name, value in metrics.items()}}
+        compared = self._compared(batch)
+        outputs = self.outputs(compared)
+        if isinstance(self.config, PreferenceConfig):
+            loss, options = loss_and_options(self.config)
+            value, metrics, _ = measure(loss, outputs.ragged("log_probs"), self.runtime.fetch(compared), options)
+        else:
+            scores = last_scores(outputs.ragged("scores"))
+            value, metrics = bradley_terry(scores, batch, self.config.loss.centering_coeff)
+        return {"val/loss": float(value), **{f"val/{name}": float(number) for name, number in metrics.items()}}
+
+    def _compared(self, batch: Batch) -> AnyBatch:
+        """Give the batch to the runtime, and add the columns of a reference that is still there."""
+        if self.reference is None:
+            return self.runtime.put(batch)
+        if "kl" in self.spec.loss_needs:
+            batch.meta["kl"] = self._kl(batch)
+        there = self.runtime.put(batch)
+        return there.updated(self.reference.log_probs(there).result())
+
+    def _kl(self, batch: Batch) -> float:
+        """Return KTO's estimate of the policy's KL, over responses after the prompts of other rows."""
+        assert self.reference is not None
+        rows = mismatched_rows(batch)
+        there = self.runtime.put(rows)
+        policy = self.outputs(there).ragged("log_probs")
+        reference = self.runtime.fetch(self.reference.log_probs(there).result()).ragged("ref_log_probs")
+        return float(kto_kl(policy.to_padded(), reference.to_padded(), rows.ragged("response_mask").to_padded()))
+
+    def _precompute(self, dataset: PreferenceDataset) -> None:
+        """Store the reference's log-probs of every response of a dataset."""
+        assert self.reference is not None
+        for start in range(0, len(dataset), CHUNK):
+            rows = [dataset[row] for row in range(start, min(start + CHUNK, len(dataset)))]
+            batch = self.runtime.put(preference_batch(rows))
+            columns = self.runtime.fetch(self.reference.log_probs(batch).result()).ragged("ref_log_probs").to_lists()
+            responses = (response for row in rows for _, response in row.responses)
+            for response, log_probs in zip(responses, columns, strict=True):
+                response.ref_log_probs = log_probs
+
+
+def require_fitting(dataset: PreferenceDataset, key: str, *, pairs: bool) -> None:
+    """Check that the data fit the loss.
+
+    Args:
+        dataset: rows.
+        key: configuration key of the files.
+        pairs: whether the loss compares the sides of a pair.
+
+    Raises:
+        DataError: the loss compares pairs, but rows have labels; or all labels are the same.
+    """
+    if pairs and not dataset.paired:
+        raise DataError(
+            f"the rows of {key} are labelled single responses, but the loss compares pairs",
+            fix="set loss.name=kto, or use data with columns chosen and rejected",
+            where=key,
+        )
+    good, bad = dataset.labels()
+    if not good or not bad:
+        raise DataError(
+            f"all {good + bad} labels of {key} are {'true' if good else 'false'}",
+            why="a preference needs both good and bad responses",
+            fix="add responses with the other label",
+            where=key,
+        )

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from hone.algorithms import advantage_estimators
+from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec, run_tokenizer
 from hone.cluster.dispatch import RowGroups
-from hone.cluster.failures import WorkerLost
 from hone.cluster.plan import model_roles
 from hone.cluster.roles import RoleUpdate, mini_batches
-from hone.cluster.runtime import AnyBatch, Group, Runtime
-from hone.cluster.supervisor import Supervisor, resuming_config
+from hone.cluster.runtime import Group, Runtime
+from hone.cluster.supervisor import Supervisor
 from hone.cluster.weight_sync import WeightSync
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
@@ -42,6 +42,7 @@ from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
 from hone.trainers.archiving import Archiving
+from hone.trainers.attempts import supervised
 from hone.trainers.batch_ops import BatchOps
 from hone.trainers.distillation import distillation_stages
 from hone.trainers.episodes import Episodes, concat_batches
@@ -60,7 +61,7 @@ from hone.trainers.replica_control import replica_requests
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.saving import load_run, save_run
-from hone.trainers.session import RunSession, lock_run, session_steps
+from hone.trainers.session import RunSession, session_steps
 from hone.trainers.stages import SAMPLED, SCORED, Stage, check_stages, run_stages
 from hone.trainers.streaming import streamed_stages
 from hone.trainers.turn_values import check_forks, fork_turns
@@ -77,18 +78,8 @@ def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
         config: resolved configuration.
         program: trainer class with other stages or roles; None means :class:`RLTrainer`.
     """
-    program = program or RLTrainer
-    with lock_run(config.trainer):  # kept between the attempts of a run that loses workers
-        supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
-        try:
-            while True:
-                try:
-                    return asyncio.run(program(config, supervisor).fit())
-                except WorkerLost as lost:
-                    supervisor.restart(lost)
-                    config = resuming_config(config)
-        finally:
-            supervisor.close()
+    trainer = program or RLTrainer
+    return supervised(config, lambda config, supervisor: asyncio.run(trainer(config, supervisor).fit()))
 
 
 class RLTrainer:

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample, row_of

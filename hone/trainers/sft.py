@@ -7,24 +7,19 @@ from typing import Any
 
 import torch
 
-from hone.config.model import ModelConfig
 from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
 from hone.data.custom import row_reader
 from hone.data.ragged import Ragged
-from hone.models.heads import PolicyHead
-from hone.models.loading import load_policy
+from hone.trainers.attempts import supervised
 from hone.trainers.inputs import file_list
 from hone.trainers.offline import OfflineTrainer
-from hone.training.backends.local import LocalBackend
-from hone.training.engine import TrainSettings
-from hone.training.objectives import imitation_objective
 
 
 def train(config: SFTConfig) -> int:
     """Run `hone sft` and return the exit code."""
-    return SFTTrainer(config).fit()
+    return supervised(config, lambda config, supervisor: SFTTrainer(config, supervisor).fit())
 
 
 class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
@@ -46,24 +41,6 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             read=row_reader(data.custom_cls, data, self.tokenizer),
         )
 
-    def build(self, model: ModelConfig, device: torch.device) -> None:
-        """Load the policy and set the imitation objective."""
-        config = self.config
-        self.objective = imitation_objective()
-        self.engine = LocalBackend(
-            load_policy(model, device=device, seed=config.trainer.seed),
-            PolicyHead(),
-            TrainSettings(
-                device,
-                optim=config.optim,
-                dtype=config.dtype,
-                max_tokens=config.data.max_token_len_per_gpu,
-                offload_activations=config.model.enable_activation_offload,
-                compile_layers=config.model.compile_layers,
-                total_steps=self.total_steps,
-            ),
-        )
-
     def batch(self, rows: Sequence[Conversation]) -> Batch:
         """Convert rows to columns with :func:`conversation_batch`."""
         return conversation_batch(rows)
@@ -71,7 +48,8 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
     def measure(self, batch: Batch) -> dict[str, float]:
         """Return the mean negative log-likelihood of the assistant tokens."""
         mask = batch.ragged("response_mask").values.bool()
-        return {"val/loss": float(-self.engine.infer_batch(batch)["log_probs"].values[mask].mean())}
+        log_probs = self.outputs(self.runtime.put(batch)).ragged("log_probs")
+        return {"val/loss": float(-log_probs.values[mask].mean())}
 
 
 def conversation_batch(conversations: Sequence[Conversation]) -> Batch:
@@ -85,6 +63,7 @@ def conversation_batch(conversations: Sequence[Conversation]) -> Batch:
         masks.append(conversation.loss_mask[first:last])
     return Batch(
         {
+            "uid": [str(number) for number in range(len(conversations))],
             "prompt_ids": Ragged.from_rows(prompts, torch.int64),
             "response_ids": Ragged.from_rows(responses, torch.int64),
             "response_mask": Ragged.from_rows(masks, torch.int64),

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight import activity

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.trainers.distillation import taught
 from hone.trainers.episodes import concat_batches
 from hone.trainers.stages import SAMPLED, SCORED, Stage

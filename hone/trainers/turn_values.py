@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.errors import ConfigError
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hone.cluster.runtime import AnyBatch, Group
+from hone.cluster.any_batch import AnyBatch
+from hone.cluster.runtime import Group
 from hone.data.batch import Batch
 from hone.rewards.score import Score
 from hone.trainers.episodes import concat_batches

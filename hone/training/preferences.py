@@ -1,26 +1,19 @@
-"""Preference optimisation of a policy: the objective of an update, its metrics, and the reference policy."""
+"""Preference optimisation of a policy: the objective of an update, its metrics, and the rows of KTO's KL estimate."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.algorithms import PreferenceLoss, best_worst_pairs, kto_kl, preference_losses
+from hone.algorithms import PreferenceLoss, best_worst_pairs, preference_losses
 from hone.algorithms.preference_losses import COUNTED_BY
 from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.preference import PreferenceConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
-from hone.models.heads import PolicyHead
-from hone.models.loading import load_policy
-from hone.training.backends.local import LocalBackend
-from hone.training.backends.protocol import TrainBackend
-from hone.training.engine import TrainSettings
 from hone.training.updates import LossFn, Statistics, Totals
 
 
@@ -40,6 +33,16 @@ def preference_objective(loss: PreferenceLoss, options: dict[str, Any], name: st
         }
 
     return objective
+
+
+def loss_and_options(config: PreferenceConfig) -> tuple[PreferenceLoss, dict[str, Any]]:
+    """Return the loss of a configuration, and its options that are set.
+
+    Raises:
+        ConfigError: the loss is unknown.
+    """
+    options = {name: value for name, value in vars(config.loss).items() if name != "name" and value is not None}
+    return preference_losses.get(config.loss.name), options
 
 
 def online_objective(config: OnlinePreferenceConfig) -> LossFn:
@@ -110,41 +113,9 @@ def measure(
     return value, metrics, counts
 
 
-class Reference:
-    """The reference policy: the trained model without its adapter, or a second model.
-
-    Args:
-        config: of the run.
-        policy: the backend of the trained policy.
-        device: of a second model.
-    """
-
-    def __init__(self, config: PreferenceConfig, policy: TrainBackend, device: torch.device) -> None:
-        mode, model = config.ref.mode, config.model
-        lora = model.lora_rank > 0 or model.lora_adapter_path is not None
-        self.shared = mode == "adapter_off" or (mode == "auto" and lora and config.ref.model_path is None)
-        self.engine: TrainBackend = policy
-        if not self.shared:
-            path = config.ref.model_path or model.path
-            frozen = dataclasses.replace(model, path=path, lora_rank=0, lora_adapter_path=None)
-            self.engine = LocalBackend(
-                load_policy(frozen, device=device, seed=config.trainer.seed, trainable=False),
-                PolicyHead(),
-                TrainSettings(device, dtype=config.dtype, max_tokens=config.data.max_token_len_per_gpu),
-            )
-        self._budget = config.ref.log_prob_max_token_len_per_gpu
-
-    def log_probs(self, batch: Batch) -> Ragged:
-        """Return the log-probs of the response tokens, on the CPU."""
-        with self.engine.reference_mode() if self.shared else contextlib.nullcontext():
-            return self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]
-
-
-def kl_estimate(policy: TrainBackend, reference: Reference, batch: Batch) -> float:
-    """Return KTO's estimate of the policy's KL: every response is scored after the prompt of another row."""
+def mismatched_rows(batch: Batch) -> Batch:
+    """Return rows with every response after the prompt of another row, for KTO's estimate of the policy's KL."""
     sides = int(batch.tensor("unit").bincount().max())
     rows = torch.arange(len(batch)).roll(sides)
     columns = {name: batch.ragged(name).select(rows) for name in ("response_ids", "response_mask")}
-    mismatched = Batch({"prompt_ids": batch.ragged("prompt_ids"), **columns})
-    ours, theirs = policy.infer_batch(mismatched)["log_probs"], reference.log_probs(mismatched)
-    return float(kto_kl(ours.to_padded(), theirs.to_padded(), columns["response_mask"].to_padded()))
+    return Batch({"uid": batch.objects("uid"), "prompt_ids": batch.ragged("prompt_ids"), **columns})

@@ -24,7 +24,7 @@ from ray.exceptions import (
 )
 
 from hone.cluster.failures import is_out_of_memory, log_tail, out_of_memory, worker_lost
-from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
 from hone.errors import HoneError, ProcessError
 from hone.insight import activity
 from hone.insight.activity import Record, read_records
@@ -64,7 +64,7 @@ class Failures:
         folder: directory of the processes' activity records.
     """
 
-    def __init__(self, config: RLConfig, folder: Path) -> None:
+    def __init__(self, config: AnyConfig, folder: Path) -> None:
         self._config, self._folder = config, folder
         self._oom_kills = oom_kills()
 

@@ -169,12 +169,12 @@ class WorkerGroup:
             return list(values.values())
         if spec.collect in (Collect.FIRST, Collect.REMOTE):
             first = next(iter(values.values()))
-            return _batch([first], info) if isinstance(first, Stored) else first
+            return stored_batch([first], info) if isinstance(first, Stored) else first
         heads = [value for rank, value in values.items() if self._layout.leads(rank)]
         if not isinstance(spec.collect, Collect):
             return spec.collect(heads)
         if isinstance(heads[0], Stored):
-            return _batch(heads, info, partition)
+            return stored_batch(heads, info, partition)
         assert partition is not None
         rank, place = partition.sources
         return [heads[r][p] for r, p in zip(rank.tolist(), place.tolist(), strict=True)]
@@ -197,7 +197,9 @@ def _whole(argument: Any, spec: Dispatch) -> Any:
     return argument.shards([np.arange(len(argument))], objects=spec.objects)[0]
 
 
-def _batch(parts: Sequence[Stored], info: RowInfo | None, partition: Partition | None = None) -> RemoteBatch:
+def stored_batch(
+    parts: Sequence[Stored], info: RowInfo | None = None, partition: Partition | None = None
+) -> RemoteBatch:
     """Return the batch that workers stored, with its rows in rank order or those of the argument."""
     if all(part.info is not None for part in parts):
         sizes = [part.size for part in parts]

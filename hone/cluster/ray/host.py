@@ -26,7 +26,7 @@ from hone.cluster.dispatch import Collect, RemoteTensors, dispatch_of
 from hone.cluster.ray.columns import decode, decode_named, encode, encode_named
 from hone.cluster.remote_batch import LayerPart, RowInfo, Shard, Stored
 from hone.config.parallel_layout import Layout
-from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
 from hone.errors import ProcessError
 from hone.insight import activity
@@ -104,7 +104,7 @@ class WorkerHost:
     """Process of a worker. Ray makes it an actor; :class:`~hone.cluster.ray.group.WorkerGroup` calls its methods."""
 
     def __init__(self) -> None:
-        self._context: WorkerContext | None = None
+        self._context: WorkerContext[Any] | None = None
         self._fetched: dict[Any, dict[str, Any]] = {}
 
     # beginning -------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class WorkerHost:
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         return WorkerFacts(versions(), f"{ray.util.get_node_ip_address()}:{port}", tuple(gpus))
 
-    async def begin(self, place: WorkerPlace, config: RLConfig, total_steps: int, resume: str | None) -> int:
+    async def begin(self, place: WorkerPlace, config: AnyConfig, total_steps: int, resume: str | None) -> int:
         """Set directory, threads, device and process groups of the worker. Returns the process id."""
         if Path(place.directory).is_dir():
             os.chdir(place.directory)
@@ -207,7 +207,7 @@ class WorkerHost:
         activity.end()
 
     @property
-    def _worker(self) -> WorkerContext:
+    def _worker(self) -> WorkerContext[Any]:
         assert self._context is not None, "begin() must be called first"
         return self._context
 
@@ -223,16 +223,7 @@ class WorkerHost:
 
     async def _columns(self, layer: LayerPart) -> dict[str, Any]:
         """Return the columns of a layer, under their names in the batch."""
-        inside = list(dict.fromkeys(layer.names.values()))
-        blocks = await asyncio.gather(*(self._block(block.ref) for block in layer.blocks))
-        parts = [Batch({name: columns[name] for name in inside}) for columns in blocks]
-        whole = parts[0] if len(parts) == 1 else Batch.concat(parts)
-        if layer.index is not None:
-            starts = torch.tensor([0, *(block.size for block in layer.blocks)]).cumsum(0)
-            block, row = layer.index
-            rows = torch.tensor(row)
-            whole = whole.reorder(rows if block is None else rows + starts[torch.tensor(block)])
-        return {name: whole[old] for name, old in layer.names.items()}
+        return layer.columns(await asyncio.gather(*(self._block(block.ref) for block in layer.blocks)))
 
     async def _block(self, ref: Any) -> dict[str, Any]:
         """Return the columns of a block; cached until the next step, for stages that need them again."""

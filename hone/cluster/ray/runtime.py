@@ -10,20 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec
 from hone.cluster.plan import place
+from hone.cluster.ray.columns import decode
 from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.failures import Failures, PendingCall
-from hone.cluster.ray.group import WorkerGroup
-from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
+from hone.cluster.ray.group import WorkerGroup, stored_batch
+from hone.cluster.ray.host import WorkerHost, WorkerPlace, stored, versions
+from hone.cluster.remote_batch import RemoteBatch
 from hone.config.pools import Pool, check_engines, check_layouts
-from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig, model_block
 from hone.data.balance import CostModel
+from hone.data.batch import Batch
 from hone.errors import ConfigError, ProcessError
 from hone.insight import activity
 from hone.user_objects import objects_in_use
@@ -81,7 +86,7 @@ class RayRuntime:
     """
 
     def __init__(
-        self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
+        self, config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
     ) -> None:
         self._config, self._roles = config, list(roles)
         self._total_steps, self._resume = total_steps, resume
@@ -119,6 +124,19 @@ class RayRuntime:
         """Build another role in the processes of the actor's pool."""
         self._build(role, next(iter(self.pools.values())))
         return self.group(role.name)
+
+    def put(self, batch: Batch) -> RemoteBatch:
+        """Put the columns of a batch into the object store."""
+        return stored_batch([stored(batch)])
+
+    def fetch(self, batch: AnyBatch) -> Batch:
+        """Get the columns of a batch from the object store; they are read only."""
+        assert isinstance(batch, RemoteBatch)
+        (shard,) = batch.shards([np.arange(len(batch))], objects=True)
+        columns: dict[str, Any] = {}
+        for layer in shard.layers:
+            columns |= layer.columns([decode(block) for block in ray.get([block.ref for block in layer.blocks])])
+        return Batch({**columns, "uid": shard.uids}, **shard.meta)
 
     def begin_step(self, seed: int) -> None:
         """Seed torch in every process, and release the columns of the last step."""
@@ -328,7 +346,7 @@ class RayRuntime:
             placed.pool.layout,
             self._failures,
             balance=self._config.trainer.balance_batch,
-            cost=CostModel.from_directory(self._config.actor_rollout_ref.model.path),
+            cost=CostModel.from_directory(model_block(self._config)[1].path),
         )
 
     def _end(self, placed: PlacedPool) -> None:

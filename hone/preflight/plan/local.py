@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hone.config.derived import RunSpec
 from hone.config.model import TiledMlpConfig
-from hone.config.tree import RLConfig
+from hone.config.specs import spec_of
 from hone.config.trees import AnyConfig, model_block
 from hone.preflight import machine as machines
 from hone.preflight.machine import Machine
@@ -50,8 +49,8 @@ def local_device(config: AnyConfig, *, again: bool = False) -> Device:
     machine = machines.look()
     device = this_device(machine, on_cpu=_runs_on_cpu(config, machine), again=again)
     processes = 1
-    if isinstance(config, RLConfig) and config.trainer.runtime == "ray":
-        processes = sum(pool.per_node for pool in RunSpec(config).pools)
+    if config.trainer.runtime == "ray":
+        processes = sum(pool.per_node for pool in spec_of(config).pools)
     if not device.on_cpu or processes == 1:
         return device
     rates = {name: getattr(device, name) / processes for name in ("memory", "wide_rate", "narrow_rate", "bandwidth")}

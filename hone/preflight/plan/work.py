@@ -10,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from hone.config.derived import OldLogProbs, RunSpec, holds_reference, longest_sequence
+from hone.config.derived import OldLogProbs, RunSpec, longest_sequence
 from hone.config.dtypes import is_narrow, resolve_dtype
 from hone.config.limits import micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
-from hone.config.parallel import ParallelConfig
-from hone.config.pools import MAIN_POOL, Pool, check_layouts
+from hone.config.pools import Pool, check_layouts
 from hone.config.rollout import RolloutConfig
 from hone.config.sft import SFTConfig
+from hone.config.specs import OfflineSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.models.registry import family_of
@@ -232,11 +232,13 @@ def work_of(
     data, samples, prompt = config.data, 1, 1
     if not isinstance(config, SFTConfig):  # the sides of a preference share their prompt
         samples, prompt = 2, data.max_length // 2
-    batch, pool = data.train_batch_size, Pool(MAIN_POOL, "trainer", 1, 1, ("actor",), False, ParallelConfig())
+    batch, spec = data.train_batch_size, OfflineSpec(config)
+    check_layouts(spec.pools)
     dtype = resolve_dtype(config.dtype, bfloat16=bfloat16)
     model = _trained(shape, config.optim, dtype, model_block(config)[1], data.max_token_len_per_gpu, batch)
     response = max(1, data.max_length - prompt)
-    return Work(config, on_cpu, model, holds_reference(config), (pool,), prompt, response, samples, batch)
+    compares = spec.reference.value and not spec.precomputes_reference
+    return Work(config, on_cpu, model, compares, spec.pools, prompt, response, samples, batch)
 
 
 def _rl_work(

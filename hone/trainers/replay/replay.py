@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.errors import HoneError
 from hone.insight.compare import read_whole_run
 from hone.insight.comparison.divergence import Bisection, RunTrace, bisect_runs

@@ -9,7 +9,7 @@ from hone.config.parallel import ParallelConfig
 from hone.errors import ConfigError
 from hone.models.heads import Head
 from hone.training.backends.protocol import ModelKind, TrainBackend
-from hone.training.backends.registry import KEY, backend_of
+from hone.training.backends.registry import backend_of
 from hone.training.engine import TrainSettings
 from hone.training.layout import Meshes
 
@@ -40,7 +40,7 @@ def build_train_backend(
         raise ConfigError(
             f"the layout has {ranks} data-parallel ranks, but {cls.__name__} has {backend.data_parallel_size}",
             why="rows would be counted twice or not at all",
-            where=KEY,
+            where=parallel.key("strategy"),
             fix="parallel sizes that the backend supports, or another strategy",
         )
     return backend

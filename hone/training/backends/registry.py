@@ -56,20 +56,21 @@ def backend_of(config: ParallelConfig, processes: int) -> BackendEntry:
     Raises:
         ConfigError: the backend is unknown, or does not support this number of processes.
     """
+    key = config.key("strategy")
     name = config.strategy or ("local" if processes == 1 else "fsdp2")
     if name in _PLANNED and name not in BACKENDS:
         raise ConfigError(
             f"strategy '{name}' is not supported yet",
             why="Hone shards models with PyTorch: FSDP2, tensor, sequence and expert parallelism",
-            where=KEY,
-            fix=f"{KEY}=fsdp2",
+            where=key,
+            fix=f"{key}=fsdp2",
         )
-    entry = BACKENDS.get(name)
+    entry = BACKENDS.get(name, key=key)
     if entry.most_processes is not None and processes > entry.most_processes:
         raise ConfigError(
             f"strategy '{name}' supports at most {entry.most_processes} process per model, but there are {processes}",
             why="their gradients would not be summed",
-            where=KEY,
-            fix=f"{KEY}=fsdp2, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
+            where=key,
+            fix=f"{key}=fsdp2, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
         )
     return BACKENDS.get("local") if processes < entry.fewest_processes else entry

@@ -3,6 +3,7 @@ and a reward model's score is that of transformers.
 """
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -15,12 +16,14 @@ from support.models import VOCABULARY, tiny_model
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from hone.algorithms import preference_losses
+from hone.cluster.context import WorkerContext
+from hone.cluster.dispatch import RowGroups
+from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
 from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preference import PreferenceConfig
 from hone.data.batch import Batch
 from hone.data.preferences import Preference, preference_batch
-from hone.data.ragged import Ragged
 from hone.data.responses import Response
 from hone.errors import ModelError
 from hone.insight.invariants import RATIO_MAX
@@ -30,7 +33,7 @@ from hone.models.routing import use_hone_attention
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.packing import plan_micro_batches
-from hone.training.preferences import Reference, kl_estimate, measure, online_objective, own_pairs, preference_objective
+from hone.training.preferences import measure, mismatched_rows, online_objective, own_pairs, preference_objective
 from hone.training.reward_model import ScoreHead, bradley_terry_objective, response_scores
 
 CPU = torch.device("cpu")
@@ -157,66 +160,58 @@ def directory(tmp_path_factory):
     return folder
 
 
-def policy(config: PreferenceConfig) -> LocalBackend:
-    from hone.models.loading import load_policy
-
-    model = load_policy(config.model, device=CPU, seed=1)
-    return LocalBackend(model, PolicyHead(), TrainSettings(CPU, optim=OptimConfig(lr=1e-2)))
-
-
-def settings_of(directory, mode: str, lora: int = 0) -> PreferenceConfig:
+def learner_and_reference(
+    directory, mode: str, lora: int = 0, **ref: object
+) -> tuple[LearnerWorker, FrozenPolicyWorker]:
+    """The roles of a run in this process."""
     config = PreferenceConfig()
-    config.model.path, config.model.lora_rank, config.ref.mode = str(directory), lora, mode
-    return config
+    config.model.path, config.model.lora_rank, config.ref.mode, config.optim.lr = str(directory), lora, mode, 1e-2
+    config.ref = dataclasses.replace(config.ref, **ref)
+    context = WorkerContext(config, CPU, roles={})
+    context.roles["actor"] = LearnerWorker(context)
+    return context.roles["actor"], FrozenPolicyWorker(context)
+
+
+def train(learner: LearnerWorker, batch: Batch, updates: int) -> None:
+    for step in range(updates):
+        learner.update(batch, RowGroups([range(len(batch))]), step)
 
 
 def test_every_way_to_the_reference_gives_the_same_and_stays(directory):
-    batch, loss = preferences(5, seed=7), preference_losses.get("dpo")
-    expected = policy(settings_of(directory, "copy")).infer_batch(batch)["log_probs"].values
+    batch = preferences(5, seed=7)
+    first, _ = learner_and_reference(directory, "copy")
+    expected = first.outputs(batch).ragged("log_probs").values
     for mode, lora in (("copy", 0), ("copy", 4), ("adapter_off", 4), ("auto", 4), ("auto", 0)):
-        config = settings_of(directory, mode, lora)
-        engine = policy(config)
-        reference = Reference(config, engine, CPU)
-        assert reference.shared == (lora > 0 and mode != "copy")
-        known = batch.with_columns(ref_log_probs=reference.log_probs(batch))
+        learner, reference = learner_and_reference(directory, mode, lora)
+        assert (reference.engine is learner.engine) == (lora > 0 and mode != "copy")
+        known = batch.updated(reference.log_probs(batch))
         torch.testing.assert_close(known.ragged("ref_log_probs").values, expected, atol=4e-6, rtol=0)
-        for step in range(2):
-            engine.train_batch(known, preference_objective(loss, {}), step=step)
-        assert not torch.allclose(engine.infer_batch(batch)["log_probs"].values, expected, atol=1e-3)
-        torch.testing.assert_close(reference.log_probs(batch).values, expected, atol=4e-6, rtol=0)
+        train(learner, known, 2)
+        assert not torch.allclose(learner.outputs(batch).ragged("log_probs").values, expected, atol=1e-3)
+        torch.testing.assert_close(
+            reference.log_probs(batch).ragged("ref_log_probs").values, expected, atol=4e-6, rtol=0
+        )
 
 
 def test_another_reference_and_its_budget(directory, tmp_path):
     tiny_model(seed=9).save_pretrained(tmp_path / "other")
-    config = settings_of(directory, "auto", lora=4)
-    config.ref.model_path, config.ref.log_prob_max_token_len_per_gpu = str(tmp_path / "other"), 20
-    reference = Reference(config, policy(config), CPU)
+    budget = {"model_path": str(tmp_path / "other"), "log_prob_max_token_len_per_gpu": 20}
+    _, reference = learner_and_reference(directory, "auto", 4, **budget)
     batch = preferences(4, seed=8)
     other = engine_of(tiny_model(seed=9)).infer_batch(batch)["log_probs"].values
-    torch.testing.assert_close(reference.log_probs(batch).values, other, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(reference.log_probs(batch).ragged("ref_log_probs").values, other, atol=1e-6, rtol=1e-6)
 
 
-def test_the_kl_estimate_scores_responses_behind_other_prompts(directory):
-    config = settings_of(directory, "copy")
-    config.ref.model_path = str(directory)
-    engine = policy(config)
-    reference = Reference(config, engine, CPU)
+def test_mismatched_rows_have_responses_after_the_prompts_of_other_pairs():
     batch = preferences(3, seed=2)
-    assert kl_estimate(engine, reference, batch) == 0.0
-    objective = preference_objective(preference_losses.get("orpo"), {})
-    for step in range(3):
-        engine.train_batch(batch, objective, step=step)
+    rows = mismatched_rows(batch)
     prompts, responses = batch.ragged("prompt_ids").to_lists(), batch.ragged("response_ids").to_lists()
     masks = batch.ragged("response_mask").to_lists()
-    total = 0.0
+    assert rows.ragged("prompt_ids").to_lists() == prompts
     for row in range(6):
         other = (row - 2) % 6
-        alone = Batch(
-            {"prompt_ids": Ragged.from_rows([prompts[row]]), "response_ids": Ragged.from_rows([responses[other]])}
-        )
-        gap = engine.infer_batch(alone)["log_probs"].values - reference.log_probs(alone).values
-        total += float((gap * torch.tensor(masks[other])).sum())
-    assert kl_estimate(engine, reference, batch) == pytest.approx(max(0.0, total / 6), abs=1e-5)
+        assert rows.ragged("response_ids").row(row).tolist() == responses[other]
+        assert rows.ragged("response_mask").row(row).tolist() == masks[other]
 
 
 # ------------------------------------------------------------------------------------------------------ online pairs

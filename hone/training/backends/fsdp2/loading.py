@@ -8,7 +8,17 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hone.config.model import ModelConfig
 from hone.config.parallel import FsdpConfig
-from hone.models.loading import VALUE_SETTINGS, as_policy, causal_lm, load_empty, prepare, value_head
+from hone.models.loading import (
+    VALUE_SETTINGS,
+    as_policy,
+    as_reward_model,
+    causal_lm,
+    load_empty,
+    prepare,
+    reward_factory,
+    value_head,
+)
+from hone.models.padding import set_model_padding
 from hone.models.streaming import WeightFiles, fill, materialise
 from hone.training.backends.fsdp2.sharding import Sharded, shard_model
 from hone.training.backends.protocol import ModelKind
@@ -27,11 +37,17 @@ def load_sharded(
     model, files = _empty(kind, config, seed)
     sharded = shard_model(model, meshes, fsdp, settings.dtype, settings.compile_layers)
     materialise(sharded.computation, torch.device("cpu") if fsdp.offload_policy else settings.device)
-    fill(causal_lm(model), files, fresh=("score.", "classifier.") if kind == "value" else ())
+    fill(causal_lm(model), files, fresh=("score.", "classifier.") if kind in ("value", "reward") else ())
     return sharded
 
 
 def _empty(kind: ModelKind, config: ModelConfig, seed: int) -> tuple[nn.Module, WeightFiles]:
+    if kind == "reward":
+        factory = reward_factory(config)
+        model, files = load_empty(factory, config, num_labels=1)
+        ready = as_reward_model(model, factory, config, seed=seed, trainable=True)
+        set_model_padding(ready, config)
+        return ready, files
     if kind != "value":
         model, files = load_empty(AutoModelForCausalLM, config)
         return as_policy(model, config, seed=seed, trainable=kind == "policy"), files

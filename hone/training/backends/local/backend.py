@@ -19,7 +19,14 @@ from hone.models.experts import expert_routers
 from hone.models.heads import Head
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.memory import heap_watch
-from hone.models.loading import adapter_off, load_policy, load_value_model, narrow_frozen_matrices
+from hone.models.loading import (
+    adapter_off,
+    load_policy,
+    load_reward_model,
+    load_value_model,
+    narrow_frozen_matrices,
+)
+from hone.models.padding import set_model_padding
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.checkpoints.model_state import ModelStager
 from hone.training.engine import MicroBatchLoop, TrainSettings
@@ -75,6 +82,10 @@ class LocalBackend:
         del parallel, meshes
         if kind == "value":
             return cls(load_value_model(model, device=settings.device), head, settings)
+        if kind == "reward":
+            scalar = load_reward_model(model, device=settings.device, seed=seed)
+            set_model_padding(scalar, model)
+            return cls(scalar, head, settings)
         return cls(load_policy(model, device=settings.device, seed=seed, trainable=kind == "policy"), head, settings)
 
     def infer_batch(

@@ -1,11 +1,14 @@
 """The padding token of an exported reward model."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from hone.trainers.preference_learners import padding_token, set_padding
+from hone.config.model import ModelConfig
+from hone.models.padding import padding_token, set_model_padding, set_tokenizer_padding
 
 VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "<pad>": 5}
 
@@ -29,12 +32,14 @@ def test_the_padding_token_is_not_the_end_of_a_row(special: dict[str, str], expe
     assert padding_token(tokenizer(**special)) == expected
 
 
-def test_a_padded_batch_scores_like_single_rows() -> None:
+def test_a_padded_batch_scores_like_single_rows(tmp_path: Path) -> None:
     words = tokenizer(eos_token="</s>", pad_token="</s>", unk_token="<unk>", bos_token="<s>")
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForSequenceClassification(LlamaConfig(vocab_size=6, num_labels=1, eos_token_id=2, **shape)).eval()
-    set_padding(model, words)
+    words.save_pretrained(tmp_path)
+    set_model_padding(model, ModelConfig(path=str(tmp_path)))
+    set_tokenizer_padding(words)
     rows = [[3, 4, 3, 2], [4, 2]]
     padded = words.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
     with torch.no_grad():

@@ -1,0 +1,33 @@
+"""Attempts of a run: it is built again from its last checkpoint when it loses a worker, as often as it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hone.cluster.failures import WorkerLost
+from hone.cluster.supervisor import ConfigT, Supervisor, resuming_config
+from hone.trainers.session import lock_run
+
+
+def supervised(config: ConfigT, attempt: Callable[[ConfigT, Supervisor], int]) -> int:
+    """Run a program to its end, and return its exit code.
+
+    Args:
+        config: resolved configuration.
+        attempt: builds the program and runs it; called again after a loss, with a configuration that resumes.
+
+    Raises:
+        WorkerLost: a worker was lost more often than trainer.max_restarts.
+    """
+    with lock_run(config.trainer):  # kept between the attempts
+        supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
+        try:
+            while True:
+                try:
+                    return attempt(config, supervisor)
+                except WorkerLost as lost:
+                    supervisor.restart(lost)
+                    config = resuming_config(config)
+        finally:
+            supervisor.close()

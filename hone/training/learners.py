@@ -1,0 +1,42 @@
+"""The learner of a run over a fixed dataset: kind of model, head, and objective of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.trees import OfflineConfig
+from hone.models.heads import Head, PolicyHead
+from hone.training.backends.protocol import ModelKind
+from hone.training.objectives import imitation_objective
+from hone.training.preferences import loss_and_options, preference_objective
+from hone.training.reward_model import ScoreHead, bradley_terry_objective
+from hone.training.updates import LossFn
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Model and objective of a run.
+
+    Attributes:
+        kind: kind of the model.
+        head: computes the outputs for each response token: ``log_probs``, or ``scores`` of a reward model.
+        objective: loss of an update.
+    """
+
+    kind: ModelKind
+    head: Head
+    objective: LossFn
+
+
+def learner_of(config: OfflineConfig) -> Learner:
+    """Return the model and the objective of `hone sft`, `hone prefer` or `hone reward-model`.
+
+    Raises:
+        ConfigError: the loss is unknown.
+    """
+    if isinstance(config, RewardModelConfig):
+        return Learner("reward", ScoreHead(), bradley_terry_objective(config.loss.centering_coeff))
+    if isinstance(config, PreferenceConfig):
+        return Learner("policy", PolicyHead(), preference_objective(*loss_and_options(config)))
+    return Learner("policy", PolicyHead(), imitation_objective())
