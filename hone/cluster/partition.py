@@ -123,7 +123,24 @@ def balanced(
 def _divided(
     lengths: Lengths, rows: Rows, ranks: int, equal: bool, by_work: bool, cost: CostModel | None
 ) -> list[list[int]]:
-    if len(rows) <= ranks:
-        return [[int(rows[rank])] if rank < len(rows) else [] for rank in range(ranks)]
-    division = (by_work and balance(lengths.take(rows), ranks, cost, equal_count=equal)) or in_order(len(rows), ranks)
-    return [rows[chosen].tolist() for chosen in division]
+    chosen = lengths.take(rows)
+    units = _units(chosen)
+    if by_work and len(units) > ranks:
+        division = balance(chosen, ranks, cost, equal_count=equal)
+        if division is not None:
+            return [rows[part].tolist() for part in division]
+    if len(units) <= ranks:
+        parts = [[unit] for unit in range(len(units))] + [[]] * (ranks - len(units))
+    else:
+        parts = in_order(len(units), ranks)
+    return [rows[[row for unit in part for row in units[unit]]].tolist() for part in parts]
+
+
+def _units(lengths: Lengths) -> list[list[int]]:
+    """Return the rows in groups that stay together, in the order of their first rows."""
+    if lengths.unit_of is None:
+        return [[row] for row in range(len(lengths))]
+    units: dict[int, list[int]] = {}
+    for row, unit in enumerate(lengths.unit_of.tolist()):
+        units.setdefault(unit, []).append(row)
+    return list(units.values())

@@ -35,6 +35,8 @@ from hone.models.streaming import WeightFiles, empty_model, standing_in
 
 VALUE_SETTINGS: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0}
 """Config keys that a value model sets in addition to its backbone's."""
+REWARD_SETTINGS: dict[str, Any] = {"num_labels": 1, "pad_token_id": None}
+"""Config keys of a reward model when it is loaded. Nothing is padded in training, so no token's embedding is left without gradient."""
 
 
 def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainable: bool = True) -> nn.Module:
@@ -87,7 +89,7 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, seed: int = 
         trainable: whether it will be updated; otherwise parameters are frozen and no adapter is added.
     """
     factory = reward_factory(config)
-    model = _load(factory, config, num_labels=1)
+    model = _load(factory, config, **REWARD_SETTINGS)
     if not any("Classification" in name for name in saved_settings(config).architectures or []):
         nn.init.zeros_(value_head(model).weight)
     model.to(device)  # type: ignore[arg-type]

@@ -12,7 +12,11 @@ from pathlib import Path
 from hone.config.derived import HALF_A_GPU, RunSpec
 from hone.config.parallel_layout import Layout
 from hone.config.pools import Pool, check_local
+from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.sft import SFTConfig
+from hone.config.specs import spec_of
 from hone.config.tree import RLConfig
+from hone.config.trees import TREES, AnyConfig, OfflineConfig, parallel_block
 from hone.errors import ConfigError
 from hone.preflight.batches import mini_batches
 from hone.preflight.evidence import Evidence
@@ -22,8 +26,8 @@ _CONNECT_SECONDS = 3.0
 _IDLE_SHARE = 0.2  # of the ranks' time, lost because rows do not divide evenly
 
 
-@rule("R02", RLConfig)
-def enough_processes(config: RLConfig) -> Iterator[Finding]:
+@rule("R02", *TREES.values())
+def enough_processes(config: AnyConfig) -> Iterator[Finding]:
     """The runtime provides the configured processes and nodes."""
     if config.trainer.runtime == "local":
         try:
@@ -31,7 +35,7 @@ def enough_processes(config: RLConfig) -> Iterator[Finding]:
         except ConfigError as problem:
             yield Finding(problem, stops=True)
     elif config.ray.address is None:
-        for pool in RunSpec(config).pools:
+        for pool in spec_of(config).pools:
             key, nodes = pool.block, pool.nodes
             if nodes > 1:
                 yield error(
@@ -42,12 +46,12 @@ def enough_processes(config: RLConfig) -> Iterator[Finding]:
                 )
 
 
-@rule("R02", RLConfig, stage=Stage.ENVIRONMENT)
-def devices_present(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R02", *TREES.values(), stage=Stage.ENVIRONMENT)
+def devices_present(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """A cluster started on this machine has a GPU for every worker, or without GPUs a core."""
     if config.trainer.runtime != "ray" or config.ray.address is not None:
         return
-    pools = RunSpec(config).pools
+    pools = spec_of(config).pools
     workers = sum(pool.per_node for pool in pools)
     share = config.ray.device_fraction
     gpus = 0 if config.trainer.device == "cpu" else _visible_gpus()
@@ -70,8 +74,8 @@ def devices_present(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-@rule("R02", RLConfig, stage=Stage.ENVIRONMENT)
-def ranks_have_their_own_gpu(config: RLConfig) -> Iterator[Finding]:
+@rule("R02", *TREES.values(), stage=Stage.ENVIRONMENT)
+def ranks_have_their_own_gpu(config: AnyConfig) -> Iterator[Finding]:
     """Each process of a model that is sharded over GPUs has a GPU of its own."""
     share, pools = config.ray.device_fraction, _divided(config)
     if config.trainer.runtime == "ray" and _on_gpus(config) and pools and share <= HALF_A_GPU:
@@ -132,6 +136,32 @@ def rows_for_every_rank(config: RLConfig) -> Iterator[Finding]:
             )
 
 
+@rule("R12", SFTConfig, PreferenceConfig, RewardModelConfig)
+def offline_rows_for_every_rank(config: OfflineConfig) -> Iterator[Finding]:
+    """A batch has a row for every data-parallel rank, and divides almost evenly over the ranks."""
+    ranks, rows, key = data_parallel_ranks(config), config.data.train_batch_size, "data.train_batch_size"
+    if ranks is None or rows % ranks == 0:
+        return
+    if rows < ranks:
+        yield error(
+            f"train_batch_size={rows} rows for {ranks} data-parallel ranks",
+            why=f"{ranks - rows} ranks would have no row, and a pair is never split",
+            fix=f"{key}={ranks}, or fewer ranks",
+            where=key,
+        )
+        return
+    most = -(-rows // ranks)
+    idle = 1 - rows / (most * ranks)
+    if idle > _IDLE_SHARE:
+        yield warning(
+            f"train_batch_size={rows} rows do not divide over {ranks} data-parallel ranks: some get {most}, "
+            f"some {rows // ranks}",
+            why=f"ranks with fewer rows are idle {idle:.0%} of the time when lengths are equal",
+            fix=f"{key}={most * ranks}",
+            where=key,
+        )
+
+
 @rule("R15", RLConfig)
 def micro_batch_of_a_rank(config: RLConfig) -> Iterator[Finding]:
     """A limit on the sequences of a micro-batch is below one rank's share of a mini-batch."""
@@ -150,8 +180,8 @@ def micro_batch_of_a_rank(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R74", RLConfig, stage=Stage.ENVIRONMENT)
-def ray_answers(config: RLConfig) -> Iterator[Finding]:
+@rule("R74", *TREES.values(), stage=Stage.ENVIRONMENT)
+def ray_answers(config: AnyConfig) -> Iterator[Finding]:
     """Ray is installed, and the configured cluster accepts connections."""
     if config.trainer.runtime != "ray":
         return
@@ -191,16 +221,16 @@ def ray_answers(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-def data_parallel_ranks(config: RLConfig) -> int | None:
-    """Return the number of data-parallel ranks of the actor; None when its parallel sizes do not divide (R70)."""
+def data_parallel_ranks(config: AnyConfig) -> int | None:
+    """Return the number of data-parallel ranks of the trained model; None when its parallel sizes do not divide (R70)."""
     try:
-        return Layout.plan(actor_processes(config), config.actor_rollout_ref.actor).dp_size
+        return Layout.plan(actor_processes(config), parallel_block(config)).dp_size
     except ConfigError:
         return None
 
 
-def actor_processes(config: RLConfig) -> int:
-    """Return the number of processes that hold the actor."""
+def actor_processes(config: AnyConfig) -> int:
+    """Return the number of processes that hold the trained model."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node if config.trainer.runtime == "ray" else 1
 
 
@@ -225,7 +255,7 @@ def _connection_error(host: str, port: int) -> str | None:
         return str(problem)
 
 
-def _on_gpus(config: RLConfig) -> bool:
+def _on_gpus(config: AnyConfig) -> bool:
     """Return whether the run computes on the GPUs of this machine."""
     return config.trainer.device == "cuda" or (config.trainer.device == "auto" and _visible_gpus() > 0)
 
@@ -236,6 +266,6 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _divided(config: RLConfig) -> list[Pool]:
+def _divided(config: AnyConfig) -> list[Pool]:
     """Return the pools with a model that is sharded over several processes of a node."""
-    return [pool for pool in RunSpec(config).pools if pool.divided and pool.per_node > 1]
+    return [pool for pool in spec_of(config).pools if pool.divided and pool.per_node > 1]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from hone.config.derived import dtype_line
 from hone.config.dtypes import dtype_keys
-from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.preflight import machine
 from hone.preflight.rules import Finding, Stage, error, rule, warning
@@ -46,7 +45,7 @@ def dtype_supported(config: AnyConfig) -> Iterator[Finding]:
 def bfloat16_is_fast_here(config: AnyConfig) -> Iterator[Finding]:
     """A CPU that computes in bfloat16 has instructions for it; without them float32 is several times faster."""
     keys = _bfloat16_keys(config)
-    elsewhere = config.trainer.device != "cpu" and isinstance(config, RLConfig) and config.trainer.runtime == "ray"
+    elsewhere = config.trainer.device != "cpu" and config.trainer.runtime == "ray"
     if not keys or elsewhere or not on_cpu(config):
         return
     cost = machine.bfloat16_cost()
@@ -69,7 +68,7 @@ def computes_bfloat16(config: AnyConfig) -> bool:
 
 def describe_dtype(config: AnyConfig) -> str:
     """Return the compute dtype of the trained model and where it comes from; on a cluster each worker's device decides."""
-    if isinstance(config, RLConfig) and config.trainer.runtime == "ray" and config.ray.address is not None:
+    if config.trainer.runtime == "ray" and config.ray.address is not None:
         line = dtype_line(config)
         return f"{line.value} ({line.reason})"
     key, bfloat16 = dtype_keys(config)[0], computes_bfloat16(config)

@@ -91,7 +91,7 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
 @rule("R23", SFTConfig, PreferenceConfig, RewardModelConfig)
 def effectless_sft_keys(config: SFTConfig | PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
     """A key that differs from its default has an effect."""
-    yield from _switched_off_keys(config, _shared_switches(config, "model", "optim"))
+    yield from _switched_off_keys(config, [_ray_switch(config), *_shared_switches(config, "model", "optim")])
 
 
 def _estimator_switches(config: RLConfig) -> Iterator[Switch]:
@@ -239,13 +239,12 @@ def _runtime_switches(config: RLConfig) -> list[Switch]:
     """Keys of Ray without Ray, of asynchronous training without it, and of validation without validation rows."""
     asynchronous, block = RunSpec(config).asynchronous, "trainer.async_training"
     keys = [key.path for key in documentation(RLConfig)]
-    ray = tuple(path for path in keys if path.startswith("ray."))
     sampling = tuple(path for path in keys if path.startswith("actor_rollout_ref.rollout.val_kwargs."))
     validation = (*sampling, "trainer.log_val_generations", "data.val_batch_size")
     if asynchronous:
         validation += (f"{block}.validation_share",)
     return [
-        Switch(ray, config.trainer.runtime == "ray", "trainer.runtime=local starts no Ray", "trainer.runtime=ray"),
+        _ray_switch(config),
         Switch(
             (f"{block}.stream",),
             config.trainer.async_training.max_staleness == 0,
@@ -323,6 +322,12 @@ def _reward_switches(config: RLConfig) -> list[Switch]:
             f"{block}.path=null",
         ),
     ]
+
+
+def _ray_switch(config: AnyConfig) -> Switch:
+    keys = tuple(key.path for key in documentation(type(config)) if key.path.startswith("ray."))
+    runtime = config.trainer.runtime
+    return Switch(keys, runtime == "ray", f"trainer.runtime={runtime} starts no Ray", "trainer.runtime=ray")
 
 
 def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> list[Switch]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
 from hone.preflight.device import computes_bfloat16
 from hone.preflight.evidence import Evidence
@@ -57,8 +56,8 @@ def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Fin
         )
 
 
-@rule("R04", RLConfig, stage=Stage.ENVIRONMENT)
-def limits_for_workers(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R04", *TREES.values(), stage=Stage.ENVIRONMENT)
+def limits_for_workers(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """Worker processes have enough shared memory and open files."""
     machine = evidence.machine
     if config.trainer.runtime != "ray":
@@ -176,7 +175,7 @@ def _on_gpu(config: AnyConfig, evidence: Evidence) -> bool:
 
 def _uses_ray(config: AnyConfig) -> bool:
     """Return whether several devices, possibly of other machines, share the work."""
-    return isinstance(config, RLConfig) and config.trainer.runtime == "ray"
+    return config.trainer.runtime == "ray"
 
 
 def _memory_findings(

@@ -9,7 +9,9 @@ from hone.config.derived import RunSpec
 from hone.config.limits import REPORT_EXPERTS
 from hone.config.parallel_layout import Layout
 from hone.config.pools import check_engines
+from hone.config.specs import spec_of
 from hone.config.tree import RLConfig
+from hone.config.trees import TREES, AnyConfig, parallel_block
 from hone.errors import ConfigError, ModelError
 from hone.preflight.cluster import actor_processes
 from hone.preflight.evidence import Evidence
@@ -17,31 +19,30 @@ from hone.preflight.plan.model import has_tensor_plan
 from hone.preflight.rules import Finding, error, rule
 from hone.training.backends.registry import BACKENDS, backend_of
 
-_ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-@rule("R70", RLConfig)
-def sizes_multiply(config: RLConfig) -> Iterator[Finding]:
+@rule("R70", *TREES.values())
+def sizes_multiply(config: AnyConfig) -> Iterator[Finding]:
     """Parallel sizes multiply to the number of processes in every pool that trains or scores."""
-    divided = {"trainer": actor_processes(config)}
+    divided, parallel = {"trainer": actor_processes(config)}, parallel_block(config)
     if config.trainer.runtime == "ray":
-        divided |= {pool.block: pool.world for pool in RunSpec(config).pools if not pool.replicated}
+        divided |= {pool.block: pool.world for pool in spec_of(config).pools if not pool.replicated}
     for key, processes in divided.items():
         try:
-            backend_of(config.actor_rollout_ref.actor, processes)
-            Layout.plan(processes, config.actor_rollout_ref.actor)
+            backend_of(parallel, processes)
+            Layout.plan(processes, parallel)
         except ConfigError as e:
             prefix = "" if key == "trainer" else f"the pool of {key}: "
             yield Finding(ConfigError(f"{prefix}{e.what}", why=e.why, fix=e.fix, where=e.where), stops=True)
 
 
-@rule("R71", RLConfig)
-def tensor_parallel_divides(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R71", *TREES.values())
+def tensor_parallel_divides(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """The model has a tensor-parallel plan, and its heads divide over the tensor-parallel ranks."""
-    size, model = config.actor_rollout_ref.actor.tensor_model_parallel_size, evidence.model_settings
-    key = f"{_ACTOR}.tensor_model_parallel_size"
+    parallel, model = parallel_block(config), evidence.model_settings
+    size, key = parallel.tensor_model_parallel_size, parallel.key("tensor_model_parallel_size")
     if size == 1 or not model:
         return
     if not has_tensor_plan(str(model.get("model_type"))):
@@ -64,11 +65,11 @@ def tensor_parallel_divides(config: RLConfig, evidence: Evidence) -> Iterator[Fi
         )
 
 
-@rule("R72", RLConfig)
-def sequence_parallel_divides(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R72", *TREES.values())
+def sequence_parallel_divides(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """The heads of a tensor-parallel rank divide over the sequence-parallel ranks."""
-    actor, model = config.actor_rollout_ref.actor, evidence.model_settings
-    tensor, sequence = actor.tensor_model_parallel_size, actor.ulysses_sequence_parallel_size
+    parallel, model = parallel_block(config), evidence.model_settings
+    tensor, sequence = parallel.tensor_model_parallel_size, parallel.ulysses_sequence_parallel_size
     heads = model.get("num_attention_heads")
     key_value = model.get("num_key_value_heads") or heads
     if sequence == 1 or not heads or not key_value or heads % tensor or key_value % tensor:
@@ -81,12 +82,12 @@ def sequence_parallel_divides(config: RLConfig, evidence: Evidence) -> Iterator[
         yield Finding(problem, stops=True)
 
 
-@rule("R73", RLConfig)
-def experts_divide(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R73", *TREES.values())
+def experts_divide(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """A model with expert parallelism has experts, and they divide over the ranks."""
-    size, model = config.actor_rollout_ref.actor.expert_parallel_size, evidence.model_settings
+    parallel, model = parallel_block(config), evidence.model_settings
+    size, key = parallel.expert_parallel_size, parallel.key("expert_parallel_size")
     experts = next((model[key] for key in _EXPERTS if model.get(key)), None)
-    key = f"{_ACTOR}.expert_parallel_size"
     if size == 1 or not model:
         return
     if experts is None:

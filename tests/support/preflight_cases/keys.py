@@ -347,6 +347,14 @@ PROCESSES = [
         given=f"{RAY} trainer.n_gpus_per_node=8",
     ),
     Case(
+        "R12 cluster.offline_rows_for_every_rank",
+        "data.train_batch_size=3",
+        ("3 rows", "4 data-parallel ranks", "1 ranks"),
+        fix="data.train_batch_size=4",
+        given=f"{RAY} trainer.n_gpus_per_node=4",
+        tree="prefer",
+    ),
+    Case(
         "R15 cluster.micro_batch_of_a_rank",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=9",
         ("=9 sequences", "32", "4 ranks = 8"),

@@ -56,6 +56,22 @@ def test_every_mini_batch_is_divided_and_keeps_its_rows(sizes, group, ranks, cut
             assert min(map(len, parts)) >= 1, "no rank is idle while another has several rows"
 
 
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12),
+    ranks=st.integers(1, 6),
+    by_work=st.booleans(),
+)
+def test_the_sides_of_a_pair_go_to_one_rank(sizes, ranks, by_work):
+    lengths = torch.tensor(sizes).flatten()
+    units = torch.arange(len(sizes)).repeat_interleave(2)
+    pairs = Lengths.from_uids(torch.full_like(lengths, 4), lengths, units.tolist(), units)
+    partition = balanced(pairs, ranks, groups=RowGroups([range(len(lengths))]), by_work=by_work)
+    assert returned(partition, len(lengths)) == list(range(len(lengths)))
+    rank_of = partition.sources[0]
+    assert (rank_of[0::2] == rank_of[1::2]).all()
+    assert len(set(rank_of.tolist())) == min(ranks, len(sizes)), "no rank is idle while another has several pairs"
+
+
 def test_ranks_get_equal_work_and_not_equal_counts():
     sizes = [100, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
     rows = balanced(lengths_of(sizes, 1), 2).rows

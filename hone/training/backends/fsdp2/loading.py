@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from hone.config.model import ModelConfig
 from hone.config.parallel import FsdpConfig
 from hone.models.loading import (
+    REWARD_SETTINGS,
     VALUE_SETTINGS,
     as_policy,
     as_reward_model,
@@ -44,7 +45,7 @@ def load_sharded(
 def _empty(kind: ModelKind, config: ModelConfig, seed: int) -> tuple[nn.Module, WeightFiles]:
     if kind == "reward":
         factory = reward_factory(config)
-        model, files = load_empty(factory, config, num_labels=1)
+        model, files = load_empty(factory, config, **REWARD_SETTINGS)
         ready = as_reward_model(model, factory, config, seed=seed, trainable=True)
         set_model_padding(ready, config)
         return ready, files
