@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.algorithms import distillation_advantages
-from hone.cluster.runtime import AnyBatch
+from hone.cluster.any_batch import AnyBatch
 from hone.config.distillation import DistillationConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged

@@ -45,6 +45,7 @@ def _complete_sft(translation: Translation) -> None:
     """Complete a translation for supervised fine-tuning, whose two trainers in verl have different defaults."""
     requested = {line.reading.key: line.reading.value for line in translation.lines}
     _defaults(translation, DEFAULTS["fsdp_sft" if requested.keys() & _OLD_SFT_KEYS else "sft"])
+    _several_processes(translation)
     values, budget = translation.values, "data.max_token_len_per_gpu"
     longest = values.get("data.max_length", 1024)
     if not isinstance(longest, int):
@@ -69,8 +70,14 @@ def _placement(translation: Translation) -> None:
         translation.add(f"{rollout}.enable_resource_pool", True, "generation has separate nodes")
     elif f"{rollout}.n_gpus_per_node" in values:
         translation.leave_out(f"{rollout}.n_gpus_per_node", f"{rollout}.enable_resource_pool=false")
-    sizes = [values.get(f"trainer.{name}", 1) for name in ("nnodes", "n_gpus_per_node")]
     pools = any(key.endswith(".enable_resource_pool") and value is True for key, value in values.items())
+    _several_processes(translation, pools=pools)
+
+
+def _several_processes(translation: Translation, *, pools: bool = False) -> None:
+    """Select Ray for several devices, or where a role has separate ones."""
+    values = translation.values
+    sizes = [values.get(f"trainer.{name}", 1) for name in ("nnodes", "n_gpus_per_node")]
     if "trainer.runtime" not in values and (pools or any(size != 1 for size in sizes)):
         translation.add("trainer.runtime", "ray", "several devices are several processes")
     if "ray.address" not in values and sizes[0] != 1:

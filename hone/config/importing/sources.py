@@ -56,15 +56,25 @@ def import_script(
         what = "a comment above ends the command in a shell; the settings after it are used anyway"
         translation.remarks.append(Trouble(lost[0].line, what))
         lines += lost
-    if launch.command == "sft" and launch.processes not in (None, "1"):
-        what = f"the launcher starts {launch.processes} processes on a node, and `hone sft` trains in one: the same numbers, later"
-        translation.remarks.append(Trouble(launch.line, what))
     translate(lines, translation)
+    if launch.command == "sft" and launch.processes is not None:
+        _add_processes(launch, launch.processes, translation)
     if "one_step_off" in launch.program:
         translation.add("trainer.async_training.max_staleness", 1, "the next batch is generated during training")
     if not launch.program.endswith(("hone", "train")) or "." in launch.program:
         complete(translation)
     return translation
+
+
+def _add_processes(launch: Launch, processes: str, translation: Translation) -> None:
+    """Set the workers of a node to the number of processes that a launcher starts there."""
+    if not processes.isdigit():
+        what = f"the launcher starts {processes} processes on a node; set trainer.n_gpus_per_node to that number"
+        translation.remarks.append(Trouble(launch.line, what))
+    elif translation.values.get("trainer.n_gpus_per_node", 1) != int(processes):
+        translation.add(
+            "trainer.n_gpus_per_node", int(processes), f"the launcher starts {processes} processes on a node"
+        )
 
 
 def _without_training(source: str, trace: Trace) -> Translation:

@@ -157,8 +157,16 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
         "trainer.default_local_dir": "out",
         "trainer.total_epochs": 3,
+        "ulysses_sequence_parallel_size": 2,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.runtime": "ray",
     },
     "sft_engine": {
+        "strategy": "fsdp2",
+        "ulysses_sequence_parallel_size": 2,
+        "fsdp_config.fsdp_size": -1,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.runtime": "ray",
         "data.train_batch_size": 96,
         "data.max_token_len_per_gpu": 65536,
         "model.path": "/models/Qwen3-4B",
@@ -174,8 +182,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 UNSUPPORTED = {
     "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size"},
-    "sft_peft_torchrun": {"data.prompt_key", "data.response_dict_keys", "ulysses_sequence_parallel_size"},
-    "sft_engine": {"engine.ulysses_sequence_parallel_size", "trainer.n_gpus_per_node"},
+    "sft_peft_torchrun": {"data.prompt_key", "data.response_dict_keys"},
 }
 """What is refused, where it is more than the engine."""
 
@@ -537,8 +544,7 @@ def test_lines_of_supervised_fine_tuning_are_known_by_their_blocks() -> None:
         "model: {path: /m}\nengine: {strategy: fsdp2, tensor_model_parallel_size: 2}\ndata: {truncation: left}\n"
     )
     assert newer.command == "sft" and newer.values["optim.lr"] == 1e-3 and "optim.betas" not in newer.values
-    refused = {line.reading.key for line in newer.lines if line.reading.outcome is Outcome.UNSUPPORTED}
-    assert refused == {"engine.tensor_model_parallel_size"} and newer.values["data.truncation"] == "left"
+    assert newer.values["tensor_model_parallel_size"] == 2 and newer.values["data.truncation"] == "left"
     assert overrides("data.train_batch_size=4").command == "train"
 
 
@@ -579,11 +585,33 @@ def test_an_exit_before_training_is_reported(
     assert CliRunner().invoke(app, ["import", str(tmp_path / "run.sh"), "--set", "D"]).exit_code != 0
 
 
-def test_several_processes_are_remarked() -> None:
+def test_processes_of_a_launcher_are_workers() -> None:
     script = "torchrun --nproc_per_node 4 -m verl.trainer.sft_trainer model.path=/m data.train_files=x.parquet"
-    (remark,) = import_script(script, directory=Path()).remarks
-    assert "4 processes" in remark.what and "`hone sft`" in remark.what
-    assert import_script(script.replace("4", "1"), directory=Path()).remarks == []
+    outcome = import_script(script, directory=Path())
+    assert outcome.remarks == []
+    assert (outcome.values["trainer.n_gpus_per_node"], outcome.values["trainer.runtime"]) == (4, "ray")
+    alone = import_script(script.replace("4", "1"), directory=Path())
+    assert alone.remarks == [] and "trainer.runtime" not in alone.values
+    (remark,) = import_script(script.replace("4", "gpu"), directory=Path()).remarks
+    assert "gpu processes" in remark.what
+
+
+@pytest.mark.parametrize(
+    ("foreign", "own"),
+    [
+        ("model.strategy=fsdp", {"strategy": "fsdp2"}),
+        ("engine.strategy=fsdp2", {"strategy": "fsdp2"}),
+        ("model.fsdp_config.cpu_offload=True", {"fsdp_config.offload_policy": True}),
+        ("engine.param_offload=True", {"fsdp_config.param_offload": True}),
+        ("engine.mixed_precision.reduce_dtype=bf16", {"fsdp_config.mixed_precision.reduce_dtype": "bfloat16"}),
+        ("engine.expert_model_parallel_size=2", {"expert_parallel_size": 2}),
+        ("data.balance_dp_token=False", {"trainer.balance_batch": False}),
+    ],
+)
+def test_sharding_keys_of_supervised_fine_tuning(foreign: str, own: dict[str, Any]) -> None:
+    script = f"python3 -m verl.trainer.sft_trainer model.path=/m data.train_files=x.parquet {foreign}"
+    values = import_script(script, directory=Path()).values
+    assert {key: values[key] for key in own} == own
 
 
 @pytest.mark.parametrize(
