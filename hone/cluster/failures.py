@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import torch
 from hone.config.limits import micro_batch_tokens
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.errors import ProcessError
+from hone.errors import HoneError, ProcessError
 from hone.insight.activity import Record
 
 LOG_LINES = 15
 """Number of lines of a dead process's log in the message."""
+_BROKEN_COLLECTIVE = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|gloo|nccl|DistBackendError|DistNetworkError",
+    re.IGNORECASE,
+)
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -108,6 +113,11 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         link = link.__cause__
     return False
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Return whether an exception may be the consequence of another rank's end."""
+    return not isinstance(error, HoneError) and _BROKEN_COLLECTIVE.search(f"{type(error)} {error}") is not None
 
 
 def log_tail(path: Path | None, lines: int = LOG_LINES, *, without: tuple[str, ...] = ()) -> str:

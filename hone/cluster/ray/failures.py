@@ -23,7 +23,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from hone.cluster.failures import is_out_of_memory, log_tail, out_of_memory, worker_lost
+from hone.cluster.failures import is_broken_collective, is_out_of_memory, log_tail, out_of_memory, worker_lost
 from hone.config.trees import AnyConfig
 from hone.errors import HoneError, ProcessError
 from hone.insight import activity
@@ -34,10 +34,6 @@ GRACE = 10.0
 """Seconds that the other ranks of a failed call have to report their errors."""
 
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError, OutOfMemoryError)
-_BROKEN_COLLECTIVE = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|broken pipe|gloo|nccl|DistBackendError|DistNetworkError",
-    re.IGNORECASE,
-)
 _MARKS = (":job_id:", ":actor_name:", ":task_name:", "Extension modules: ", "[20")
 """Lines of Ray and the interpreter in workers' logs, which carry no information about their work."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -164,9 +160,7 @@ def _stage(records: Mapping[str, Record]) -> str:
 def may_be_echo(error: BaseException) -> bool:
     """Return whether an error may be a consequence of the death of another process."""
     cause = root(error)
-    return _is_lost(cause) or (
-        not isinstance(cause, HoneError) and _BROKEN_COLLECTIVE.search(f"{type(cause)} {cause}") is not None
-    )
+    return _is_lost(cause) or is_broken_collective(cause)
 
 
 def root(error: BaseException) -> BaseException:

@@ -21,10 +21,10 @@ import ray
 import torch
 
 import hone
+from hone.cluster.columns import decode, decode_named, encode_named, stored
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Collect, RemoteTensors, dispatch_of
-from hone.cluster.ray.columns import decode, decode_named, encode, encode_named
-from hone.cluster.remote_batch import LayerPart, RowInfo, Shard, Stored
+from hone.cluster.remote_batch import LayerPart, Shard
 from hone.config.parallel_layout import Layout
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
@@ -180,7 +180,7 @@ class WorkerHost:
                 result = await result
         if spec.collect is Collect.REMOTE and result is not None:
             return RemoteTensors(ray.put(encode_named(result))) if self._worker.rank == 0 else None
-        return stored(result) if isinstance(result, Batch) else result
+        return stored(result, ray.put) if isinstance(result, Batch) else result
 
     async def begin_step(self, seed: int) -> None:
         """Seed torch, and release the columns of the last step."""
@@ -230,24 +230,3 @@ class WorkerHost:
         if ref not in self._fetched:
             self._fetched[ref] = decode(await ref)
         return self._fetched[ref]
-
-
-def stored(batch: Batch) -> Stored:
-    """Put a batch into the object store: tensors in one object, Python objects in another; ``uid`` goes to the driver.
-
-    A worker that needs only the tensors then fetches only them.
-    """
-    tensors = tuple(name for name in batch.names() if not isinstance(batch[name], list))
-    objects = tuple(name for name in batch.names() if isinstance(batch[name], list) and name != "uid")
-    names_rows = "uid" in batch and "prompt_ids" in batch
-    return Stored(
-        (tensors, objects),
-        (_put(batch, tensors), _put(batch, objects)),
-        len(batch),
-        RowInfo.from_batch(batch) if names_rows else None,
-        batch.meta,
-    )
-
-
-def _put(batch: Batch, names: Sequence[str]) -> Any:
-    return ray.put(encode({name: batch[name] for name in names})) if names else None

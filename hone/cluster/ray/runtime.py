@@ -17,13 +17,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.cluster.any_batch import AnyBatch
+from hone.cluster.columns import assembled, stored
 from hone.cluster.context import RoleSpec
+from hone.cluster.group import stored_batch
 from hone.cluster.plan import place
-from hone.cluster.ray.columns import decode
 from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.failures import Failures, PendingCall
-from hone.cluster.ray.group import WorkerGroup, stored_batch
-from hone.cluster.ray.host import WorkerHost, WorkerPlace, stored, versions
+from hone.cluster.ray.group import RayGroup
+from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
 from hone.cluster.remote_batch import RemoteBatch
 from hone.config.pools import Pool, check_engines, check_layouts
 from hone.config.trees import AnyConfig, model_block
@@ -93,7 +94,7 @@ class RayRuntime:
         self._run = Path(config.trainer.default_local_dir).absolute()
         self._failures = Failures(config, self._run / activity.FOLDER)
         self.pools: dict[str, PlacedPool] = {}
-        self._groups: dict[str, WorkerGroup] = {}
+        self._groups: dict[str, RayGroup] = {}
         self._objects = [entry.sent() for entry in objects_in_use()]
         pools = place(config, self._roles)
         check_layouts(pools)
@@ -113,30 +114,27 @@ class RayRuntime:
 
     # what the program uses -------------------------------------------------------------------------------------------
 
-    def group(self, name: str) -> WorkerGroup:
+    def group(self, name: str) -> RayGroup:
         """Return the workers of a role."""
         return self._groups[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._groups
 
-    def add(self, role: RoleSpec) -> WorkerGroup:
+    def add(self, role: RoleSpec) -> RayGroup:
         """Build another role in the processes of the actor's pool."""
         self._build(role, next(iter(self.pools.values())))
         return self.group(role.name)
 
     def put(self, batch: Batch) -> RemoteBatch:
         """Put the columns of a batch into the object store."""
-        return stored_batch([stored(batch)])
+        return stored_batch([stored(batch, ray.put)])
 
     def fetch(self, batch: AnyBatch) -> Batch:
         """Get the columns of a batch from the object store; they are read only."""
         assert isinstance(batch, RemoteBatch)
         (shard,) = batch.shards([np.arange(len(batch))], objects=True)
-        columns: dict[str, Any] = {}
-        for layer in shard.layers:
-            columns |= layer.columns([decode(block) for block in ray.get([block.ref for block in layer.blocks])])
-        return Batch({**columns, "uid": shard.uids}, **shard.meta)
+        return assembled(shard, ray.get)
 
     def begin_step(self, seed: int) -> None:
         """Seed torch in every process, and release the columns of the last step."""
@@ -339,7 +337,7 @@ class RayRuntime:
 
     def _build(self, role: RoleSpec, placed: PlacedPool) -> None:
         self._failures.answers(placed.call("build", role))
-        self._groups[role.name] = WorkerGroup(
+        self._groups[role.name] = RayGroup(
             role,
             placed.hosts,
             placed.pool.name,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.messages import raises
 from support.models import random_batch
 
+from hone.cluster.columns import decode, decode_named, encode, encode_named, stored
 from hone.cluster.ray import host as hosts
-from hone.cluster.ray.columns import decode, decode_named, encode, encode_named
-from hone.cluster.ray.host import WorkerHost, stored
+from hone.cluster.ray.host import WorkerHost
 from hone.cluster.remote_batch import RemoteBatch, RowInfo
 from hone.data.batch import Batch, same_column
 from hone.data.ragged import Ragged
@@ -52,7 +52,7 @@ def store(monkeypatch):
 
 def remote(parts: list[Batch]) -> RemoteBatch:
     """Batches that workers have stored, as the driver sees the whole."""
-    restored = [stored(part) for part in parts]
+    restored = [stored(part, hosts.ray.put) for part in parts]
     block = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     row = np.concatenate([np.arange(len(part)) for part in parts])
     return RemoteBatch.from_stored(restored, RowInfo.concat([part.info for part in restored if part.info]), block, row)
@@ -121,7 +121,7 @@ def step(data, here: Batch, there: RemoteBatch):
         return Batch.concat([here, here]), RemoteBatch.concat([there, again])
     fresh = here.ragged("response_ids").with_values(torch.randn(len(here.ragged("response_ids").values)))
     new = Batch({"values": fresh, "number": torch.arange(len(here))})
-    blocks = stored(new)
+    blocks = stored(new, hosts.ray.put)
     added = RemoteBatch.from_stored([blocks], there.info, np.zeros(len(here), np.int64), np.arange(len(here)))
     return here.updated(new), there.updated(added)
 

@@ -1,4 +1,4 @@
-"""Columns in the object store: arrays that are read in place, without a copy.
+"""Columns on the way between processes, and in Ray's object store: arrays that are read in place, without a copy.
 
 Tensors become numpy arrays, which Ray writes and maps directly. So do the token columns of episodes, which would otherwise be
 lists of millions of numbers. Every other object is pickled; nothing comes from outside the run.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.data.batch import Column
+from hone.cluster.remote_batch import RowInfo, Shard, Stored
+from hone.data.batch import Batch, Column
 from hone.data.ragged import Ragged
 from hone.data.types import Sample, Trajectory
 
@@ -72,6 +73,44 @@ def encode_named(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, _Arra
 def decode_named(tensors: Sequence[tuple[str, _Array]]) -> list[tuple[str, Tensor]]:
     """Restore the tensors of :func:`encode_named`; they share the memory of the object store and are read only."""
     return [(name, _tensor(array)) for name, array in tensors]
+
+
+def stored(batch: Batch, put: Callable[[Any], Any]) -> Stored:
+    """Store a batch: tensors in one object, Python objects in another; ``uid`` goes to the driver.
+
+    A worker that needs only the tensors then fetches only them.
+
+    Args:
+        batch: the batch.
+        put: stores an object and returns its reference.
+    """
+    tensors = tuple(name for name in batch.names() if not isinstance(batch[name], list))
+    objects = tuple(name for name in batch.names() if isinstance(batch[name], list) and name != "uid")
+    names_rows = "uid" in batch and "prompt_ids" in batch
+
+    def block(names: Sequence[str]) -> Any:
+        return put(encode({name: batch[name] for name in names})) if names else None
+
+    return Stored(
+        (tensors, objects),
+        (block(tensors), block(objects)),
+        len(batch),
+        RowInfo.from_batch(batch) if names_rows else None,
+        batch.meta,
+    )
+
+
+def assembled(shard: Shard, get: Callable[[list[Any]], list[Any]]) -> Batch:
+    """Return the batch of a shard.
+
+    Args:
+        shard: the rows.
+        get: returns the objects of references of :func:`stored`.
+    """
+    columns: dict[str, Any] = {}
+    for layer in shard.layers:
+        columns |= layer.columns([decode(block) for block in get([block.ref for block in layer.blocks])])
+    return Batch({**columns, "uid": shard.uids}, **shard.meta)
 
 
 def _encoded(column: Column) -> Encoded:
