@@ -61,9 +61,9 @@ def command(
     config, _ = local_config(TREES[kind.value], overrides, preset, config_path, config_name, weights=False)
     if cluster is not None and not isinstance(config, RLConfig):
         raise ConfigError(
-            f"`hone {kind.value}` runs in one process and has no placement",
+            f"`hone {kind.value}` has one pool of devices: there is no placement to search for",
             where="--cluster",
-            fix="--device NAME instead of --cluster plans for a GPU",
+            fix="--device NAME plans for GPUs of that kind with the configured trainer.n_gpus_per_node and layout",
         )
     if nodes is not None and isinstance(config, RLConfig):
         plan = search(config, nodes)

@@ -36,9 +36,21 @@ def checked_config(
     from hone.preflight import check
 
     config, downloads = local_config(tree, overrides, preset, config_path, config_name)
+    if config.trainer.runtime == "torchrun":
+        _serve_other_ranks()
     check(config)
     announce(config)
     return config, downloads
+
+
+def _serve_other_ranks() -> None:
+    """Serve the first rank of a launched run to its end, unless this process is the first."""
+    from hone.cluster.torchrun.ranks import LaunchedRank
+
+    if LaunchedRank.from_environment().rank > 0:
+        from hone.cluster.torchrun.worker import serve
+
+        raise typer.Exit(serve())
 
 
 def announce(config: AnyConfig) -> None:

@@ -87,6 +87,8 @@ def worker_lost(
     rerun = "run the same command again to resume from the last checkpoint"
     used_up = config.trainer.max_restarts
     restarts = f"trainer.max_restarts={max(1, 2 * used_up)} makes the run resume automatically"
+    if config.trainer.runtime == "torchrun":
+        restarts = "torchrun --max-restarts=1 makes it resume automatically"
     fix = f"{rerun}; {restarts}"
     if out_of_memory:
         stage = f"{run_stage} > {record.stage if record else name}"

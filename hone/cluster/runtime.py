@@ -1,4 +1,4 @@
-"""Common interface of the two runtimes, which hold the roles of a run and call them."""
+"""Common interface of the runtimes, which hold the roles of a run and call them."""
 
 from __future__ import annotations
 
@@ -74,6 +74,10 @@ def build_runtime(config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: 
         from hone.cluster.ray.runtime import RayRuntime
 
         return RayRuntime(config, roles, total_steps=total_steps, resume=resume)
+    if config.trainer.runtime == "torchrun":
+        from hone.cluster.torchrun.runtime import TorchrunRuntime
+
+        return TorchrunRuntime(config, roles, total_steps=total_steps, resume=resume)
     from hone.cluster.local import LocalRuntime
 
     return LocalRuntime(config, roles, total_steps=total_steps, resume=resume)

@@ -68,9 +68,9 @@ class RunConfig:
     """Steps whose updates torch.profiler records in every training process: a trace, the slowest operators, and on CUDA a snapshot
     of memory, in profile/ of the run directory. Such a step takes longer and computes the same numbers. With
     async_training.stream: the first part of the update."""
-    runtime: str = choice("local", "local", "ray")
-    """Processes of the roles: local is this process; ray is worker processes, on this machine or a cluster (see the block ray).
-    Both give the same numbers."""
+    runtime: str = choice("local", "local", "ray", "torchrun")
+    """Processes of the roles: local is this process; ray is worker processes, on this machine or a cluster (see the block ray);
+    torchrun is the ranks that torchrun, or a scheduler with its variables, has started. All give the same numbers."""
     nnodes: int = number(1, low=1)
     """Nodes of the pool of the trained model and of every role without a separate pool."""
     n_gpus_per_node: int = number(1, low=1)
@@ -85,6 +85,10 @@ class RunConfig:
 @dataclass
 class TrainerConfig(RunConfig):
     """The life cycle of an RL run."""
+
+    runtime: str = choice("local", "local", "ray")
+    """Processes of the roles: local is this process; ray is worker processes, on this machine or a cluster (see the block ray).
+    Both give the same numbers."""
 
     async_training: AsyncConfig = block(AsyncConfig)
     """Asynchronous training. On the command line also trainer.async."""

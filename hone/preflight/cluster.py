@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
 
+from hone.cluster.torchrun.ranks import check_launched
 from hone.config.derived import HALF_A_GPU, RunSpec
 from hone.config.parallel_layout import Layout
 from hone.config.pools import Pool, check_local
@@ -32,6 +33,11 @@ def enough_processes(config: AnyConfig) -> Iterator[Finding]:
     if config.trainer.runtime == "local":
         try:
             check_local(config)
+        except ConfigError as problem:
+            yield Finding(problem, stops=True)
+    elif config.trainer.runtime == "torchrun":
+        try:
+            check_launched(config)
         except ConfigError as problem:
             yield Finding(problem, stops=True)
     elif config.ray.address is None:
@@ -231,7 +237,7 @@ def data_parallel_ranks(config: AnyConfig) -> int | None:
 
 def actor_processes(config: AnyConfig) -> int:
     """Return the number of processes that hold the trained model."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node if config.trainer.runtime == "ray" else 1
+    return 1 if config.trainer.runtime == "local" else config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
 def running_cluster() -> str | None:

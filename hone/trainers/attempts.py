@@ -21,7 +21,8 @@ def supervised(config: ConfigT, attempt: Callable[[ConfigT, Supervisor], int]) -
         WorkerLost: a worker was lost more often than trainer.max_restarts.
     """
     with lock_run(config.trainer):  # kept between the attempts
-        supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
+        restarts = config.trainer.max_restarts if config.trainer.runtime == "ray" else 0
+        supervisor = Supervisor(Path(config.trainer.default_local_dir), restarts)
         try:
             while True:
                 try:

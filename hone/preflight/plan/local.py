@@ -49,7 +49,7 @@ def local_device(config: AnyConfig, *, again: bool = False) -> Device:
     machine = machines.look()
     device = this_device(machine, on_cpu=_runs_on_cpu(config, machine), again=again)
     processes = 1
-    if config.trainer.runtime == "ray":
+    if config.trainer.runtime != "local":
         processes = sum(pool.per_node for pool in spec_of(config).pools)
     if not device.on_cpu or processes == 1:
         return device
