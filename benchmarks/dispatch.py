@@ -31,7 +31,7 @@ from hone.cluster.context import RoleSpec, WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.plan import model_roles
 from hone.cluster.ray.failures import Failures
-from hone.cluster.ray.group import WorkerGroup
+from hone.cluster.ray.group import RayGroup
 from hone.cluster.ray.runtime import RayRuntime
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Shard, Stored
 from hone.cluster.roles import RoleUpdate, mini_batches
@@ -108,7 +108,7 @@ class SimulatedHost:
         return SimulatedHost.counter.to_bytes(28, "little")  # as long as an id of Ray
 
 
-def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, WorkerGroup]:
+def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, RayGroup]:
     """Return the groups of a GRPO run with a reference, of simulated workers."""
     config = load_config(RLConfig, ["actor_rollout_ref.actor.use_kl_loss=true"])
     hosts, layout, failures = (
@@ -117,10 +117,10 @@ def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, WorkerGroup]:
         SimulatedFailures(),
     )
     roles = [*model_roles(config), RoleSpec("work", BatchOps)]
-    return {role.name: WorkerGroup(role, hosts, "main", layout, failures) for role in roles}
+    return {role.name: RayGroup(role, hosts, "main", layout, failures) for role in roles}
 
 
-def step(groups: dict[str, WorkerGroup], samples: list[Sample]) -> dict[str, float]:
+def step(groups: dict[str, RayGroup], samples: list[Sample]) -> dict[str, float]:
     """Make the calls of a step one after the other; return the CPU seconds of each."""
     actor, work, rollout, seconds = groups["actor"], groups["work"], groups["rollout"], {}
 
