@@ -1,4 +1,4 @@
-"""`hone config import`: translation of a run of verl to a configuration of Hone."""
+"""`hone config import`: translation of a run of verl or LLaMA-Factory to a configuration of Hone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def import_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON: configuration, lines, differences")] = False,
 ) -> None:
-    """Translate a launch script, YAML file or override lines of verl into a Hone configuration; nothing is executed.
+    """Translate a launch script, YAML file or override lines of verl, or a YAML file of LLaMA-Factory, into a Hone configuration.
+
+    Nothing is executed.
 
     Prints the configuration as YAML, with the differences as comments. Exit code 0 when every line was translated or reported,
     2 when some were not understood.

@@ -9,6 +9,7 @@ from typing import Any
 
 from hone.config.check import yaml_value
 from hone.config.importing.completing import complete
+from hone.config.importing.llamafactory import import_llama_factory, is_llama_factory
 from hone.config.importing.settings import translate
 from hone.config.importing.translation import Translation
 from hone.config.launch import Argument, End, Launch, Trace, Trouble, follow, launches, other_programs, shown
@@ -118,12 +119,15 @@ def import_overrides(lines: Sequence[Argument]) -> Translation:
 
 
 def import_yaml(source: str) -> Translation:
-    """Translate a configuration file of verl.
+    """Translate a configuration file of verl, or of LLaMA-Factory.
 
     Raises:
         ConfigError: it is not a mapping in YAML.
     """
-    lines = _flat(_mapping(source, "the file"))
+    tree = _mapping(source, "the file")
+    if is_llama_factory(tree):
+        return import_llama_factory(tree)
+    lines = _flat(tree)
     translation = Translation(_command_of(line.text for line in lines))
     translate(lines, translation)
     complete(translation)

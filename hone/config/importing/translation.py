@@ -31,7 +31,7 @@ class Addition:
 
 @dataclass
 class Translation:
-    """A translated run of verl.
+    """A translated run of verl or LLaMA-Factory.
 
     Attributes:
         command: command of the configuration: train or sft.

@@ -5,7 +5,7 @@ here; not supported yet, which is refused with what to do instead; or without me
 that is not used. The file ``verl.yaml`` says which, and :func:`read_setting` reads one setting with it.
 """
 
-from hone.config.migration.reading import Outcome, Reading, read_setting
-from hone.config.migration.table import DEFAULTS, TABLES, VALUES
+from hone.config.migration.reading import Outcome, Reading, read_by, read_setting
+from hone.config.migration.table import DEFAULTS, LLAMA_FACTORY, TABLES, VALUES
 
-__all__ = ["DEFAULTS", "TABLES", "VALUES", "Outcome", "Reading", "read_setting"]
+__all__ = ["DEFAULTS", "LLAMA_FACTORY", "TABLES", "VALUES", "Outcome", "Reading", "read_by", "read_setting"]

@@ -266,6 +266,50 @@ def _optimizer_module(value: Any, others: Others, *, block: str) -> dict[str, An
 
 _OPTIMS = {"actor_": "actor_rollout_ref.actor.optim", "critic_": "critic.optim", "": "optim"}
 
+
+def _accumulated_batch(value: Any, others: Others) -> dict[str, Any]:
+    """The rows of an update on one device."""
+    return _batch_of(value, others.get("gradient_accumulation_steps", 1))
+
+
+def _accumulation(value: Any, others: Others) -> dict[str, Any]:
+    return _batch_of(others.get("per_device_train_batch_size", 8), value)
+
+
+def _batch_of(rows: Any, steps: Any) -> dict[str, Any]:
+    if not (isinstance(rows, int) and isinstance(steps, int)):
+        raise Refused("a batch size that is not a number", "data.train_batch_size=N")
+    return {"data.train_batch_size": rows * steps}
+
+
+def _whole_epochs(value: Any, others: Others) -> dict[str, Any]:
+    if not isinstance(value, int | float) or value != int(value):
+        raise Refused(f"{value} passes over the data", "trainer.total_training_steps=N", {"trainer.total_epochs": 1})
+    return {"trainer.total_epochs": int(value)}
+
+
+def _lora_targets(value: Any, others: Others) -> dict[str, Any]:
+    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
+    return {"model.target_modules": "all-linear" if names == ["all"] else names}
+
+
+def _reported(value: Any, others: Others) -> dict[str, Any]:
+    names = value if isinstance(value, list) else [value]
+    if "all" in names:
+        raise Refused(
+            "all trackers that are installed", "trainer.logger=[console, NAME]", {"trainer.logger": ["console"]}
+        )
+    return _trackers(["console", *(name for name in names if name not in (None, "none"))], others)
+
+
+def _gradient_checkpointing(value: Any, others: Others) -> dict[str, Any]:
+    return {
+        "model.enable_gradient_checkpointing": value is not True
+        if "disable_gradient_checkpointing" in others
+        else bool(value)
+    }
+
+
 BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
     "micro_batch": _micro_batch,
     "ratio_cap": _ratio_cap,
@@ -286,5 +330,11 @@ BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
     "resumed": _resumed,
     **{f"{role}optimizer": partial(_optimizer, block=block) for role, block in _OPTIMS.items()},
     **{f"{role}optimizer_module": partial(_optimizer_module, block=block) for role, block in _OPTIMS.items()},
+    "accumulated_batch": _accumulated_batch,
+    "accumulation": _accumulation,
+    "whole_epochs": _whole_epochs,
+    "lora_targets": _lora_targets,
+    "reported": _reported,
+    "gradient_checkpointing": _gradient_checkpointing,
 }
-"""Conversions that ``verl.yaml`` refers to."""
+"""Conversions that the tables refer to."""

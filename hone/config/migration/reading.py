@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
-from hone.config.migration.entries import Changed, Foreign, Refused, Renamed, Settled, Unsupported
+from hone.config.migration.entries import Changed, Entry, Foreign, Refused, Renamed, Settled, Unsupported
 from hone.config.migration.table import TABLES, VALUES
 from hone.config.tree import RLConfig
 
@@ -60,6 +60,11 @@ def read_setting(key: str, value: Any, others: Mapping[str, Any], schema: type =
     if entry is None:
         known = key_doc is not None or key in blocks(schema)
         return Reading(key, value, Outcome.KEPT, {key: value}) if known else Reading(key, value, Outcome.UNKNOWN)
+    return read_by(entry, key, value, others, schema)
+
+
+def read_by(entry: Entry, key: str, value: Any, others: Mapping[str, Any], schema: type) -> Reading:
+    """Translate ``key=value`` by the entry of a table."""
     match entry:
         case Renamed(to, says):
             return _renamed(key, value, to, says, others, schema)
