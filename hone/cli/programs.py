@@ -36,21 +36,26 @@ def checked_config(
     from hone.preflight import check
 
     config, downloads = local_config(tree, overrides, preset, config_path, config_name)
-    if config.trainer.runtime == "torchrun":
-        _serve_other_ranks()
+    if (code := serve_first_rank(config)) is not None:
+        raise typer.Exit(code)
     check(config)
     announce(config)
     return config, downloads
 
 
-def _serve_other_ranks() -> None:
-    """Serve the first rank of a launched run to its end, unless this process is the first."""
+def serve_first_rank(config: AnyConfig) -> int | None:
+    """Serve the first rank of a launched run to its end, and return the exit code; None where this process has a run to train.
+
+    Raises:
+        ConfigError: trainer.runtime=torchrun, but no launcher started this process.
+    """
     from hone.cluster.torchrun.ranks import LaunchedRank
 
-    if LaunchedRank.from_environment().rank > 0:
-        from hone.cluster.torchrun.worker import serve
+    if config.trainer.runtime != "torchrun" or LaunchedRank.from_environment().rank == 0:
+        return None
+    from hone.cluster.torchrun.worker import serve
 
-        raise typer.Exit(serve())
+    return serve()
 
 
 def announce(config: AnyConfig) -> None:

@@ -54,7 +54,7 @@ def test_profiled_supervised_step(tiny: Path):
     run = tiny / "sft"
     ended = hone(*offline_words("sft", tiny, run, "trainer.profile_steps=[1]"), log=tiny / "sft.log", cwd=tiny)
     assert ended.code == 0, ended.output
-    assert sorted(path.name for path in (run / "profile").iterdir()) == ["step_1.main-0.json.gz", "step_1.main-0.txt"]
+    assert sorted(path.name for path in (run / "profile").iterdir()) == ["step_1.actor-0.json.gz", "step_1.actor-0.txt"]
 
 
 def test_a_run_has_a_profile_and_a_trace(tiny: Path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from support.small_preferences import make_small_preferences, small_preference_s
 from support.world import metrics, steps_saved
 
 from hone.cluster.torchrun.ranks import LaunchedRank
+from hone.cluster.torchrun.runtime import values_of
 from hone.config import PreferenceConfig, load_config
 from hone.errors import ConfigError
 from hone.insight import activity
@@ -107,6 +109,25 @@ def test_a_mistake_is_one_message(data: Path, tmp_path: Path):
     assert run.wait(LONG) != 0
     output = log.read_text()
     assert output.count("R02") == 1 and "trainer.nnodes=1 trainer.n_gpus_per_node=1" in output
+
+
+def test_the_error_of_a_rank_is_its_cause():
+    """A user's mistake comes before other errors, and those before collectives that broke for lack of a rank."""
+    mistake, bug, echo = ConfigError("3 is wrong"), KeyError("a bug"), RuntimeError("gloo: connection closed by peer")
+    for errors in ([echo, mistake, bug], [mistake, echo]):
+        with pytest.raises(ConfigError):
+            values_of(dict(enumerate(map(failed, errors))))
+    with pytest.raises(KeyError):
+        values_of(dict(enumerate(map(failed, [echo, bug]))))
+    done: Future[int] = Future()
+    done.set_result(7)
+    assert values_of({0: done, 1: done}) == [7, 7]
+
+
+def failed(error: BaseException) -> Future[int]:
+    answer: Future[int] = Future()
+    answer.set_exception(error)
+    return answer
 
 
 def test_the_variables_of_a_launcher():

@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from hone.algorithms import advantage_estimators, policy_losses, preference_losses
 from hone.cli.main import app
-from hone.config import TREES, RLConfig, load_config
+from hone.config import TREES, PreferenceConfig, RLConfig, SFTConfig, load_config
 from hone.config.derived import OldLogProbs, RunSpec, dtype_line
 from hone.config.dtypes import dtype_keys
 from hone.config.pools import MAIN_POOL
+from hone.config.specs import OfflineSpec, spec_of
 from hone.errors import UnknownMethod
 from hone.methods import COMPARES_ACROSS_MINI_BATCH, ESTIMATOR_INPUTS, PREFERENCE_LOSS_NEEDS
 
@@ -121,6 +122,38 @@ def test_roles_and_pools():
     assert (main.layout.dp_size, main.layout.tensor) == (2, 2) and critic.layout.tensor == 2
     assert reference.block == "actor_rollout_ref.ref" and reference.world == 2
     assert reward_model.replicated and not reward_model.divided
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copied", "adapter", "precomputed"),
+    [
+        ((), True, False, False),
+        (("model.lora_rank=4",), False, True, False),
+        (("model.lora_rank=4", "ref.mode=copy"), True, False, False),
+        (("model.lora_rank=4", "ref.model_path=/m"), True, False, False),
+        (("ref.mode=precompute",), False, False, True),
+        (("loss.name=simpo",), False, False, False),
+    ],
+)
+def test_the_reference_of_an_offline_run(
+    overrides: tuple[str, ...], copied: bool, adapter: bool, precomputed: bool
+) -> None:
+    facts = OfflineSpec(load_config(PreferenceConfig, [*overrides, "trainer.n_gpus_per_node=4"]))
+    assert (facts.holds_reference, facts.adapter_is_reference, facts.precomputes_reference) == (
+        copied,
+        adapter,
+        precomputed,
+    )
+    compared = "loss.name=simpo" not in overrides
+    (pool,) = facts.pools
+    assert pool.roles == (("actor", "reference") if compared else ("actor",)) and pool.layout.dp_size == 4
+    assert ("reference copy", "yes" if copied else "none") in [(line.name, line.value) for line in facts.lines()]
+
+
+def test_sft_has_one_role():
+    facts = spec_of(load_config(SFTConfig, ["trainer.n_gpus_per_node=4", "ulysses_sequence_parallel_size=2"]))
+    (pool,) = facts.pools
+    assert pool.roles == ("actor",) and (pool.layout.dp_size, pool.layout.sequence) == (2, 2)
 
 
 def test_a_pool_of_a_role_that_the_run_does_not_have_is_not_made():
