@@ -112,7 +112,7 @@ def experts_can_be_followed(config: RLConfig, evidence: Evidence) -> Iterator[Fi
     rollout, model = config.actor_rollout_ref.rollout, evidence.model_settings
     if not RunSpec(config).follows_engine_experts:
         return
-    key = f"{_ACTOR}.router_replay.mode"
+    key = "actor_rollout_ref.actor.router_replay.mode"
     if model and not any(model.get(name) for name in _EXPERTS):
         yield error(
             f"router_replay.mode=R3, but a {model.get('model_type')} model has no experts",
