@@ -52,9 +52,9 @@ def find_actor(source: str | Path) -> Path:
             return storage.local_path
         if storage.parent.is_file(MANIFEST):
             return model_directory(str(storage.parent), storage.name)
-    name, source = (AVERAGE, str(storage.parent)) if storage.name == AVERAGE else ("actor", source)
+    name = AVERAGE if storage.name == AVERAGE else "actor"
     try:
-        checkpoint = find_checkpoint(source)
+        checkpoint = find_checkpoint(str(storage.parent) if name == AVERAGE else source)
     except CheckpointError as error:
         unfinished = storage.is_local and not storage.is_file(MANIFEST)
         if unfinished and (storage / "actor").names():  # an unfinished checkpoint, given by its path
