@@ -22,7 +22,7 @@ from hone.preflight.plan import engines
 from hone.preflight.plan.devices import GIB, Device, device_named, known_devices, parse_cluster
 from hone.preflight.plan.fit import TIGHT, Fitter
 from hone.preflight.plan.local import planned
-from hone.preflight.plan.memory import Memory, Phase, checkpoint_bytes, memory_of
+from hone.preflight.plan.memory import Memory, Phase, memory_of
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.plan import as_json, model_shape, plan_of, search
 from hone.preflight.plan.render import render, run_settings
@@ -167,27 +167,6 @@ def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
     change(big, split)
     sequence = {f"{ACTOR}.ulysses_sequence_parallel_size": 4}
     assert less("update", "activations", **sequence) == pytest.approx(0.25, abs=0.02)
-
-
-@pytest.mark.parametrize(("lora", "ema"), [(0, None), (0, 0.99), (16, 0.99)])
-def test_muon_and_an_average_of_the_weights(big: RLConfig, lora: int, ema: float | None) -> None:
-    adamw = phases(big)["update"]
-    change(big, {f"{ACTOR}.optim.optimizer": "Muon", f"{ACTOR}.optim.ema_decay": ema, f"{MODEL}.lora_rank": lora})
-    work, memory = of(big)
-    update = {phase.name: phase for phase in memory.phases}["update"]
-    matrices = 28 * SEVEN_BILLION.matrices
-    trained = SEVEN_BILLION.adapter(lora) if lora else SEVEN_BILLION.parameters
-    averaged = 4 * trained * (ema is not None)
-    momentum = 4 * trained if lora else 8 * trained - 4 * matrices
-    assert update.size("optimizer") == momentum + averaged
-    assert checkpoint_bytes(work) == 4 * trained + momentum + 2 * averaged
-    if not lora:
-        assert update.size("orthogonalised matrix") == 3584 * 18944 * (4 + 3 * 2 + 4)
-        assert adamw.size("orthogonalised matrix") == 0
-    device = device_named("H100")
-    seconds = step_time(work, device).update
-    change(big, {f"{ACTOR}.optim.optimizer": "AdamW"})
-    assert seconds > step_time(of(big)[0], device).update or lora
 
 
 def test_reference_critic_and_reward_model(big: RLConfig) -> None:
