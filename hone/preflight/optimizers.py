@@ -13,6 +13,7 @@ from hone.config.preference import RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
 from hone.errors import ConfigError, HoneError
+from hone.preflight.cluster import actor_processes
 from hone.preflight.rules import Finding, Stage, error, rule
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _build(config: AnyConfig, key: str, optim: OptimConfig) -> None:
     from hone.training import eight_bits  # slow to import
     from hone.training.optimizer import build_optimizer, optimizer_groups
 
-    if optim.optimizer == eight_bits.NAME and isinstance(config, RLConfig) and _divided(config, key):
+    if optim.optimizer == eight_bits.NAME and _divided(config, key):
         raise eight_bits.sharded_error()
     model = _without_storage(config, key)
     if model is None:
@@ -81,7 +82,10 @@ def _build(config: AnyConfig, key: str, optim: OptimConfig) -> None:
         build_optimizer(model, optim)
 
 
-def _divided(config: RLConfig, key: str) -> bool:
+def _divided(config: AnyConfig, key: str) -> bool:
+    """Return whether several processes hold shards of the model that an optimizer updates."""
+    if not isinstance(config, RLConfig):
+        return actor_processes(config) > 1
     role = "actor" if key == ACTOR else "critic"
     return any(pool.divided for pool in RunSpec(config).pools if role in pool.roles)
 
