@@ -23,7 +23,8 @@ class ScoreHead:
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
         after = dataclasses.replace(packed, output_index=packed.target_index)
         hidden = hidden_states(causal_lm(model), after)
-        return {"scores": value_head(model)(hidden).squeeze(-1).float()}
+        scores = value_head(model)(hidden).squeeze(-1).float()
+        return {"scores": scores.clone()}  # FSDP warns about views, which could be changed in place
 
 
 def response_scores(engine: TrainBackend, batch: Batch) -> Tensor:

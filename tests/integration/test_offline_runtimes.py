@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -54,7 +55,7 @@ def run(data: Path, where: Path, kind: str, *overrides: str, steps: int = STEPS)
     settings = small_sft_settings if tree is SFTConfig else small_preference_settings
     optim = ("optim.lr=1e-3", "optim.eps=1e-6")  # so that rounding alone moves no weight far
     words = settings(data, where, f"trainer.total_training_steps={steps}", *optim, *options, *overrides)
-    program = sft if tree is SFTConfig else preference
+    program: Any = sft if tree is SFTConfig else preference
     assert program.train(load_config(tree, words)) == 0
     return [{name: v for name, v in row.items() if not name.startswith("global_seqlen/")} for row in metrics(where)]
 
