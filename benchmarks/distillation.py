@@ -197,7 +197,7 @@ def draw(curves: dict[str, list[list[float]]], teacher: float, file: Path) -> No
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, measure, draw and tabulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=["sft", "forward_kl", "reverse_kl"], choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=["sft", "forward_kl"], choices=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--work", type=Path, default=ROOT / "runs/distillation", help="data, models and runs")
@@ -219,10 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{arm:12} seed {seed}: " + " ".join(f"{value:.3f}" for value in curves[arm][-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     draw(curves, best, options.out / "distillation.png")
-    print(f"| Arm | Step {options.steps // 2} | Step {options.steps} | Lowest seed |\n|---|---:|---:|---:|")
+    half = options.steps // EVERY // 2
+    print(f"| Arm | Step {half * EVERY} | Step {options.steps} | Lowest seed |\n|---|---:|---:|---:|")
     for arm, runs in curves.items():
-        middle, last = [run[len(run) // 2] for run in runs], [run[-1] for run in runs]
-        print(f"| `{arm}` | {fmean(middle):.3f} | {fmean(last):.3f} | {min(last):.3f} |")
+        middle, last = fmean(run[half] for run in runs), [run[-1] for run in runs]
+        print(f"| `{arm}` | {middle:.3f} | {fmean(last):.3f} | {min(last):.3f} |")
 
 
 if __name__ == "__main__":
