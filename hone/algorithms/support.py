@@ -48,6 +48,14 @@ class Supports:
         rows = torch.arange(len(sizes)).repeat_interleave(sizes)
         return cls(sizes.to(device), ids.to(device), all_restricted, rows.to(device))
 
+    def select(self, tokens: Tensor) -> Supports:
+        """Return the supports of ``tokens``, indices in ascending order."""
+        place = torch.full_like(self.sizes, -1)
+        place[tokens] = torch.arange(len(tokens), device=place.device)
+        rows = place[self.rows]
+        kept = rows >= 0
+        return Supports(self.sizes[tokens], self.ids[kept], self.all_restricted, rows[kept])
+
 
 def support_log_probs(
     hidden: Tensor,

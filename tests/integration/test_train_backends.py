@@ -56,6 +56,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp, experts": ("experts", {}),
     "expert": ("experts", {"parallel": EXPERT}),
     "expert, biases": ("gpt_oss", {"parallel": EXPERT}),
+    "sequence, tokens from supports": ("tied", {"restricted": True, "parallel": SEQUENCE, "optim": STEADY}),
+    "tensor, tokens from supports": ("tied", {"restricted": True, "parallel": TENSOR, "optim": STEADY}),
     "fsdp, experts of the engine": ("experts", {"replayed": True}),
     "tensor, experts of the engine": ("experts", {"replayed": True, "parallel": TENSOR}),
     "sequence, experts of the engine": ("experts", {"replayed": True, "parallel": SEQUENCE, "trees": True}),

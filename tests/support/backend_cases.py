@@ -65,6 +65,7 @@ class Case:
         device: of the computation.
         trees: whether rows share prefixes at any depth, sampled tokens included; otherwise at most their prompts.
         replayed: whether the tokens of a mixture of experts (two layers, two of four experts) come with experts to follow.
+        restricted: whether every other response token was sampled from a support.
         shift: added to the old and the reference log-probs, as if the policy's own were off by as much.
     """
 
@@ -82,6 +83,7 @@ class Case:
     device: str = "cpu"
     trees: bool = False
     replayed: bool = False
+    restricted: bool = False
     shift: float = 0.0
 
     def model_config(self) -> ModelConfig:
@@ -164,8 +166,20 @@ def batch_of(case: Case, update: int) -> Batch:
     batch = tree_batch(seed, case.rows) if case.trees else random_batch(case.rows, seed, group=2)
     noise = batch.ragged("noise")
     old, ref = (noise.with_values(-4.0 + sign * 0.3 * noise.values + case.shift) for sign in (1, -1))
-    columns = {"expert_ids": experts_of(batch)} if case.replayed else {}
+    columns = ({"expert_ids": experts_of(batch)} if case.replayed else {}) | (
+        supports_of(batch) if case.restricted else {}
+    )
     return batch.with_columns(old_log_probs=old, ref_log_probs=ref, **columns)
+
+
+def supports_of(batch: Batch) -> dict[str, Ragged]:
+    """Supports of every other response token: the token, and those that differ from it by a multiple of 3."""
+    ids, sizes = [], []
+    for row in batch.ragged("response_ids").to_lists():
+        sets = [[] if place % 2 else list(range(token % 3, VOCABULARY, 3)) for place, token in enumerate(row)]
+        ids.append([token for support in sets for token in support])
+        sizes.append([len(support) for support in sets])
+    return {"support_ids": Ragged.from_rows(ids, torch.int32), "support_sizes": Ragged.from_rows(sizes, torch.int32)}
 
 
 def experts_of(batch: Batch) -> Ragged:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from support.backend_cases import CPU, SEED, TEMPERATURE, Case, Outcome, batch_of, loss_name, objective_of
+from support.models import VOCABULARY
 from torch import Tensor, nn
 
 from hone.data.batch import Batch
@@ -42,8 +43,14 @@ def outputs_of(case: Case, model: nn.Module, batch: Batch) -> dict[str, Ragged]:
             outputs = {"values": logits[:, 0]}
         else:
             log_softmax = (logits / TEMPERATURE).log_softmax(-1)
+            restricted = log_softmax
+            if case.restricted:  # to tokens that differ by a multiple of 3, at every other place
+                tokens = torch.arange(logits.shape[1])
+                outside = ((tokens - response[:, None]) % 3 != 0) | (tokens >= VOCABULARY)
+                outside &= (torch.arange(len(response)) % 2 == 0)[:, None]
+                restricted = (logits / TEMPERATURE).masked_fill(outside, float("-inf")).log_softmax(-1)
             outputs = {
-                "log_probs": log_softmax.gather(1, response[:, None])[:, 0],
+                "log_probs": restricted.gather(1, response[:, None])[:, 0],
                 "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
             }
         for name, values in outputs.items():

@@ -97,6 +97,7 @@ def local_tokens(packed: PackedSequences, group: ProcessGroup) -> tuple[PackedSe
         index[indices],
         packed.targets[indices],
         target_index[indices],
+        supports=packed.supports and packed.supports.select(indices),
         experts=experts,
         teacher=packed.teacher and packed.teacher.select(indices),
     )
