@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from hone.data.episode_log import EpisodeLog
 
-ExpertIds = Sequence[int] | NDArray[np.int16]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    ExpertIds = Sequence[int] | NDArray[np.int16]
+else:  # reward workers start without numpy
+    ExpertIds = Sequence
 """Experts of tokens: by token, router and rank, end to end."""
 
 
@@ -111,7 +114,7 @@ class Trajectory:
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
     seed: int | None = None
-    expert_ids: ExpertIds = field(default=(), compare=False)
+    expert_ids: ExpertIds = field(default_factory=list, compare=False)
 
     @property
     def weight_versions(self) -> tuple[int, int]:

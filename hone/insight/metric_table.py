@@ -223,9 +223,7 @@ _ACTOR = (
         " probability, in a micro-batch; 1 if both are even, mean over the routers. It is measured, not trained.",
     ),
     MetricSpec("moe/idle_experts", "share", _MEAN, "Experts that computed no token of a micro-batch."),
-    MetricSpec(
-        "moe/replayed", "share", _MEAN, "Tokens that were trained with the experts of the engine (router_replay.mode)."
-    ),
+    MetricSpec("moe/replayed", "share", _MEAN, "Tokens trained with the experts of the engine (router_replay.mode)."),
     MetricSpec(
         "moe/changed_experts",
         "share",

@@ -18,8 +18,12 @@ from hone.models.teacher import HiddenHead, TopKHead, output_layer
 
 def token_loss_options(distillation: DistillationConfig) -> dict[str, Any]:
     """Return the options of :func:`~hone.algorithms.distillation.distillation_token_loss`."""
-    names = ("beta", "tail_bucket", "log_prob_min_clamp", "loss_max_clamp")
-    return {name: getattr(distillation, name) for name in names}
+    return {
+        "beta": distillation.beta,
+        "tail_bucket": distillation.tail_bucket,
+        "log_prob_min_clamp": distillation.log_prob_min_clamp,
+        "loss_max_clamp": distillation.loss_max_clamp,
+    }
 
 
 def teacher_model(config: RLConfig, path: str | None) -> ModelConfig:

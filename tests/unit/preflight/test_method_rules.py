@@ -200,6 +200,8 @@ def test_presets_have_no_findings(preset: str, model: Path, data: Path, tmp_path
         f"trainer.default_local_dir={tmp_path}/run",
         "trainer.device=cpu",
     ]
+    if preset == "opd":
+        overrides.append("distillation.teacher_prompt='{prompt} {ground_truth}'")
     if preset.startswith("agent_"):
         (tmp_path / "tools.yaml").write_text("tools: [{name: calculator}]")
         overrides += ["data.max_prompt_length=320", "data.max_response_length=640"]  # the model has 2048 positions
