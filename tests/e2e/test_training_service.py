@@ -92,8 +92,9 @@ def address(model: Path, out: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def client(address: str) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=address, api_key=TOKEN)
+def client(address: str) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=address, api_key=TOKEN) as service:  # the exit ends its heartbeat
+        yield service
 
 
 def supervised(tokens: list[int], first: int) -> types.Datum:
