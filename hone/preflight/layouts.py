@@ -169,6 +169,13 @@ def micro_batches_can_be_saved(config: RLConfig) -> Iterator[Finding]:
             fix=f"{key}=[], or a run in one process (trainer.runtime=local)",
             where=key,
         )
+    if steps and RunSpec(config).follows_engine_experts:
+        yield error(
+            f"{key}={steps}, but router_replay.mode=R3 follows the experts of the engine",
+            why="the oracle computes the forward pass by itself, with experts of its own",
+            fix=f"{key}=[], or actor_rollout_ref.actor.router_replay.mode=disabled",
+            where=key,
+        )
     first = 1 + (trainer.critic_warmup if RunSpec(config).critic.value else 0)
     last = trainer.total_training_steps
     outside = [step for step in steps if step < first or (last is not None and step > last)]

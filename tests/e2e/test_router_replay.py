@@ -70,6 +70,33 @@ def test_a_resumed_run_follows_the_experts_of_its_saved_groups(experts: World, t
 
 
 @pytest.mark.slow
+def test_what_needs_experts_of_the_archive_is_refused(experts: World, tmp_path: Path) -> None:
+    """The archive has no experts: a gradient of other experts would be of another update. A whole replay samples them again."""
+    run = trained(
+        experts,
+        tmp_path / "run",
+        REPLAY,
+        "trainer.save_freq=1",
+        "trainer.rollout_dump_freq=1",
+        "trainer.save_steps_for_replay=[2]",
+    )
+    for number, (words, code) in enumerate(
+        [
+            (("what-if", run, "--step", 2), 2),
+            (("what-if", run, "--step", 2, "--no-weights"), 0),
+            (("replay", run, "--step", 2, "--from", "adv"), 2),
+            (("replay", run, "--step", 2), 0),
+        ]
+    ):
+        ended = hone(*words, log=tmp_path / f"log{number}")
+        assert ended.code == code, ended.output
+        assert code == 0 or "router_replay.mode" in ended.output
+    command = rl_command(experts, tmp_path / "saving", "grpo", *STEPS, REPLAY, "trainer.save_microbatch_steps=[1]")
+    ended = hone(*command, log=tmp_path / "log")
+    assert ended.code == 2 and "R78" in ended.output
+
+
+@pytest.mark.slow
 def test_a_critic_routes_for_itself(experts: World, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = (*STEPS, REPLAY, "trainer.save_freq=0", "trainer.total_training_steps=2")

@@ -13,7 +13,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.errors import HoneError
 from hone.models.devices import run_device
-from hone.trainers.replay.stored import StoredStep
+from hone.trainers.replay.stored import StoredStep, require_stored_inputs
 from hone.training.backends.local import LocalBackend
 from hone.training.checkpoints.checkpoint import complete_steps
 from hone.training.checkpoints.storage import Storage
@@ -41,6 +41,7 @@ class WeightGradients:
     """
 
     def __init__(self, stored: StoredStep) -> None:
+        require_stored_inputs(stored.config, weights=True, code="E-what-if", fix="--no-weights, or a run without it")
         self._batch = stored.batch.select("prompt_ids", "response_ids", "response_mask")
         device = run_device(stored.config.trainer.device)
         worker = PolicyWorker(WorkerContext(stored.config, device, resume=checkpoint_before(stored)))

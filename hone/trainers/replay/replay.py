@@ -14,7 +14,7 @@ from hone.insight.comparison.divergence import Bisection, RunTrace, bisect_runs
 from hone.insight.run_traces import read_trace
 from hone.trainers.callbacks import Callbacks, calling
 from hone.trainers.replay.direction import checkpoint_before, checkpoints
-from hone.trainers.replay.stored import StoredStep, load_step, run_config
+from hone.trainers.replay.stored import StoredStep, load_step, require_stored_inputs, run_config
 from hone.trainers.rl import RLTrainer, train
 from hone.trainers.stages import SAMPLED, Stage
 from hone.trainers.update_view import KEPT
@@ -91,6 +91,8 @@ def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[s
             where="--from",
             code="E-replay",
         )
+    if first is not None:
+        require_stored_inputs(config, weights=True, code="E-replay", fix="a replay of the whole step, without --from")
     ran: list[str] = []
     program = type("ReplayTrainer", (ReplayTrainer,), {"stored": stored, "first": first, "ran": ran})
     with calling(Callbacks(lambda number, metrics: True)):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hone.config import load_config
+from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
@@ -94,6 +95,34 @@ def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep
             code="E-runs",
         )
     return StoredStep(run, step, run_config(run, overrides), as_batch(records))
+
+
+def require_stored_inputs(config: RLConfig, *, weights: bool, code: str, fix: str) -> None:
+    """Check that the archive has what the update of a run is computed from.
+
+    Args:
+        config: of the run.
+        weights: whether the model computes log-probs again; otherwise those of the archive are used.
+        code: of the error.
+        fix: of the error.
+
+    Raises:
+        HoneError: the run also used tokens' supports, experts or teachers, which the archive does not have.
+    """
+    used = {
+        "the support of sampling (actor_rollout_ref.rollout.keep_support)": RunSpec(config).keeps_support.value,
+        "what teachers said (distillation.enable)": config.distillation.enable,
+        "the experts of the engine (actor_rollout_ref.actor.router_replay.mode)": weights
+        and RunSpec(config).follows_engine_experts,
+    }
+    missing = [name for name, is_used in used.items() if is_used]
+    if missing:
+        raise HoneError(
+            f"the update used {', '.join(missing)}",
+            why="the archive does not have it, so the result would be of another update",
+            fix=fix,
+            code=code,
+        )
 
 
 def as_batch(records: Sequence[dict[str, Any]]) -> Batch:

@@ -19,7 +19,7 @@ from hone.insight.metrics import MetricStore
 from hone.insight.run_files import read_metrics
 from hone.trainers.estimates import COLUMNS, estimate
 from hone.trainers.replay.direction import WeightGradients
-from hone.trainers.replay.stored import StoredStep, run_config
+from hone.trainers.replay.stored import StoredStep, require_stored_inputs, run_config
 from hone.trainers.replay.token_gradients import TokenGradients, token_gradients
 from hone.trainers.update_view import KEPT, correct, update_view
 
@@ -232,13 +232,7 @@ def _require_policy_loss(config: RLConfig) -> None:
             fix="a run with a policy loss",
             code="E-what-if",
         )
-    if config.actor_rollout_ref.rollout.keep_support:
-        raise HoneError(
-            "the run restricts its log-probs to the support of sampling (actor_rollout_ref.rollout.keep_support)",
-            why="the archive does not have the supports",
-            fix="a run without it",
-            code="E-what-if",
-        )
+    require_stored_inputs(config, weights=False, code="E-what-if", fix="a run without it")
 
 
 def _lacks(column: str, needs: str) -> HoneError:
