@@ -13,6 +13,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.cluster.weight_ends import WeightSource
 from hone.config.derived import RunSpec
+from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
@@ -219,6 +220,25 @@ class PolicyWorker(WeightSource, ModelRole):
         self._write = self.engine.stage(location, "actor", self.context.tokenizer)
 
 
+def build_frozen_policy(context: WorkerContext[RLConfig], model: ModelConfig) -> TrainBackend:
+    """Load a policy that is never updated, sharded as the reference. Collective."""
+    config, actor = context.config, context.config.actor_rollout_ref.actor
+    return build_train_backend(
+        "frozen",
+        model,
+        PolicyHead(config.actor_rollout_ref.rollout.temperature),
+        TrainSettings(
+            context.device,
+            dtype=actor.dtype,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+            max_sequences=actor.ppo_micro_batch_size_per_gpu,
+        ),
+        parallel=RunSpec(config).reference_parallel,
+        meshes=context.meshes,
+        seed=config.trainer.seed,
+    )
+
+
 class ReferenceWorker(ModelRole):
     """The reference policy: the actor with its adapter off, or a frozen copy of the initial weights.
 
@@ -229,27 +249,13 @@ class ReferenceWorker(ModelRole):
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config = context.config
-        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-        policy = context.roles.get("actor")
+        policy, model = context.roles.get("actor"), config.actor_rollout_ref.model
         self._budget = config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
         self._shared = policy is not None and (model.lora_rank > 0 or model.lora_adapter_path is not None)
         if policy is not None and self._shared:
             self.engine = policy.engine
             return
-        self.engine = build_train_backend(
-            "frozen",
-            model,
-            PolicyHead(config.actor_rollout_ref.rollout.temperature),
-            TrainSettings(
-                context.device,
-                dtype=actor.dtype,
-                max_tokens=actor.ppo_max_token_len_per_gpu,
-                max_sequences=actor.ppo_micro_batch_size_per_gpu,
-            ),
-            parallel=RunSpec(config).reference_parallel,
-            meshes=context.meshes,
-            seed=config.trainer.seed,
-        )
+        self.engine = build_frozen_policy(context, model)
 
     @dispatch(Split.ROWS)
     def log_probs(self, batch: Batch) -> Batch:

@@ -10,16 +10,12 @@ from torch.nn import functional
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
-from hone.cluster.roles import ModelRole
-from hone.config.derived import RunSpec
+from hone.cluster.roles import ModelRole, build_frozen_policy
 from hone.config.distillation import SAMPLED_MODES
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.models.heads import PolicyHead
 from hone.models.teacher import TEACHER
-from hone.training.backends.build import build_train_backend
 from hone.training.backends.protocol import TrainBackend
-from hone.training.engine import TrainSettings
 from hone.training.teacher import teacher_head, teacher_model
 
 PROMPTS = "teacher_prompt_ids"
@@ -39,7 +35,7 @@ class TeacherWorker(ModelRole):
 
     def __init__(self, context: WorkerContext) -> None:
         config = self.config = context.config
-        actor, distillation = config.actor_rollout_ref.actor, config.distillation
+        distillation = config.distillation
         self._head, self._budget = teacher_head(config), distillation.log_prob_max_token_len_per_gpu
         self._adapter_off = False
         self.engines: list[TrainBackend] = []
@@ -50,22 +46,7 @@ class TeacherWorker(ModelRole):
                 self._adapter_off = has_adapter and distillation.self_teacher == "initial"
                 self.engines.append(policy.engine)
                 continue
-            self.engines.append(
-                build_train_backend(
-                    "frozen",
-                    teacher_model(config, path),
-                    PolicyHead(config.actor_rollout_ref.rollout.temperature),
-                    TrainSettings(
-                        context.device,
-                        dtype=actor.dtype,
-                        max_tokens=actor.ppo_max_token_len_per_gpu,
-                        max_sequences=actor.ppo_micro_batch_size_per_gpu,
-                    ),
-                    parallel=RunSpec(config).reference_parallel,
-                    meshes=context.meshes,
-                    seed=config.trainer.seed,
-                )
-            )
+            self.engines.append(build_frozen_policy(context, teacher_model(config, path)))
         self.engine = self.engines[0]
 
     @dispatch(Split.ALL, max)
