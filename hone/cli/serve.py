@@ -8,12 +8,16 @@ from typing import Annotated
 import typer
 
 from hone.cli.options import ComputeDtype, Dtype
+from hone.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
+_WITHOUT_TRAINING = ("chat_template", "renderer", "parser", "engine", "replicas")
+_OF_TRAINING = ("out", "max_rank", "max_adapters")
 
 
 @app.callback(invoke_without_command=True)
 def command(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, checkpoint, or name of the hub")
     ],
@@ -59,40 +63,46 @@ def command(
     max_adapters: Annotated[int, typer.Option(min=1, help="with --train: most adapters in training at once")] = 16,
 ) -> None:
     """Serve a model with an OpenAI-compatible API, and record conversations as exact tokens."""
+    server = {
+        "model": model,
+        "name": name,
+        "host": host,
+        "port": port,
+        "token": token,
+        "max_model_len": max_model_len,
+        "allow_long_max_model_len": allow_long_max_model_len,
+        "dtype": dtype.value,
+    }
+    _check_options(context, train=train)
     if train:
         from hone.trainers.service.serve import TrainRequest, serve_training
 
-        serve_training(
-            TrainRequest(
-                model=model,
-                name=name,
-                host=host,
-                port=port,
-                token=token,
-                max_model_len=max_model_len,
-                dtype=dtype.value,
-                out=out,
-                max_rank=max_rank,
-                max_adapters=max_adapters,
-            )
-        )
+        serve_training(TrainRequest(**server, out=out, max_rank=max_rank, max_adapters=max_adapters))
         return
     from hone.trainers.serving import ServeRequest, serve
 
     serve(
         ServeRequest(
-            model=model,
-            name=name,
-            host=host,
-            port=port,
-            token=token,
-            max_model_len=max_model_len,
-            allow_long_max_model_len=allow_long_max_model_len,
-            chat_template=chat_template,
-            renderer=renderer,
-            parser=parser,
-            engine=engine,
-            replicas=replicas,
-            dtype=dtype.value,
+            **server, chat_template=chat_template, renderer=renderer, parser=parser, engine=engine, replicas=replicas
         )
     )
+
+
+def _check_options(context: typer.Context, *, train: bool) -> None:
+    """Check that no option of the other kind of server is given.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for name in _WITHOUT_TRAINING if train else _OF_TRAINING:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} has no effect {'with' if train else 'without'} --train",
+                why="a training service has the client's tokens and one native engine"
+                if train
+                else "nothing is trained",
+                fix=f"leave {option} out, or {'leave --train out' if train else 'add --train'}",
+                where=option,
+            )

@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ServeRequest:
-    """Request of `hone serve`; the attributes are its options."""
+class ServerRequest:
+    """Request of any `hone serve`; the attributes are its options."""
 
     model: str
     name: str | None = None
@@ -47,12 +47,43 @@ class ServeRequest:
     token: str | None = None
     max_model_len: int | None = None
     allow_long_max_model_len: bool = False
+    dtype: str = "auto"
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model for clients."""
+        return self.name or Path(self.model).resolve().name
+
+
+@dataclass(frozen=True)
+class ServeRequest(ServerRequest):
+    """Request of `hone serve` without `--train`."""
+
     chat_template: str | None = None
     renderer: str = "auto"
     parser: str = "auto"
     engine: str = "native"
     replicas: int | None = None
-    dtype: str = "auto"
+
+
+def prepare_server(request: ServerRequest) -> int:
+    """Check the packages, the address and the context length of a server; return the context length.
+
+    Raises:
+        ConfigError: a package is missing, the address needs a token, or the model has no such context.
+    """
+    try:
+        from hone.agents.serving.server import check_access
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the endpoint needs the package '{error.name}', which is not installed",
+            fix='pip install "hone-rl[serve]"',
+        ) from error
+    from hone.trainers.evaluation import weights_of
+
+    check_access(request.host, request.token or None)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    return context_length(weights_of(request.model), request.max_model_len, may_exceed=request.allow_long_max_model_len)
 
 
 def serve(request: ServeRequest) -> None:
@@ -61,33 +92,23 @@ def serve(request: ServeRequest) -> None:
     Raises:
         HoneError: the model cannot be loaded, or the address is not available.
     """
-    try:
-        from hone.agents.serving.server import HttpServer, check_access
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the endpoint needs the package '{error.name}', which is not installed",
-            fix='pip install "hone-rl[serve]"',
-        ) from error
+    max_model_len = prepare_server(request)
     from hone.agents.client import EngineClient
     from hone.agents.serving.app import Endpoint
     from hone.agents.serving.gateway import Gateway
+    from hone.agents.serving.server import HttpServer
     from hone.agents.serving.service import TOOLS_AS_TEXT, Service
     from hone.data.tokenizer import read_template, stop_tokens
     from hone.trainers.evaluation import weights_of
 
     token = request.token or None
-    check_access(request.host, token)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    max_model_len = context_length(
-        weights_of(request.model), request.max_model_len, may_exceed=request.allow_long_max_model_len
-    )
     check_names(request)
     with engine_loop() as loop:
         engine, tokenizer = call_on_loop(loop, lambda: open_engine(request, max_model_len))
         if request.chat_template is not None:
             tokenizer.chat_template = read_template(request.chat_template)
         service = Service(
-            model=request.name or Path(request.model).resolve().name,
+            model=request.served_name,
             tokenizer=tokenizer,
             gateway=Gateway(EngineClient(engine), loop),
             max_model_len=max_model_len,

@@ -190,7 +190,7 @@ class TrainingEndpoint:
         return {**_future(name), "sample_sequence_ids": sequences}
 
     def _cancel(self, body: Json) -> Json:
-        self._service.futures.cancel(body["request_id"])
+        self._service.cancel(body["request_id"])
         return {}
 
     # access ----------------------------------------------------------------------------------------------------------

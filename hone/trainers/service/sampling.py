@@ -11,6 +11,8 @@ from pathlib import Path
 from hone.generation.protocol import Completion, Engine, GenerationRequest
 from hone.trainers.service.adapters import AdapterSet, Datum, shape_of
 
+_REPLACED = Path("replaced")
+"""In place of a folder whose weights were replaced while requests used them; no folder of weights is relative."""
 _SLOTS = 4
 """Saved adapters that stay in the model for sampling; the one that was not used for the longest time leaves."""
 
@@ -32,8 +34,10 @@ class Sampler:
         self._slots: OrderedDict[Path, str] = OrderedDict()
         self._names = 0
         self._current: Path | None = None
+        self._adapter: str | None = None
+        self._outdated: list[str] = []
         self._running = 0
-        self._waiting: deque[tuple[Path | None, asyncio.Event]] = deque()
+        self._waiting: deque[tuple[Path | None, asyncio.Future[None]]] = deque()
 
     async def complete(self, weights: Path | None, request: GenerationRequest) -> Completion:
         """Return the completion of a request by the weights saved in a folder; None samples from the base model."""
@@ -64,54 +68,76 @@ class Sampler:
 
     async def _wait(self, weights: Path | None) -> None:
         """Wait for a turn; who grants it has counted this request as running."""
-        place = (weights, asyncio.Event())
+        turn = asyncio.get_running_loop().create_future()
+        place = (weights, turn)
         self._waiting.append(place)
         try:
-            await place[1].wait()
+            await turn
         except asyncio.CancelledError:
-            if place[1].is_set():
-                await self._leave()
-            else:
+            if place in self._waiting:
                 self._waiting.remove(place)
+            elif not turn.cancelled():
+                await self._leave()
             raise
 
     async def _leave(self) -> None:
+        """Give the turn to the requests that wait for the same weights as the first; weights that cannot be loaded are their error."""
         self._running -= 1
-        if self._running or not self._waiting:
-            return
-        weights = self._waiting[0][0]
-        await self._use(weights)
-        together = [place for place in self._waiting if place[0] == weights]
-        self._waiting = deque(place for place in self._waiting if place[0] != weights)
-        self._running += len(together)
-        for _, event in together:
-            event.set()
+        while self._waiting and not self._running:
+            weights = self._waiting[0][0]
+            together = [turn for one, turn in self._waiting if one == weights and not turn.done()]
+            self._waiting = deque(place for place in self._waiting if place[0] != weights)
+            if not together:  # all of them were cancelled
+                continue
+            try:
+                await self._use(weights)
+            except Exception as error:  # noqa: BLE001 - the error is the requests' answer
+                for turn in together:
+                    turn.set_exception(error)
+                continue
+            self._running = len(together)
+            for turn in together:
+                turn.set_result(None)
 
     async def _use(self, weights: Path | None) -> None:
         if weights == self._current and self.version:
             self.activate()
             return
-        self._current = weights
-        if weights is not None:
-            self._load(weights)
+        adapter = None if weights is None else self._load(weights)
+        self._current, self._adapter = weights, adapter
+        for name in self._outdated:
+            self._adapters.remove(name)
+        self._outdated = []
         self.activate()
         self.version += 1
         await self._engine.load_weights([], self.version)
 
     def activate(self) -> None:
         """Activate the adapter in use; training activates others in between."""
-        self._adapters.activate(None if self._current is None else self._slots[self._current])
+        self._adapters.activate(self._adapter)
 
-    def _load(self, weights: Path) -> None:
-        """Have the adapter of a folder in the model."""
+    def forget(self, weights: Path) -> None:
+        """Load these weights again when they are next used: their folder has others now. Requests under way keep the old ones."""
+        name = self._slots.pop(weights, None)
+        if name is not None:
+            self._outdated.append(name)
+        if weights == self._current:
+            self._current = _REPLACED
+
+    def _load(self, weights: Path) -> str:
+        """Return the adapter of a folder, which is in the model then."""
         if weights in self._slots:
             self._slots.move_to_end(weights)
-            return
-        if len(self._slots) >= _SLOTS:
-            _, name = self._slots.popitem(last=False)
-            self._adapters.remove(name)
+            return self._slots[weights]
         self._names += 1
         name = f"hone_sampling_{self._names}"
         self._adapters.add(name, shape_of(weights), trained=False)
-        self._adapters.load(name, weights, optimizer=False)
+        try:
+            self._adapters.load(name, weights, optimizer=False)
+        except Exception:
+            self._adapters.remove(name)
+            raise
         self._slots[weights] = name
+        if len(self._slots) > _SLOTS:
+            self._outdated.append(self._slots.popitem(last=False)[1])
+        return name

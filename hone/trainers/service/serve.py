@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.errors import ConfigError
+from hone.trainers.serving import ServerRequest, call_on_loop, engine_loop, prepare_server
 
 if TYPE_CHECKING:
     from hone.trainers.service.service import ServiceLimits, TrainingService
@@ -18,16 +18,9 @@ log = logging.getLogger("hone.serve")
 
 
 @dataclass(frozen=True)
-class TrainRequest:
-    """Request of `hone serve --train`; the attributes are its options."""
+class TrainRequest(ServerRequest):
+    """Request of `hone serve --train`."""
 
-    model: str
-    name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token: str | None = None
-    max_model_len: int | None = None
-    dtype: str = "auto"
     out: Path | None = None
     max_rank: int = 128
     max_adapters: int = 16
@@ -39,24 +32,13 @@ def serve_training(request: TrainRequest) -> None:
     Raises:
         HoneError: the model cannot be loaded, or the address is not available.
     """
-    try:
-        from hone.agents.serving.server import HttpServer, check_access
-        from hone.trainers.service.app import TrainingEndpoint
-        from hone.trainers.service.service import ServiceLimits
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the training service needs the package '{error.name}', which is not installed",
-            fix='pip install "hone-rl[serve]"',
-        ) from error
-    from hone.trainers.evaluation import weights_of
-    from hone.trainers.serving import SWITCH_SECONDS, call_on_loop, context_length, engine_loop
+    max_model_len = prepare_server(request)
+    from hone.agents.serving.server import HttpServer
+    from hone.trainers.service.app import TrainingEndpoint
+    from hone.trainers.service.service import ServiceLimits
 
     token = request.token or None
-    check_access(request.host, token)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    limits = ServiceLimits(
-        context_length(weights_of(request.model), request.max_model_len), request.max_rank, request.max_adapters
-    )
+    limits = ServiceLimits(max_model_len, request.max_rank, request.max_adapters)
     folder = request.out or Path(tempfile.mkdtemp(prefix="hone-training-"))
     with engine_loop() as loop:
         service = call_on_loop(loop, lambda: open_service(request, folder, limits))
@@ -102,7 +84,7 @@ def open_service(request: TrainRequest, folder: Path, limits: ServiceLimits) -> 
         max_model_len=limits.max_model_len,
     )
     return TrainingService(
-        request.name or Path(request.model).resolve().name,
+        request.served_name,
         adapters,
         Sampler(engine, adapters),
         folder,

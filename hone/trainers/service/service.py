@@ -89,7 +89,7 @@ class TrainingService:
     ) -> None:
         self.tokenizer = tokenizer
         self.name, self.limits, self.futures = name, limits, Futures()
-        self._adapters, self._sampler, self._folder = adapters, sampler, folder
+        self._adapters, self._sampler, self._folder = adapters, sampler, folder.absolute()
         self._stop_token_ids = tuple(stop_token_ids)
         self._models: dict[str, TrainedModel] = {}
         self._sessions: dict[str, Path | None] = {}
@@ -174,6 +174,8 @@ class TrainingService:
 
     async def _in_turn(self, model: str, number: int, compute: Callable[[TrainedModel], Result]) -> Result:
         trained = self._model(model)
+        if number < trained.following:
+            raise RequestError(f"operation {number} of this model has ended, its result is not kept", field="seq_id")
         if number > trained.following:
             await trained.arrived.setdefault(number, asyncio.Event()).wait()
         try:
@@ -231,6 +233,7 @@ class TrainingService:
                 if not overwrite:
                     raise RequestError(f"{kind} '{stored}' of this model exist already", field="path")
                 shutil.rmtree(folder)
+                self._sampler.forget(folder)
             self._adapters.save(trained.adapter, folder, optimizer=kind == "weights")
             path = f"{_SCHEME}{model}/{kind}/{stored}"
             if kind == "weights":
@@ -356,6 +359,11 @@ class TrainingService:
         self.futures.start(name, self._sample(name, request))
         return name, [f"{name}:{index}" for index in range(request.get("num_samples") or 1)]
 
+    def cancel(self, name: str) -> None:
+        """End the request of a sample; operations of models are never left out, because those after them depend on them."""
+        if name.startswith(("sampling-", "sample-")):
+            self.futures.cancel(name)
+
     async def _sample(self, name: str, request: Mapping[str, Any]) -> Result:
         session = request.get("sampling_session_id")
         if session is None:
@@ -394,6 +402,7 @@ class TrainingService:
         return Result(protobuf=wire.sample_response(sequences, prompt_log_probs))
 
     def _params(self, given: Mapping[str, Any], top_log_probs: int, prompt: int) -> SamplingParams:
+        self._check_length(prompt + 1, "the prompt with one token of an answer")
         room = self.limits.max_model_len - prompt
         most = given.get("max_tokens") or room
         self._check_length(prompt + most, "prompt and max_tokens")

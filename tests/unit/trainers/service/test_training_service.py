@@ -380,6 +380,61 @@ def test_a_cancelled_request_gives_its_turn_on(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_replaced_and_broken_weights(tmp_path: Path) -> None:
+    """Weights saved again under their name are those that are sampled; damaged ones are the error of their requests alone."""
+
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        body = {
+            "prompt": {"chunks": [{"tokens": [*sequence(5).tokens, sequence(5).targets[-1]]}]},
+            "sampling_params": {"max_tokens": 1, "stop": []},
+            "prompt_logprobs": True,
+        }
+        scored = []
+        for number in (1, 4):
+            service.forward_backward(model, number, data("one", number), "cross_entropy", {}, backward=True)
+            service.optim_step(model, number + 1, AdamSettings(5e-2))
+            saved = await result(service, service.save(model, number + 2, "w", "weights", overwrite=True))
+            assert isinstance(saved, Result) and saved.json is not None
+            path = saved.json["path"]
+            sampled = await result(service, service.sample({**body, "model_path": path})[0])
+            assert isinstance(sampled, Result) and sampled.protobuf is not None
+            scored.append(deserialize_sample_response(sampled.protobuf).prompt_logprobs)
+            expected = service._adapters.forward("hone_training_1", [sequence(5)])[0].tolist()
+            assert scored[-1] is not None
+            torch.testing.assert_close(scored[-1][1:], expected, atol=1e-5, rtol=1e-5)
+        assert scored[0] != scored[1]
+        await result(service, service.save(model, 7, "broken", "weights"))
+        broken = service._saved(f"tinker://{model}/weights/broken")
+        (broken / "adapter_model.safetensors").write_bytes(b"")
+        names = [
+            service.sample({**body, **where})[0]
+            for where in ({}, {"model_path": f"tinker://{model}/weights/broken"}, {})
+        ]
+        outcomes = [await result(service, name) for name in names]
+        assert [type(outcome) for outcome in outcomes] == [Result, Failure, Result]
+        assert isinstance(await result(service, service.optim_step(model, 8, AdamSettings())), Result)
+
+    asyncio.run(play())
+
+
+def test_operations_are_neither_cancelled_nor_run_again(tmp_path: Path) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        later = service.optim_step(model, 2, RATES["one"])
+        service.cancel(later)
+        service.forward_backward(model, 1, data("one", 1), "cross_entropy", {}, backward=True)
+        assert isinstance(await result(service, later), Result)
+        service.futures._tasks.clear()  # as if their hour were over
+        again = await result(service, service.optim_step(model, 1, RATES["one"]))
+        assert isinstance(again, Failure) and again.user
+        assert isinstance(await result(service, service.optim_step(model, 3, RATES["one"])), Result)
+
+    asyncio.run(play())
+
+
 def test_errors_of_samples(tmp_path: Path) -> None:
     async def play() -> None:
         service = service_in(tmp_path)
@@ -388,6 +443,7 @@ def test_errors_of_samples(tmp_path: Path) -> None:
             {"prompt": {"chunks": []}},
             {"prompt": {"chunks": [{"data": "image"}]}},
             {"sampling_params": {"max_tokens": 1000}},
+            {"prompt": {"chunks": [{"tokens": [3] * 32}]}, "sampling_params": {}},  # no room for an answer
             {"sampling_params": {"temperature": -1}},
             {"topk_prompt_logprobs": 3},
             {"base_model": "other"},
