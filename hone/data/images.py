@@ -1,0 +1,187 @@
+"""Images in prompts: their content, and the token ids that represent them.
+
+An image takes as many tokens as its model computes for it. Each of them has an id below 0, made of the image's content and the
+number of the token within the image:
+
+    text                    12  845  7                        ids of the vocabulary
+    image                   token_ids(image.key, 4)           four ids, equal only for the same place in the same image
+
+Tokens that are equal stay equal inputs of the model. So prefix sharing, the session cache and every comparison of token ids are right
+for images without knowing them, and a row of ids says where its pixels belong. Only the model's input layer and text decoding treat
+such ids differently.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PLACE_BITS = 18
+"""Bits of the number of a token within its image."""
+KEY_BITS = 44
+"""Bits of an image's key."""
+MAX_PIXELS = 64_000_000
+"""Largest image that is opened, in pixels."""
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """One image, as an encoded file.
+
+    Attributes:
+        content: content of a file that Pillow reads (PNG, JPEG, WebP, ...).
+    """
+
+    content: bytes
+
+    @cached_property
+    def key(self) -> int:
+        """Number of :data:`KEY_BITS` bits from the content; images with equal content have the same."""
+        digest = hashlib.sha256(self.content).digest()
+        return int.from_bytes(digest[:8], "big") >> (64 - KEY_BITS)
+
+    def open(self) -> Image:
+        """Return the decoded image in RGB.
+
+        Raises:
+            DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
+        """
+        image_module = _pillow()
+        try:
+            with image_module.open(io.BytesIO(self.content)) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise DataError(
+                        f"an image has {image.width} x {image.height} pixels, the limit is {MAX_PIXELS}",
+                        why="decoding it could exhaust the memory",
+                        fix="store it smaller: models scale it down anyway",
+                    )
+                return image.convert("RGB")
+        except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+            raise DataError(
+                f"an image cannot be decoded: {error}",
+                why="the model would not see what the text is about",
+                fix="store the content of a PNG, JPEG or WebP file",
+            ) from error
+
+
+def read_image(value: Any, where: str, folder: Path | None = None) -> ImageData:
+    """Return the image of a dataset's value.
+
+    Args:
+        value: content of a file (bytes), a path, a ``data:`` URL, a Pillow image, or a dict with one of them under ``bytes``,
+            ``path``, ``image``, ``image_url`` or ``url`` (Hugging Face's feature, a message's part).
+        where: file and row, for messages.
+        folder: of relative paths; None: the current one.
+
+    Raises:
+        DataError: it is none of these, or the file does not exist.
+    """
+    if isinstance(value, ImageData):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return ImageData(bytes(value))
+    if isinstance(value, Mapping):
+        for name in ("bytes", "image", "image_url", "url", "path"):
+            if value.get(name) is not None:
+                return read_image(value[name], where, folder)
+    if isinstance(value, str | Path) and value:
+        return _from_text(str(value), where, folder)
+    if hasattr(value, "save") and hasattr(value, "convert"):
+        buffer = io.BytesIO()
+        value.convert("RGB").save(buffer, "PNG")
+        return ImageData(buffer.getvalue())
+    raise DataError(
+        f"an image is a {type(value).__name__}",
+        where=where,
+        why="the model would not see it",
+        fix="store the content of the file as bytes, its path, or a data: URL",
+    )
+
+
+def _from_text(text: str, where: str, folder: Path | None) -> ImageData:
+    if text.startswith("data:"):
+        head, _, body = text.partition(",")
+        try:
+            return ImageData(base64.b64decode(body, validate=True) if head.endswith(";base64") else body.encode())
+        except binascii.Error as error:
+            raise DataError(f"a data: URL is not base64: {error}", where=where, fix="encode the file anew") from error
+    if text.startswith(("http://", "https://")):
+        raise DataError(
+            f"an image is at {text[:80]}",
+            where=where,
+            why="training reads no images from the network, where they may change or fail",
+            fix="download it, and store its path or content",
+        )
+    path = Path(text.removeprefix("file://")).expanduser()
+    path = path if path.is_absolute() or folder is None else folder / path
+    try:
+        return ImageData(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"cannot read the image '{path}': {error.strerror or error}",
+            where=where,
+            fix="check the path; relative paths start at the folder of the dataset's file",
+        ) from error
+
+
+def token_ids(key: int, count: int) -> list[int]:
+    """Return the ids of the ``count`` tokens of an image.
+
+    >>> [place_of(token) for token in token_ids(5, 3)], {key_of(token) for token in token_ids(5, 3)}
+    ([0, 1, 2], {5})
+    """
+    if count > 1 << PLACE_BITS:
+        raise DataError(
+            f"an image takes {count} tokens, the limit is {1 << PLACE_BITS}", fix="lower the processor's largest size"
+        )
+    first = -(key << PLACE_BITS) - 1
+    return list(range(first, first - count, -1))
+
+
+def is_image(token: int) -> bool:
+    """Return whether a token id is an image's."""
+    return token < 0
+
+
+def key_of(token: int) -> int:
+    """Return the key of the image of a token; of tensors of tokens too."""
+    return (-token - 1) >> PLACE_BITS
+
+
+def place_of(token: int) -> int:
+    """Return the number of a token within its image; of tensors of tokens too."""
+    return (-token - 1) & ((1 << PLACE_BITS) - 1)
+
+
+def keys_in(ids: Iterable[int]) -> list[int]:
+    """Return the keys of the images in a row of token ids, each once, in order."""
+    return list(dict.fromkeys(key_of(token) for token in ids if token < 0))
+
+
+def as_text_ids(ids: Sequence[int], placeholder: int) -> list[int]:
+    """Return ids of the vocabulary: each token of an image becomes the ``placeholder``."""
+    return [placeholder if token < 0 else token for token in ids]
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(
+            "the rows have images, and Pillow is not installed",
+            why="it decodes them",
+            fix="pip install 'hone-rl[images]'",
+        ) from error
+    return Image
