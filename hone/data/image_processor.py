@@ -1,15 +1,16 @@
 """Image processor of a model: the tokens that replace an image's placeholder, and the pixels that the model reads.
 
-Two families of models are known: grids (Qwen-VL), where an image of any size takes one token a merged patch, and tiles (SmolVLM,
-Idefics3), where it is divided into tiles of one size with a fixed number of tokens each.
+Two families of models are known: grids (Qwen-VL), where an image of any size takes one token for each square of patches, and tiles
+(SmolVLM, Idefics3), where it is divided into tiles of one size with a fixed number of tokens each.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from hone.data.images import ImageData, token_ids
 from hone.errors import DataError
 
-GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-TILE_MODELS = ("smolvlm", "idefics3")
-IMAGE_MODELS = (*GRID_MODELS, *TILE_MODELS)
-"""Model types whose images are read."""
 _MOST_KEPT = 256
+"""Images whose pixels a processor keeps."""
 
 
 @dataclass(frozen=True)
@@ -34,38 +32,49 @@ class Pixels:
 
     Attributes:
         values: inputs of the model's vision tower, by name of its parameter.
-        count: number of tokens with features of the image.
-        grid: rows and columns of these tokens; None for tiles.
+        ids: token ids that replace one placeholder: those of the image, and of text around its parts.
+        grid: rows and columns of the image's tokens; None for tiles.
     """
 
     values: dict[str, Tensor]
-    count: int
+    ids: list[int]
     grid: tuple[int, int] | None = None
 
+    @property
+    def count(self) -> int:
+        """Number of tokens with features of the image."""
+        return sum(token < 0 for token in self.ids)
 
-@dataclass
-class ImageProcessor:
+
+class ImageProcessor(ABC):
     """Processor of one model's images.
+
+    Args:
+        settings: content of the model's ``config.json``.
+        prepare: transformers' image processor, by Pillow.
+        tokenizer: of the model.
 
     Attributes:
         placeholder: token id that the chat template writes for an image.
-        prepare: transformers' image processor, by Pillow.
-        tokens_of: returns the ids that replace one placeholder.
+        in_grid: whether the tokens of an image have rotary positions in rows and columns.
     """
 
-    placeholder: int
-    prepare: Any
-    convert: Callable[[Any], Pixels]
-    tokens_of: Callable[[ImageData, Any], list[int]]
-    _kept: OrderedDict[int, tuple[ImageData, Pixels, list[int]]] = field(default_factory=OrderedDict)
+    in_grid: bool
+
+    def __init__(self, settings: dict[str, Any], prepare: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.placeholder = int(settings["image_token_id"])
+        self._settings, self._prepare, self._tokenizer = settings, prepare, tokenizer
+        self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
 
     def pixels(self, image: ImageData) -> Pixels:
-        """Return the image as the vision tower reads it; the last ones are kept."""
-        return self._entry(image)[1]
-
-    def tokens(self, image: ImageData) -> list[int]:
-        """Return the token ids of an image, with the text tokens around its parts."""
-        return self._entry(image)[2]
+        """Return the image as the vision tower reads it; those of the last images are kept."""
+        pixels = self._kept.pop(image.content, None)
+        if pixels is None:
+            pixels = self._convert(image, self._prepare(images=[image.open()], return_tensors="np"))
+        self._kept[image.content] = pixels
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return pixels
 
     def expand(self, ids: Sequence[int], images: Sequence[ImageData], where: str = "") -> list[int]:
         """Replace each placeholder by the tokens of its image, in order.
@@ -84,37 +93,75 @@ class ImageProcessor:
         rest = iter(images)
         expanded: list[int] = []
         for token in ids:
-            expanded += self.tokens(next(rest)) if token == self.placeholder else [token]
+            expanded += self.pixels(next(rest)).ids if token == self.placeholder else [token]
         return expanded
 
-    def _entry(self, image: ImageData) -> tuple[ImageData, Pixels, list[int]]:
-        entry = self._kept.get(image.key)
-        if entry is None or entry[0].content != image.content:
-            encoded = self.prepare(images=[image.open()], return_tensors="np")
-            entry = (image, self.convert(encoded), self.tokens_of(image, encoded))
-            self._kept[image.key] = entry
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
-        else:
-            self._kept.move_to_end(image.key)
-        return entry
+    @abstractmethod
+    def _convert(self, image: ImageData, encoded: Any) -> Pixels:
+        """Return the pixels of an image that transformers' processor has prepared."""
 
 
-def load_image_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+class GridProcessor(ImageProcessor):
+    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+    in_grid = True
+
+    def _convert(self, image: ImageData, encoded: Any) -> Pixels:
+        frames, *sides = (int(size) for size in encoded["image_grid_thw"][0])
+        rows, columns = (side // int(self._prepare.merge_size) for side in sides)
+        ids = token_ids(image.key, frames * rows * columns)
+        return Pixels(_tensors(encoded, "pixel_values", "image_grid_thw"), ids, (rows, columns))
+
+
+class TileProcessor(ImageProcessor):
+    """Processor of SmolVLM and Idefics3: tiles in rows, and the whole image after them, each between marks."""
+
+    in_grid = False
+
+    def _convert(self, image: ImageData, encoded: Any) -> Pixels:
+        vision, scale = self._settings["vision_config"], self._settings.get("scale_factor", 2)
+        length = int((vision["image_size"] // vision["patch_size"]) ** 2 / scale**2)
+        around = str(getattr(self._tokenizer, "fake_image_token", "<fake_token_around_image>"))
+        whole = str(getattr(self._tokenizer, "global_image_token", "<global-img>"))
+        tile = str(self._tokenizer.convert_ids_to_tokens(self.placeholder)) * length
+        rows, columns = (int(encoded[name][0][0]) for name in ("rows", "cols"))
+        lines = [
+            "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        text = "".join(lines) + ("\n" if lines else "") + f"{around}{whole}{tile}{around}"
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        parts = iter(token_ids(image.key, ids.count(self.placeholder)))
+        ids = [next(parts) if token == self.placeholder else token for token in ids]
+        return Pixels(_tensors(encoded, "pixel_values", "pixel_attention_mask"), ids)
+
+
+PROCESSORS: dict[str, type[ImageProcessor]] = {
+    "qwen2_vl": GridProcessor,
+    "qwen2_5_vl": GridProcessor,
+    "qwen3_vl": GridProcessor,
+    "smolvlm": TileProcessor,
+    "idefics3": TileProcessor,
+}
+"""Processor of each ``model_type`` whose images are read."""
+
+
+def load_image_processor(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
     """Return the processor of the model in a directory; None for a model of text.
 
     Raises:
         DataError: it is a model for images whose processor is missing or unknown.
     """
-    settings = json.loads((Path(path) / "config.json").read_text()) if (Path(path) / "config.json").is_file() else {}
-    kind = settings.get("model_type")
+    file = Path(path) / "config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
     if "vision_config" not in settings:
         return None
-    if kind not in IMAGE_MODELS:
+    kind = settings.get("model_type")
+    if kind not in PROCESSORS:
         raise DataError(
             f"images of a '{kind}' model are not read",
             where="model.path",
-            fix=f"use one of {', '.join(IMAGE_MODELS)}",
+            fix=f"use one of {', '.join(PROCESSORS)}",
             code="R86",
         )
     from transformers import AutoImageProcessor
@@ -128,51 +175,7 @@ def load_image_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Image
             fix="copy preprocessor_config.json of the model into the directory, and install Pillow: pip install 'hone-rl[images]'",
             where="model.path",
         ) from error
-    placeholder = int(settings["image_token_id"])
-    if kind in GRID_MODELS:
-        merge = int(prepare.merge_size)
-
-        def grid_pixels(encoded: Any) -> Pixels:
-            frames, rows, columns = (int(size) for size in encoded["image_grid_thw"][0])
-            grid = (rows // merge, columns // merge)
-            return Pixels(_tensors(encoded, "pixel_values", "image_grid_thw"), frames * grid[0] * grid[1], grid)
-
-        def grid_tokens(image: ImageData, encoded: Any) -> list[int]:
-            return token_ids(image.key, grid_pixels(encoded).count)
-
-        return ImageProcessor(placeholder, prepare, grid_pixels, grid_tokens)
-    return _tiles(settings, prepare, placeholder, tokenizer)
-
-
-def _tiles(
-    settings: dict[str, Any], prepare: Any, placeholder: int, tokenizer: PreTrainedTokenizerBase
-) -> ImageProcessor:
-    vision = settings["vision_config"]
-    length = int((vision["image_size"] // vision["patch_size"]) ** 2 / settings.get("scale_factor", 2) ** 2)
-    names = {"around": "<fake_token_around_image>", "whole": "<global-img>"}
-    around, whole = (
-        str(getattr(tokenizer, f"{name}_image_token", text))
-        for name, text in zip(("fake", "global"), names.values(), strict=True)
-    )
-    image_token = str(tokenizer.convert_ids_to_tokens(placeholder))
-
-    def pixels(encoded: Any) -> Pixels:
-        values = _tensors(encoded, "pixel_values", "pixel_attention_mask")
-        return Pixels(values, length * values["pixel_values"].shape[1])
-
-    def tokens(image: ImageData, encoded: Any) -> list[int]:
-        rows, columns = (int(encoded[name][0][0]) for name in ("rows", "cols"))
-        tile = image_token * length
-        lines = [
-            "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
-            for row in range(rows)
-        ]
-        text = "".join(lines) + ("\n" if lines else "") + f"{around}{whole}{tile}{around}"
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        parts = iter(token_ids(image.key, ids.count(placeholder)))
-        return [next(parts) if token == placeholder else token for token in ids]
-
-    return ImageProcessor(placeholder, prepare, pixels, tokens)
+    return PROCESSORS[kind](settings, prepare, tokenizer)
 
 
 def _tensors(encoded: Any, *names: str) -> dict[str, Tensor]:

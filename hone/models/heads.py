@@ -20,7 +20,7 @@ from hone.algorithms.support import restricted_logits, support_log_probs
 from hone.algorithms.teacher import TeacherDistance
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.config.dtypes import is_narrow
-from hone.models import fused_head
+from hone.models import fused_head, images
 from hone.models.inputs import PackedSequences
 from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train
@@ -121,7 +121,9 @@ class ValueHead:
 
 def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Last hidden states ``[U, H]`` at ``output_index``, the positions that predict response tokens."""
-    if llama_train.supports_training(model):
+    if packed.images is not None:
+        hidden = images.hidden_states(model, packed.input_ids, packed.images, packed.context)
+    elif llama_train.supports_training(model):
         hidden = llama_train.hidden_states(model, packed.input_ids, packed.context)
     elif llama_cuda.supports_training(model):
         hidden = llama_cuda.hidden_states(model, packed.input_ids, packed.context)

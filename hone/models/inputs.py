@@ -10,6 +10,7 @@ from hone.algorithms.support import Supports
 from hone.algorithms.teacher import TeacherTargets
 from hone.models.attention.context import AttentionContext
 from hone.models.gather import Gather
+from hone.models.images import PackedImages
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class PackedSequences:
         supports: of the outputs; None if all tokens were sampled from the whole vocabulary.
         experts: ``[N, width]`` int16 of the tokens, see :meth:`hone.models.experts.ExpertRouters.follow`; None to follow none.
         teacher: a teacher's distributions at the outputs; None without them.
+        images: of the rows; None without images.
     """
 
     input_ids: Tensor
@@ -40,6 +42,7 @@ class PackedSequences:
     supports: Supports | None = None
     experts: Tensor | None = None
     teacher: TeacherTargets | None = None
+    images: PackedImages | None = None
 
     def outputs_by_row(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs ``[R]`` of the rows' response tokens end to end, from those of the head ``[U]``."""

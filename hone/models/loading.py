@@ -17,6 +17,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
@@ -25,9 +26,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hone.config.model import ModelConfig
+from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.seeding import derive_seed
+from hone.data.tokenizer import load_tokenizer
 from hone.errors import ModelError, did_you_mean
 from hone.models.activations import checkpointing_arguments, tile_mlps
+from hone.models.images import attach_processor
 from hone.models.kernels.cpu.memory import trim_memory
 from hone.models.registry import family_of
 from hone.models.routing import use_hone_attention
@@ -49,9 +53,24 @@ def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainab
     Raises:
         ModelError: the directory is missing, holds no model, or the adapter does not fit.
     """
-    model = _load(AutoModelForCausalLM, config)
+    model = _load(policy_factory(config), config)
+    attach_processor(model, image_processor(config))
     model.to(device)  # type: ignore[arg-type]
     return as_policy(model, config, seed=seed, trainable=trainable)
+
+
+def policy_factory(config: ModelConfig) -> Any:
+    """Return the class of transformers that loads a policy from a directory: a model of text, or one that reads images."""
+    with _explained(_path(config)):
+        reads_images = hasattr(model_settings(config), "vision_config")
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def image_processor(config: ModelConfig) -> ImageProcessor | None:
+    """Return the processor of a model's images; None for a model of text."""
+    if not hasattr(model_settings(config), "vision_config"):
+        return None
+    return load_image_processor(_path(config), load_tokenizer(config.tokenizer_path or config.path))
 
 
 def as_policy(model: PreTrainedModel, config: ModelConfig, *, seed: int, trainable: bool) -> nn.Module:

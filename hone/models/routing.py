@@ -13,6 +13,7 @@ from hone.errors import ModelError
 from hone.models.attention.context import NAME
 from hone.models.registry import family_of
 
+_VISION = "vision_config"
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -22,7 +23,7 @@ def use_hone_attention(model: nn.Module) -> None:
     Raises:
         ModelError: the model's attention cannot be replaced, or tokens meet outside attention.
     """
-    for module in model.modules():
+    for module in _text_modules(model):
         problem = _obstacle(module) if isinstance(module, PreTrainedModel) else ""
         if problem:
             raise ModelError(
@@ -34,7 +35,7 @@ def use_hone_attention(model: nn.Module) -> None:
                 "its own (docs/extending.md)",
             )
     for config in _configs(model):
-        config._attn_implementation = NAME
+        _set_attention(config, NAME)
 
 
 @contextlib.contextmanager
@@ -47,7 +48,12 @@ def attention_of(model: nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         for config, implementation in before:
-            config._attn_implementation = implementation
+            _set_attention(config, implementation)
+
+
+def _set_attention(config: Any, name: str | None) -> None:
+    """Set the attention of one config, and leave its sub-configs as they are: the vision tower keeps transformers' attention."""
+    config._attn_implementation = {"": name}
 
 
 def _obstacle(model: PreTrainedModel) -> str:
@@ -70,12 +76,24 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 
 def _configs(model: nn.Module) -> list[PretrainedConfig]:
-    """Every config that a module of the model holds, sub-configs included, each once."""
+    """Every config that a module of the model holds, sub-configs included, each once; none of a vision tower."""
     seen: dict[int, PretrainedConfig] = {}
-    waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    waiting: list[Any] = [getattr(module, "config", None) for module in _text_modules(model)]
     while waiting:
         config = waiting.pop()
         if isinstance(config, PretrainedConfig) and id(config) not in seen:
             seen[id(config)] = config
-            waiting.extend(getattr(config, name, None) for name in config.sub_configs)
+            waiting.extend(getattr(config, name, None) for name in config.sub_configs if name != _VISION)
     return list(seen.values())
+
+
+def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model without those of its vision tower."""
+    towers = {id(module.config.vision_config) for module in model.modules() if _has_tower(module)}
+    inside = [m for m in model.modules() if isinstance(m, PreTrainedModel) and id(m.config) in towers]
+    hidden = {id(module) for tower in inside for module in tower.modules()}
+    yield from (module for module in model.modules() if id(module) not in hidden)
+
+
+def _has_tower(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and getattr(module.config, _VISION, None) is not None

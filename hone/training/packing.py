@@ -29,6 +29,7 @@ from hone.data.ragged import Ragged, offsets_of
 from hone.models.attention.packed import PackedContext
 from hone.models.experts import UNKNOWN
 from hone.models.gather import Gather
+from hone.models.images import IMAGES, PackedImages, images_by_key
 from hone.models.inputs import PackedSequences
 from hone.models.teacher import HIDDEN, IDS, LOG_PROBS, TEACHER
 
@@ -69,7 +70,18 @@ def pack(batch: Batch, device: torch.device) -> PackedSequences:
         supports=supports,
         experts=_experts_of(batch, index, len(tokens), device),
         teacher=teacher,
+        images=_images_of(batch, prompts, responses, index),
     )
+
+
+def _images_of(batch: Batch, prompts: Ragged, responses: Ragged, index: Ragged) -> PackedImages | None:
+    """Return the images of the rows; None if no row has some."""
+    if IMAGES not in batch or not (by_key := images_by_key(batch.objects(IMAGES))):
+        return None
+    is_response = _is_response(prompts, responses)
+    ids = torch.empty(len(index.values), dtype=torch.int64)
+    ids[is_response], ids[~is_response] = responses.values, prompts.values
+    return PackedImages(by_key, Ragged(ids, index.offsets), index)
 
 
 def supports_of(batch: Batch, device: torch.device) -> Supports | None:
