@@ -136,6 +136,11 @@ def _from_text(text: str, where: str, folder: Path | None) -> ImageData:
         ) from error
 
 
+def images_column(images: Sequence[tuple[ImageData, ...]]) -> dict[str, list[tuple[ImageData, ...]]]:
+    """Return the column ``images`` of a batch, given those of its rows; no column if no row has one."""
+    return {"images": list(images)} if any(images) else {}
+
+
 def token_ids(key: int, count: int) -> list[int]:
     """Return the ids of the ``count`` tokens of an image.
 

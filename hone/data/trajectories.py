@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hone.data.batch import Batch
+from hone.data.images import images_column
 from hone.data.ragged import Ragged
 from hone.data.types import Trajectory
 
@@ -17,7 +18,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
 
     Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs``, ``token_versions``, ``support_sizes``
     (the last four aligned with ``response_ids``), ``support_ids``, ``expert_ids``; tensor ``part`` (0 for the first trajectory of an episode);
-    objects ``uid``, ``index``, ``data_source``, ``trajectory``. The log-prob of a token that was sampled from a support is that of
+    objects ``uid``, ``index``, ``data_source``, ``trajectory``, and ``images`` if a row has some. The log-prob of a token that was sampled from a support is that of
     the distribution sampled from; all others are of the whole policy.
     """
     sizes = [t.support_sizes or [0] * len(t.response_ids) for t in trajectories]
@@ -42,6 +43,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
             "index": [t.index for t in trajectories],
             "data_source": [t.sample.data_source for t in trajectories],
             "trajectory": list(trajectories),
+            **images_column([t.images for t in trajectories]),
         }
     )
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from hone.data.images import ImageData
+
     ExpertIds = Sequence[int] | NDArray[np.int16]
 else:  # reward workers start without numpy
     ExpertIds = Sequence
@@ -47,6 +49,7 @@ class Sample:
         extra_info: ``extra_info`` of the row, passed to the scorer; for an agent loop also ``tools_kwargs``,
             ``tool_selection``, ``interaction_kwargs`` and ``environment``.
         agent_name: agent loop that plays the row; None: the run's default.
+        images: images of the prompt, in order.
     """
 
     uid: str
@@ -56,6 +59,7 @@ class Sample:
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     agent_name: str | None = None
+    images: tuple[ImageData, ...] = ()
 
 
 def row_of(uid: str) -> str:
@@ -95,6 +99,7 @@ class Trajectory:
         seed: seed of the episode's random draws; None if unknown.
         expert_ids: the experts that the engine's routers chose for each token of prompt and response: by token, router and rank, end
             to end; -1 where it reported none. Empty if it reported none at all.
+        images: images of the sample, then those of tool results, in order; by default the sample's, shared by its group.
     """
 
     uid: str
@@ -115,6 +120,10 @@ class Trajectory:
     support_ids: list[int] = field(default_factory=list)
     seed: int | None = None
     expert_ids: ExpertIds = field(default_factory=list, compare=False)
+    images: tuple[ImageData, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.images = self.images or self.sample.images
 
     @property
     def weight_versions(self) -> tuple[int, int]:

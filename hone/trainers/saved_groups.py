@@ -5,6 +5,7 @@ One line of JSON per trajectory, compressed. The row of the dataset is not store
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import gzip
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 from hone.data.batch import Batch
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
+from hone.data.images import ImageData
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.score import Score
@@ -46,6 +48,8 @@ def load_groups(location: str, samples: Mapping[str, Sample]) -> Batch:
 def _record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
     values = {name: value for name, value in vars(trajectory).items() if name not in ("sample", "episode")}
     values |= {name: list(values[name]) for name in _TOKENS}
+    later = trajectory.images[len(trajectory.sample.images) :]
+    values["images"] = [base64.b64encode(image.content).decode() for image in later]
     episode = None if trajectory.episode is None else dataclasses.asdict(trajectory.episode)
     return {**values, "episode": episode, "score": dataclasses.asdict(score)}
 
@@ -57,7 +61,9 @@ def _plain(value: Any) -> Any:
 
 def _trajectory(record: dict[str, Any], sample: Sample) -> Trajectory:
     episode = record["episode"] and _episode(record["episode"])
-    return Trajectory(**{**record, "stop_reason": StopReason(record["stop_reason"]), "episode": episode}, sample=sample)
+    later = tuple(ImageData(base64.b64decode(content)) for content in record["images"])
+    values = {**record, "stop_reason": StopReason(record["stop_reason"]), "episode": episode}
+    return Trajectory(**values | {"images": sample.images + later}, sample=sample)
 
 
 def _episode(record: dict[str, Any]) -> EpisodeLog:

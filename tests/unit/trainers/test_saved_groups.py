@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
+from hone.data.images import ImageData
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.score import Score
@@ -52,3 +53,16 @@ def test_values_that_json_lacks_are_numbers_or_text(tmp_path: Path) -> None:
     save_groups(str(tmp_path), to_batch([trajectory(0, None)]).with_columns(score=[score]))
     (restored,) = load_groups(str(tmp_path), {"p~2": SAMPLE}).objects("score")
     assert restored.extra == {"array": [0, 1], "path": "a"}
+
+
+def test_images_of_tool_results_are_stored_and_those_of_the_row_are_its_own(tmp_path: Path) -> None:
+    seen, shown = ImageData(b"row"), ImageData(b"tool")
+    sample = dataclasses.replace(SAMPLE, images=(seen,))
+    rows = [dataclasses.replace(trajectory(0, None), sample=sample, images=images) for images in ((), (seen, shown))]
+    assert rows[0].images is sample.images
+    batch = to_batch(rows)
+    assert batch.objects("images") == [(seen,), (seen, shown)] and "images" not in to_batch([trajectory(0, None)])
+    save_groups(str(tmp_path), batch.with_columns(score=[Score(0.0), Score(1.0)]))
+    restored = load_groups(str(tmp_path), {"p~2": sample})
+    assert restored.objects("images") == [(seen,), (seen, shown)]
+    assert all(images[0] is seen for images in restored.objects("images"))
