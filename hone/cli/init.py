@@ -25,7 +25,8 @@ def command(
     from hone.models.init import init_model
 
     disable_progress_bar()
-    count, config = init_model(arch, size, tokenizer, out, seed=seed, context=context)
+    count, whole = init_model(arch, size, tokenizer, out, seed=seed, context=context)
+    config = whole.get_text_config()
     typer.echo(
         f"{out}: {arch}, {count:,} parameters ({config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
         f"{config.num_attention_heads} heads, vocabulary {config.vocab_size})"

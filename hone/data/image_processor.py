@@ -60,6 +60,7 @@ class ImageProcessor(ABC):
     """
 
     in_grid: bool
+    _options: dict[str, Any] = {}
 
     def __init__(self, settings: dict[str, Any], prepare: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self.placeholder = int(settings["image_token_id"])
@@ -70,7 +71,7 @@ class ImageProcessor(ABC):
         """Return the image as the vision tower reads it; those of the last images are kept."""
         pixels = self._kept.pop(image.content, None)
         if pixels is None:
-            pixels = self._convert(image, self._prepare(images=[image.open()], return_tensors="np"))
+            pixels = self._convert(image, self._prepare(images=[image.open()], return_tensors="np", **self._options))
         self._kept[image.content] = pixels
         if len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
@@ -117,6 +118,7 @@ class TileProcessor(ImageProcessor):
     """Processor of SmolVLM and Idefics3: tiles in rows, and the whole image after them, each between marks."""
 
     in_grid = False
+    _options: dict[str, Any] = {"return_row_col_info": True}
 
     def _convert(self, image: ImageData, encoded: Any) -> Pixels:
         vision, scale = self._settings["vision_config"], self._settings.get("scale_factor", 2)

@@ -45,6 +45,9 @@ for _family in (
     ModelFamily("smollm3", init=RandomInit("smollm3", "smollm3", tied=True)),
     ModelFamily("mixtral", init=RandomInit("mixtral", "mixtral", tied=False, settings=_mixtral)),
     ModelFamily("gpt_oss", init=RandomInit("gpt_oss", "gpt_oss", tied=False, settings=_gpt_oss)),
+    ModelFamily("qwen2_5_vl", init=RandomInit("qwen2_5_vl", "qwen2", tied=True)),
+    ModelFamily("qwen3_vl", qk_norm=True, init=RandomInit("qwen3_vl", "qwen3", tied=True)),
+    ModelFamily("smolvlm", init=RandomInit("smolvlm", "llama", tied=False)),
     ModelFamily("qwen3_moe", qk_norm=True, init=RandomInit("qwen3_moe", "qwen3_moe", tied=False, settings=_experts)),
 ):
     _ = register_model(_family)

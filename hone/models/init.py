@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ModelError
+from hone.models.image_init import IMAGE_MODELS
 from hone.models.registry import ARCHITECTURES, RandomInit, Shape
 
 TOLERANCE = 0.10
@@ -37,11 +45,12 @@ def init_model(
 ) -> tuple[int, PretrainedConfig]:
     """Write a random-initialised model directory: config, generation config, tokenizer, chat template, safetensors.
 
-    The vocabulary is the tokenizer's; weights are float32 and depend on ``arch``, ``size``, ``seed`` and the vocabulary.
+    The vocabulary is the tokenizer's, with the marks of a model that reads images; weights are float32 and depend on ``arch``, ``size``, ``seed`` and the vocabulary.
 
     Args:
         arch: a name in :data:`hone.models.registry.ARCHITECTURES`.
-        size: parameters, as ``900k``, ``1m``, ``1.5m``, ``2b``; for mixtures of experts all experts count.
+        size: parameters, as ``900k``, ``1m``, ``1.5m``, ``2b``; for mixtures of experts all experts count. A vision tower comes in
+            addition.
         tokenizer: tokenizer directory.
         out: directory to write.
         seed: seed of the weights.
@@ -56,17 +65,25 @@ def init_model(
             written.
     """
     architecture, target = ARCHITECTURES.get(arch), parse_size(size)
+    images = IMAGE_MODELS.get(arch)
     if context < 1:
         raise ModelError(f"--context {context} must be at least 1", fix="--context 1024")
     words = load_tokenizer(tokenizer)
+    if images is not None:
+        images.add_marks(words)
     config = find_config(architecture, target, words, context)
+    factory: Any = AutoModelForCausalLM
+    if images is not None:
+        factory, config = AutoModelForImageTextToText, images.config(config, words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "init", arch, size))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = factory.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(**_ends(words))
     try:
         model.save_pretrained(out)
         words.save_pretrained(out)
+        if images is not None:
+            images.save_processor(out)
     except OSError as error:
         raise ModelError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
     return model.num_parameters(), config
