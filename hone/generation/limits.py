@@ -11,6 +11,7 @@ import math
 from array import array
 from dataclasses import dataclass
 
+from hone.data.images import key_of
 from hone.errors import RequestError
 from hone.generation.constraints import check_constraint
 from hone.generation.protocol import GenerationRequest, SamplingParams
@@ -112,11 +113,13 @@ class RequestLimits:
         max_model_len: maximum of tokens in prompt and response.
         max_cache_tokens: capacity of the cache; None sets none.
         vocabulary: number of tokens with an embedding; None leaves the check to the engine.
+        reads_images: whether engine and model read images.
     """
 
     max_model_len: int
     max_cache_tokens: int | None = None
     vocabulary: int | None = None
+    reads_images: bool = False
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse a request that an engine cannot serve.
@@ -165,12 +168,21 @@ class RequestLimits:
 
     def _check_tokens(self, request: GenerationRequest) -> None:
         name, limit = f"request '{request.request_id}'", self.vocabulary or 2**63
+        if request.images and not self.reads_images:
+            raise RequestError(
+                f"{name} has {len(request.images)} images",
+                why="this engine reads text alone",
+                fix="a model that reads images, such as Qwen3-VL, and actor_rollout_ref.rollout.name=native",
+                field="images",
+            )
+        keys = {image.key for image in request.images}
         try:
             array("q", request.prompt_ids)
-            smallest, largest = min(request.prompt_ids), max(request.prompt_ids)
-        except (OverflowError, TypeError):
+            text = [token for token in request.prompt_ids if token >= 0 or key_of(token) not in keys]
+            smallest, largest = min(text), max(text)
+        except (OverflowError, TypeError, ValueError):
             smallest, largest = -1, 2**63
-        if smallest < 0 or largest >= limit:
+        if smallest < 0 or request.prompt_ids[-1] < 0 or largest >= limit:
             raise RequestError(
                 f"{name} has a prompt token outside the vocabulary of {limit} tokens",
                 why="it has no embedding",

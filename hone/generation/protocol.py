@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hone.data.images import ImageData
 from hone.data.types import ExpertIds, StopReason
 
 
@@ -110,6 +111,7 @@ class GenerationRequest:
         session: name of the request's episode, whose earlier turns an engine may have in its session KV cache. None for a
             single request.
         progress: called now and then until the request is complete, on the engine's event loop; some engines ignore it.
+        images: those of the prompt, whose tokens have ids below 0 (:mod:`hone.data.images`).
     """
 
     request_id: str
@@ -118,6 +120,7 @@ class GenerationRequest:
     seed: int = 0
     session: str | None = None
     progress: Progress | None = field(default=None, compare=False, repr=False)
+    images: tuple[ImageData, ...] = field(default=(), repr=False)
 
 
 @dataclass

@@ -45,13 +45,18 @@ def attach_processor(causal: nn.Module, processor: ImageProcessor | None) -> Non
         setattr(causal, _ATTRIBUTE, processor)
 
 
+def find_processor(causal: nn.Module) -> ImageProcessor | None:
+    """Return the processor that a model reads images by; None for a model of text."""
+    return getattr(causal, _ATTRIBUTE, None)
+
+
 def processor_of(causal: nn.Module) -> ImageProcessor:
     """Return the processor that a model reads images by.
 
     Raises:
         ModelError: it is a model of text.
     """
-    processor = getattr(causal, _ATTRIBUTE, None)
+    processor = find_processor(causal)
     if processor is None:
         raise ModelError(
             f"{type(causal).__name__} reads no images",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hone.models.attention.context import AttentionContext
 from hone.models.experts import expert_routers
+from hone.models.images import decoder_inputs
 
 
 class Forward(Protocol):
@@ -84,7 +85,13 @@ class ModuleForward:
     def _run(self, module: Any, ids: Tensor, context: AttentionContext) -> Any:
         if self._routers is not None:
             self._routers.record()
-        output = module(input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False)
+        images = getattr(context, "images", None)
+        if images is None:
+            output = module(input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False)
+        else:
+            positions = context.position_ids if images.positions is None else images.positions.to(ids.device)
+            inputs = decoder_inputs(self._causal, ids, images.by_key)
+            output = module(**inputs, position_ids=positions, context=context, use_cache=False)
         if self._routers is not None:
             keep: Any = context
             keep.keep_experts(self._routers.take_recorded().view(*ids.shape, -1))

@@ -30,6 +30,7 @@ class RowState:
         seen: ``[A, V]`` tokens in prompt or response, or ``[A, 0]`` when no row has a repetition penalty.
         counts: ``[A, V]`` int32, occurrences of tokens in the response, or ``[A, 0]`` when no row has a presence or frequency
             penalty.
+        rope_offset: rotary position of a token less its number in the sequence; 0 without images.
     """
 
     shared: Tensor
@@ -43,10 +44,16 @@ class RowState:
     sampling_log_probs: Tensor
     seen: Tensor
     counts: Tensor
+    rope_offset: Tensor
 
     @classmethod
     def from_requests(
-        cls, requests: Sequence[GenerationRequest], row_lengths: Sequence[int], vocabulary: int, device: torch.device
+        cls,
+        requests: Sequence[GenerationRequest],
+        row_lengths: Sequence[int],
+        vocabulary: int,
+        device: torch.device,
+        rope_offsets: Sequence[int] | None = None,
     ) -> RowState:
         """Return the state after prefill: prompts are cached except for their last token, ``row_lengths`` of it in the rows."""
 
@@ -60,7 +67,7 @@ class RowState:
         if any(r.sampling.repetition_penalty != 1 for r in requests):
             seen = torch.zeros(len(requests), vocabulary, dtype=torch.bool, device=device)
             for row, request in enumerate(requests):
-                seen[row, vector(request.prompt_ids)] = True
+                seen[row, vector([token for token in request.prompt_ids if token >= 0])] = True
         counts_tokens = any(r.sampling.presence_penalty or r.sampling.frequency_penalty for r in requests)
         return cls(
             shared=vector([len(r.prompt_ids) - 1 - n for r, n in zip(requests, row_lengths, strict=True)]),
@@ -74,6 +81,7 @@ class RowState:
             sampling_log_probs=torch.zeros(len(requests), longest, device=device),
             seen=seen,
             counts=torch.zeros(len(requests), vocabulary if counts_tokens else 0, dtype=torch.int32, device=device),
+            rope_offset=vector(rope_offsets or [0] * len(requests)),
         )
 
     def record(self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.generation.native.cache import EXPERTS, KVCache, columns
+from hone.generation.native.images import PromptImages
 from hone.generation.native.prefixes import PrefixGroups, query_scores, scaled
 from hone.models.attention.cache import KVLayerCache, LayerCache
 from hone.models.attention.context import Scoring
@@ -22,6 +23,7 @@ from hone.models.attention.softmax import attention_probabilities, without_cudnn
 class _CachedContext:
     """Base of the contexts with a cache; implements :class:`hone.models.attention.cache.NewTokens` for its pass."""
 
+    images: PromptImages | None = None  # of the new tokens
     _cache: KVCache
     rows: Any
     past: Any
@@ -182,10 +184,17 @@ class DecodeContext(_CachedContext):
         shared: ``[A]`` tokens of the shared prefix before each row's tokens.
         extent: of both.
         groups: the shared prefix of each row; None without shared prefixes.
+        rope_offset: ``[A]`` added to the number of the new token in its sequence for its rotary position.
     """
 
     def __init__(
-        self, cache: KVCache, lengths: Tensor, shared: Tensor, extent: RowExtent, groups: PrefixGroups | None
+        self,
+        cache: KVCache,
+        lengths: Tensor,
+        shared: Tensor,
+        extent: RowExtent,
+        groups: PrefixGroups | None,
+        rope_offset: Tensor | int = 0,
     ) -> None:
         self._cache, self.past = cache, lengths
         self._shared, self._groups, self._before = shared, groups, groups.longest if groups else 0
@@ -194,7 +203,7 @@ class DecodeContext(_CachedContext):
         self._full = self._in_step and (self._before == 0 or extent.least_shared == self._before)
         self._bias: dict[tuple[int | None, int], Tensor] = {}
         self._new: dict[int, Tensor] = {}
-        self.position_ids = (shared + lengths)[:, None]
+        self.position_ids = (shared + lengths + rope_offset)[:, None]
 
     @cached_property
     def rows(self) -> Tensor:  # type: ignore[override]

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from hone.config.limits import PREFILL_TOKENS
+from hone.data.image_processor import ImageProcessor
 from hone.data.types import ExpertIds, StopReason
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import EXPERTS, KVCache, RowEntries, closing_moves, columns, with_spare
 from hone.generation.native.contexts import DecodeContext, RowExtent
+from hone.generation.native.images import rope_offsets
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
 from hone.generation.native.rows import End, HostWork, not_finite
@@ -38,6 +40,7 @@ class ContiguousRows:
         dtype: of the cache.
         max_cache_tokens: capacity of the cache; the session KV cache has the same capacity in addition.
         keeps_experts: whether ``forward`` passes the experts of each token to its context.
+        processor: of the model's images; None for a model of text.
 
     Attributes:
         cache: the tokens of each row: all of them, or those after a shared prefix.
@@ -59,9 +62,10 @@ class ContiguousRows:
         dtype: torch.dtype,
         max_cache_tokens: int,
         keeps_experts: bool = False,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self._forward, self._vocabulary, self._stats, self._device = forward, vocabulary, stats, device
-        self.max_cache_tokens, self.keeps_experts = max_cache_tokens, keeps_experts
+        self.max_cache_tokens, self.keeps_experts, self._processor = max_cache_tokens, keeps_experts, processor
         new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
         self.per_token = all(new_layer(layer).per_token for layer in range(config.num_hidden_layers))
         self.cache = KVCache(device, dtype, new_layer)
@@ -70,7 +74,9 @@ class ContiguousRows:
         self.running: list[Job] = []
         self.preempted: list[Job] = []  # stays empty: admission reserves the longest responses
         self.steps = 0
-        self._prefill = Prefill(forward, self.sessions, stats, device=device, max_tokens=PREFILL_TOKENS)
+        self._prefill = Prefill(
+            forward, self.sessions, stats, device=device, max_tokens=PREFILL_TOKENS, processor=processor
+        )
         self.state: RowState | None = None
         self.sampling: RowSampling | None = None
         self._groups: PrefixGroups | None = None
@@ -108,7 +114,8 @@ class ContiguousRows:
             job.entered = self.steps
         self._fill(jobs, version)
         requests = [job.request for job in jobs]
-        state = RowState.from_requests(requests, [job.prompt_in_row for job in jobs], self._vocabulary, self._device)
+        in_rows, offsets = [job.prompt_in_row for job in jobs], rope_offsets(self._processor, requests)
+        state = RowState.from_requests(requests, in_rows, self._vocabulary, self._device, offsets)
         sampling = RowSampling.from_params([r.sampling for r in requests], [r.seed for r in requests], self._device)
         if self.state is not None and self.sampling is not None:
             state, sampling = self.state.join(state), self.sampling.join(sampling)
@@ -202,7 +209,7 @@ class ContiguousRows:
         self._fit_rows(extent.longest + 1)
         if self._groups is None and not self.running[0].in_row:
             self._groups = PrefixGroups([job.slot for job in self.running], self.prefixes)
-        context = DecodeContext(self.cache, state.length, state.shared, extent, self._groups)
+        context = DecodeContext(self.cache, state.length, state.shared, extent, self._groups, state.rope_offset)
         logits = self._forward.logits(state.next_token[:, None], context)[:, -1]
         seen, counts = state.seen if sampling.penalises else None, state.counts if sampling.counts else None
         allowed = work.allowed() if work.allowed else None

@@ -64,7 +64,7 @@ class NativeEngine:
             model, tokenizer, device=device, dtype=dtype, limits=limits, report_experts=report_experts
         )
         self._scheduler = Scheduler(max_num_seqs)
-        self._limits = RequestLimits(max_model_len, limits.tokens, self._runner.vocabulary)
+        self._limits = RequestLimits(max_model_len, limits.tokens, self._runner.vocabulary, self._runner.reads_images)
         self._entering: list[Job] = []
         self._arrived: set[str] = set()
         self._incomplete: int | None = None

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from hone.data.image_processor import ImageProcessor
 from hone.generation.native.cache import KVCache, RowEntries
 from hone.generation.native.contexts import ExtendContext, PrefillContext
+from hone.generation.native.images import prompt_images
 from hone.generation.native.sessions import SessionCache
 from hone.generation.protocol import GenerationRequest
 from hone.models.module_forward import Forward
+
+
+class _Part(NamedTuple):
+    """Tokens to compute.
+
+    Attributes:
+        request: they belong to its prompt.
+        row: of the cache.
+        past: tokens of the prompt that are cached.
+        ids: new tokens.
+    """
+
+    request: GenerationRequest
+    row: int
+    past: int
+    ids: list[int]
 
 
 class Prefill:
@@ -22,6 +41,7 @@ class Prefill:
         stats: counters to update.
         device: of the model.
         max_tokens: maximum of prompt tokens per forward pass; a longer prompt gets its own pass.
+        processor: of the model's images; None for a model of text.
     """
 
     def __init__(
@@ -32,9 +52,10 @@ class Prefill:
         *,
         device: torch.device,
         max_tokens: int,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self._forward, self._sessions, self._stats = forward, sessions, stats
-        self._device, self._max_tokens = device, max_tokens
+        self._device, self._max_tokens, self._processor = device, max_tokens, processor
 
     def fill(self, cache: KVCache, requests: Sequence[tuple[GenerationRequest, int]], version: int) -> None:
         """Compute the prompt of each request, without its last token, into a row of ``cache``.
@@ -44,14 +65,12 @@ class Prefill:
             requests: (request, row).
             version: of the weights.
         """
-        new: list[tuple[int, list[int]]] = []
-        continued: list[tuple[int, int, list[int]]] = []
+        new: list[_Part] = []
+        continued: list[_Part] = []
         for request, row in requests:
             ids, kept = request.prompt_ids[:-1], self._resume(request, cache, row, version)
-            if kept == 0 and ids:
-                new.append((row, ids))
-            elif kept < len(ids):
-                continued.append((row, kept, ids[kept:]))
+            if kept < len(ids):
+                (continued if kept else new).append(_Part(request, row, kept, ids[kept:]))
         self._whole_prompts(cache, new)
         self._extend(cache, continued)
 
@@ -67,31 +86,37 @@ class Prefill:
         self._stats["cached_tokens"] += shared
         return shared
 
-    def _whole_prompts(self, cache: KVCache, prompts: list[tuple[int, list[int]]]) -> None:
-        """Compute whole prompts: (row, tokens)."""
+    def _whole_prompts(self, cache: KVCache, prompts: list[_Part]) -> None:
+        """Compute whole prompts."""
         while prompts:
-            count, tokens = 1, len(prompts[0][1])
-            while count < len(prompts) and tokens + len(prompts[count][1]) <= self._max_tokens:
-                tokens += len(prompts[count][1])
+            count, tokens = 1, len(prompts[0].ids)
+            while count < len(prompts) and tokens + len(prompts[count].ids) <= self._max_tokens:
+                tokens += len(prompts[count].ids)
                 count += 1
             chunk, prompts = prompts[:count], prompts[count:]
-            lengths = torch.tensor([len(ids) for _, ids in chunk])
-            context = PrefillContext(cache, torch.tensor([row for row, _ in chunk]), lengths)
-            ids = torch.tensor([[token for _, ids in chunk for token in ids]], device=self._device)
-            self._forward.hidden(ids, context)
-            self._stats["prefill_tokens"] += tokens
+            lengths = torch.tensor([len(part.ids) for part in chunk])
+            self._run(PrefillContext(cache, torch.tensor([part.row for part in chunk]), lengths), chunk)
 
-    def _extend(self, cache: KVCache, added: list[tuple[int, int, list[int]]]) -> None:
-        """Compute new tokens of rows: (row, cached tokens, new tokens). Similar lengths share a padded tile."""
-        added = sorted(added, key=lambda entry: len(entry[2]))
+    def _extend(self, cache: KVCache, added: list[_Part]) -> None:
+        """Compute new tokens of rows. Similar lengths share a padded tile."""
+        added = sorted(added, key=lambda part: len(part.ids))
         while added:
             count = 1
-            while count < len(added) and (count + 1) * (added[count][1] + len(added[count][2])) <= self._max_tokens:
+            while count < len(added) and (count + 1) * (added[count].past + len(added[count].ids)) <= self._max_tokens:
                 count += 1
             chunk, added = added[:count], added[count:]
-            rows, past, new_ids = zip(*chunk, strict=True)
-            lengths = torch.tensor([len(ids) for ids in new_ids])
-            context = ExtendContext(cache, torch.tensor(rows), torch.tensor(past), lengths)
-            ids = torch.tensor([[token for ids in new_ids for token in ids]], device=self._device)
-            self._forward.hidden(ids, context)
-            self._stats["prefill_tokens"] += int(lengths.sum())
+            rows, past, lengths = (
+                torch.tensor(values)
+                for values in zip(*((part.row, part.past, len(part.ids)) for part in chunk), strict=True)
+            )
+            self._run(ExtendContext(cache, rows, past, lengths), chunk)
+
+    def _run(self, context: PrefillContext | ExtendContext, chunk: Sequence[_Part]) -> None:
+        """Run the forward pass of some parts."""
+        if self._processor is not None:
+            context.images = prompt_images(
+                self._processor, [part.request for part in chunk], [part.past for part in chunk]
+            )
+        ids = torch.tensor([[token for part in chunk for token in part.ids]], device=self._device)
+        self._forward.hidden(ids, context)
+        self._stats["prefill_tokens"] += ids.shape[1]

@@ -23,6 +23,7 @@ from hone.generation.native.sampler import RowSampling, likeliest
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.protocol import Alternatives, Completion
 from hone.generation.stop_strings import ends_with_stop, window
+from hone.models.images import find_processor
 from hone.models.llama.decode import DecodeForward
 from hone.models.llama.spec import supports
 from hone.models.module_forward import Forward, ModuleForward
@@ -52,6 +53,7 @@ class Runner:
         rows: the running rows and their KV cache.
         preempted: jobs that lost their row, to be put back into the queue.
         vocabulary: number of tokens with an embedding.
+        reads_images: whether the model reads images.
         grammars: compiled constraints.
         version: of the weights.
         stats: counters since start.
@@ -71,6 +73,7 @@ class Runner:
         compute_dtype: torch.dtype = getattr(torch, dtype)
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         self.vocabulary: int = causal.get_input_embeddings().num_embeddings
+        self.reads_images = find_processor(causal) is not None
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.version = 0
         executor = DecodeForward if supports(causal) else ModuleForward
@@ -111,6 +114,7 @@ class Runner:
             dtype=dtype,
             max_cache_tokens=limits.tokens,
             keeps_experts=self._report_experts,
+            processor=find_processor(causal),
         )
 
     @property

@@ -7,86 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.image_models import ARCHITECTURES, batch_of, image_model, lively_policy, oracle, rows_of
 
-from hone.config.model import ModelConfig
-from hone.data.batch import Batch
-from hone.data.image_processor import load_image_processor
-from hone.data.images import ImageData, as_text_ids, keys_in
-from hone.data.ragged import Ragged
-from hone.data.tokenizer import load_tokenizer
+from hone.data.images import keys_in
 from hone.models.heads import PolicyHead
-from hone.models.images import IMAGES
-from hone.models.loading import load_policy
-from hone.models.routing import attention_of
 from hone.training.packing import pack
-from tests.support.image_models import ARCHITECTURES, drawn, image_model
-
-RED, BLUE = (220, 20, 20), (20, 20, 220)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = image_model(tmp_path_factory.mktemp("images"), request.param)
-    policy = load_policy(ModelConfig(path=str(directory)), device=torch.device("cpu"), seed=0)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in policy.parameters():  # random weights of usual size give nearly uniform attention
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return directory, policy
-
-
-def rows_of(directory: Path) -> list[tuple[list[int], list[int], tuple[ImageData, ...]]]:
-    tokenizer = load_tokenizer(directory)
-    processor = load_image_processor(directory, tokenizer)
-    assert processor is not None
-
-    def row(parts: list[dict[str, str]], images: tuple[ImageData, ...], answer: str) -> tuple:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True)
-        ids = processor.expand(tokenizer.encode(text, add_special_tokens=False), images)
-        return ids, tokenizer.encode(answer, add_special_tokens=False), images
-
-    image, ask = {"type": "image"}, {"type": "text", "text": "what colour?"}
-    red, blue, wide = drawn(RED), drawn(BLUE), drawn(RED, (150, 64))
-    return [
-        row([image, ask], (red,), "red square"),
-        row([image, ask], (red,), "red circle"),
-        row([image, ask], (blue,), "blue"),
-        row([image, ask, image, ask], (red, wide), "red red"),
-        row([ask], (), "green"),
-        row([ask, image, image], (wide, wide), "blue"),
-    ]
-
-
-def batch_of(rows: list) -> Batch:
-    prompts, responses, images = zip(*rows, strict=True)
-    ones = [[1] * len(response) for response in responses]
-    return Batch(
-        {
-            "prompt_ids": Ragged.from_rows(list(prompts), torch.int64),
-            "response_ids": Ragged.from_rows(list(responses), torch.int64),
-            "response_mask": Ragged.from_rows(ones, torch.int64),
-            IMAGES: list(images),
-        }
-    )
-
-
-def oracle(model: Any, directory: Path, prompt: list[int], response: list[int], images: tuple[ImageData, ...]) -> torch.Tensor:
-    """Log-probs of the response by transformers' forward pass over one sequence."""
-    processor = load_image_processor(directory, load_tokenizer(directory))
-    assert processor is not None
-    ids = torch.tensor([as_text_ids([*prompt, *response], processor.placeholder)])
-    values: dict[str, Any] = {}
-    if images:
-        pixels = [processor.pixels(image).values for image in images]
-        along = 0 if processor.in_grid else 1
-        values = {name: torch.cat([each[name] for each in pixels], along) for name in pixels[0]}
-        if processor.in_grid:
-            values["mm_token_type_ids"] = (ids == processor.placeholder).int()
-    if processor.in_grid:
-        model.model.rope_deltas = None
-    with attention_of(model, "eager"), torch.no_grad():
-        logits = model(input_ids=ids, **values, use_cache=False).logits[0]
-    scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return scores.gather(1, torch.tensor(response)[:, None])[:, 0]
+    return directory, lively_policy(directory)
 
 
 def test_packed_rows_with_images_score_as_each_alone(model: tuple[Path, Any]) -> None:
