@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.parallel_layout import Layout
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig, model_block
+from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError
 from hone.models.devices import run_device, use_expandable_segments
@@ -58,6 +59,11 @@ class WorkerContext(Generic[ConfigT]):
         """Return the tokenizer of the run."""
         return run_tokenizer(self.config)
 
+    @functools.cached_property
+    def image_processor(self) -> ImageProcessor | None:
+        """Return the image processor of the trained model; None for a model of text."""
+        return run_image_processor(self.config, self.tokenizer)
+
 
 @dataclass(frozen=True)
 class RoleSpec:
@@ -87,6 +93,11 @@ def run_tokenizer(config: AnyConfig) -> PreTrainedTokenizerBase:
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
     )
+
+
+def run_image_processor(config: AnyConfig, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """Return the image processor of the trained model; None for a model of text."""
+    return load_image_processor(model_block(config)[1].path or "", tokenizer)
 
 
 def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.device:

@@ -32,6 +32,9 @@ class DataConfig:
     """Held-out files, a path or a list of paths; null means no validation."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (used unchanged)."""
+    image_key: str = "images"
+    """Column of the images of a row, one or a list: content of a file, a path, a data: URL, or an object with one of them (bytes,
+    path, url). Each takes the place of a mark <image>, or of a part {"type": "image"}, in the messages. Models for images only."""
     reward_fn_key: str = "data_source"
     """Column of the data source; it selects the built-in scorer and groups validation metrics. It may be missing where a reward
     function, a term or a reward model scores all rows."""

@@ -37,6 +37,9 @@ class PreferenceDataConfig:
     """Column of the label: true for a desirable response."""
     tools_key: str = "tools"
     """Column of the tools for the chat template, a list or its JSON text; optional."""
+    image_key: str = "images"
+    """Column of the images of a row, one or a list: content of a file, a path, a data: URL, or an object with one of them (bytes,
+    path, url). Each takes the place of a mark <image>, or of a part {"type": "image"}, in the messages. Models for images only."""
     max_length: int = number(1024, low=1)
     """Longest prompt and response together, in tokens."""
     truncation: str = choice("error", "error", "drop", "truncate")

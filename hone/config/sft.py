@@ -28,6 +28,9 @@ class SFTDataConfig:
     """Column of chat messages; the loss counts assistant tokens only, of every assistant turn."""
     tools_key: str = "tools"
     """Column of the function schemas of a conversation, a list or its JSON text; optional."""
+    image_key: str = "images"
+    """Column of the images of a row, one or a list: content of a file, a path, a data: URL, or an object with one of them (bytes,
+    path, url). Each takes the place of a mark <image>, or of a part {"type": "image"}, in the messages. Models for images only."""
     tool_call_errors: str = choice("count", "count", "error", "drop")
     """Action for conversations whose tool calls are unsound (unreadable or unfit arguments, unknown tools, missing or surplus results,
     loops): count warns with their number, error ends the run, drop removes the rows. `hone data check` lists them."""

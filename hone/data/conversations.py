@@ -13,8 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.checks.tool_calls import NO_LIMIT, check_calls, is_unsound
 from hone.data.files import Row, RowReader, read_rows
+from hone.data.image_processor import ImageProcessor
+from hone.data.images import ImageData
 from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.overlong import check_policy, overlong_rows, shortened
+from hone.data.row_images import RowImages, loses_image
 from hone.data.tokenizing import Chats, tokenize
 from hone.errors import DataError
 
@@ -27,11 +30,14 @@ class Conversation:
 
     Attributes:
         input_ids: all tokens.
-        loss_mask: 1 on assistant turns and the end-of-turn token that follows each; same length as ``input_ids``.
+        loss_mask: 1 on assistant turns and the end-of-turn token that follows each, 0 on tokens of images; same length as
+            ``input_ids``.
+        images: images of the conversation, in order.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
+    images: tuple[ImageData, ...] = ()
 
 
 class ConversationDataset:
@@ -49,9 +55,11 @@ class ConversationDataset:
         drop_bad_calls: leave out conversations with unsound tool calls.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         tools_key: column of the conversation's function schemas, a list or its JSON text; it may be missing.
+        image_key: column of the images, see :mod:`hone.data.row_images`.
+        image_processor: of the model; None for a model of text, whose rows have no images.
 
     Attributes:
-        dropped: rows left out.
+        dropped: rows left out, those included that a truncation would deprive of tokens of an image.
         truncated: rows cut and kept.
 
     Raises:
@@ -72,19 +80,34 @@ class ConversationDataset:
         tools_key: str = "tools",
         drop_bad_calls: bool = False,
         read: RowReader | None = None,
+        image_key: str = "images",
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         check_policy(truncation)
+        images = RowImages(image_key, image_processor)
         rows = (read or read_rows)(
-            files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples, text_only=True
+            files,
+            required=(messages_key,),
+            optional=(tools_key, *images.columns),
+            max_rows=max_samples,
+            refused=images.refused,
         )
         if drop_bad_calls:
             rows = _with_sound_calls(rows, messages_key, tools_key)
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
-        chats = [check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key) for row in rows]
+        placed = [
+            images.place(check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key), row)
+            for row in rows
+        ]
+        chats, contents = [messages for messages, _ in placed], [shown for _, shown in placed]
         tools = [schemas_of(row.values.get(tools_key), row.where) for row in rows]
         names = [row.where for row in rows]
-        rendered = tokenize(tokenizer, Chats("conversation", chats, tools, names, chat_template_kwargs or {}))
+        tokens = tokenize(tokenizer, Chats("conversation", chats, tools, names, chat_template_kwargs or {}))
+        rendered = [
+            images.expand_masked(ids, mask, shown, name)
+            for (ids, mask), shown, name in zip(tokens, contents, names, strict=True)
+        ]
         long = overlong_rows(
             [len(ids) for ids, _ in rendered], max_length, truncation, what="conversations", key="data.max_length"
         )
@@ -93,10 +116,11 @@ class ConversationDataset:
         for row, (ids, mask) in enumerate(rendered):
             if row in long:
                 kept = shortened(mask, max_length, side)
-                if truncation == "drop" or 1 not in kept:
+                shorter = shortened(ids, max_length, side)
+                if truncation == "drop" or 1 not in kept or loses_image(ids, shorter):
                     continue
-                ids, mask = shortened(ids, max_length, side), kept
-            self._conversations.append(Conversation(ids, mask))
+                ids, mask = shorter, kept
+            self._conversations.append(Conversation(ids, mask, contents[row]))
         self.dropped = len(rendered) - len(self._conversations)
         self.truncated = len(long) - self.dropped
         if long:
@@ -110,7 +134,7 @@ class ConversationDataset:
             )
         if not self._conversations:
             raise DataError(
-                f"none of {len(rendered)} conversations has an assistant token left within data.max_length={max_length}",
+                f"none of {len(rendered)} conversations keeps its images and an assistant token within data.max_length={max_length}",
                 fix=f"data.max_length={max(len(ids) for ids, _ in rendered)}",
             )
 

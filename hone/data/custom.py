@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.config.data import CustomDatasetConfig, DataConfig
@@ -40,7 +40,7 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
         optional: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
         max_rows: int = -1,
-        text_only: bool = False,
+        refused: Collection[str] = (),
     ) -> list[Row]:
         name = custom.name or str(custom.path)
         arguments = {"data_files": files, "tokenizer": tokenizer, "config": data, "max_samples": max_rows}
@@ -61,8 +61,8 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
                     where=where,
                     fix="return a dict with the columns that a dataset file has",
                 )
-            if text_only:
-                refuse_media(columns, where)
+            if refused:
+                refuse_media(columns, where, refused)
             chosen = {name: value for name, value in values.items() if wanted is None or name in wanted}
             rows.append(Row(f"row:{number}", where, {**(defaults or {}), **to_messages(chosen, where)}))
         return rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ class Row:
         uid: ``<file stem>:<row number>``, the same in every run over the same files.
         where: file and row number, for error messages.
         values: column name to plain Python value.
+        folder: folder of the file, where relative paths of images start; None: the current one.
     """
 
     uid: str
     where: str
     values: dict[str, Any]
+    folder: Path | None = None
 
 
 @dataclass
@@ -75,7 +77,7 @@ def read_rows(
     max_rows: int = -1,
     bad_lines: BadLines | None = None,
     as_stored: bool = False,
-    text_only: bool = False,
+    refused: Collection[str] = (),
 ) -> list[Row]:
     """Read the named columns of all ``files``, in order.
 
@@ -90,10 +92,10 @@ def read_rows(
         max_rows: read the first rows only; -1 reads all.
         bad_lines: collects the lines of JSON lines that are not JSON, which are left out; None raises an error for the first.
         as_stored: return columns and values as the files have them.
-        text_only: refuse rows with images, video or sound, in any column.
+        refused: kinds of media (:data:`~hone.data.media.KINDS`) that no row may have, in any column.
 
     Raises:
-        MediaError: ``text_only``, and a row has media.
+        MediaError: a row has media of a refused kind.
         DataError: no file given, a file is missing, unreadable, of another format or empty, or a required column is missing.
     """
     listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
@@ -107,18 +109,18 @@ def read_rows(
     optional = (*optional, *(defaults or {}))
     wanted = {*required, *optional}
     more = () if as_stored else (SYSTEM, *(other for name in wanted for other in COLUMNS.get(name, ())))
-    more += media.EVERY_COLUMN if text_only else ()
+    more += tuple(column for kind in refused for column in media.COLUMNS[kind])
     for number, path in enumerate(paths):
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
         for index, values in enumerate(_records(path, required, (*optional, *more), bad_lines)):
             if max_rows >= 0 and len(rows) >= max_rows:
                 return rows
             where = f"{path}, row {index}"
-            if text_only:
-                media.refuse_media(values, where)
+            if refused:
+                media.refuse_media(values, where, refused)
             read = values if as_stored else to_messages(_under_wanted_names(values, wanted), where)
             chosen = {column: value for column, value in read.items() if column in wanted}
-            rows.append(Row(f"{name}:{index}", where, {**(defaults or {}), **chosen}))
+            rows.append(Row(f"{name}:{index}", where, {**(defaults or {}), **chosen}, path.parent))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Images, video and sound in dataset rows: where they are, and the error where only text is read.
+"""Images, video and sound in dataset rows: where they are, and the error where the model does not read them.
 
 A row has them in columns of their own (``images``, with marks ``<image>`` in the text), or as parts of messages
 (``{"type": "image_url", "image_url": ...}``).
@@ -7,7 +7,7 @@ A row has them in columns of their own (``images``, with marks ``<image>`` in th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from hone.data.messages import unwrapped
@@ -15,6 +15,8 @@ from hone.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 """Columns of each kind. The second of them is read as media only where its value is not text: it also names containers."""
+KINDS = tuple(COLUMNS)
+"""Kinds of media."""
 EVERY_COLUMN = tuple(column for names in COLUMNS.values() for column in names)
 """All columns that may hold media."""
 PARTS = {
@@ -27,7 +29,7 @@ CODE = "R86"
 
 
 class MediaError(DataError):
-    """A row has images, video or sound, and only its text would be read."""
+    """A row has images, video or sound that its model does not read."""
 
     code = CODE
 
@@ -45,13 +47,13 @@ def media_of(values: Mapping[str, Any]) -> Counter[str]:
     return +(in_columns | in_messages)
 
 
-def refuse_media(values: Mapping[str, Any], where: str) -> None:
-    """Check that a row is text alone.
+def refuse_media(values: Mapping[str, Any], where: str, kinds: Collection[str] = KINDS) -> None:
+    """Check that a row has no media of these kinds.
 
     Raises:
-        MediaError: it has images, video or sound.
+        MediaError: it has some.
     """
-    if media := media_of(values):
+    if media := {kind: count for kind, count in media_of(values).items() if kind in kinds}:
         raise media_error(media, where)
 
 
@@ -64,10 +66,12 @@ def media_error(media: Mapping[str, int], where: str, rows: str = "the row has")
         rows: subject and verb of the sentence.
     """
     listed = " and ".join(f"{count} {_plural(kind, count)}" for kind, count in media.items())
+    others = set(media) - {"image"}
     return MediaError(
-        f"{rows} {listed}, but models are trained and evaluated on text alone",
+        f"{rows} {listed}, but {'no model reads video or sound' if others else 'the model is one of text'}",
         why="the model would see the text without them, and learn to answer what it cannot see",
-        fix="leave such rows out, or describe in the text what the model must know",
+        fix="leave such rows out, or describe in the text what the model must know"
+        + ("" if others else "; or use a model for images, see docs/images.md"),
         where=where,
     )
 

@@ -14,10 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.preference import PreferenceDataConfig
 from hone.data.batch import Batch
 from hone.data.files import Row, RowReader, read_rows
+from hone.data.image_processor import ImageProcessor
+from hone.data.images import images_column
 from hone.data.messages import plain, schemas_of
 from hone.data.overlong import check_policy, overlong_rows
 from hone.data.ragged import Ragged
 from hone.data.responses import Response, Side, render_sides, side_with_label, sides_of_pair
+from hone.data.row_images import RowImages, loses_image
 from hone.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -90,10 +93,12 @@ class PreferenceDataset:
         max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: additional arguments of the chat template.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
+        image_key: column of the images, see :mod:`hone.data.row_images`; both sides of a pair show all of them.
+        image_processor: of the model; None for a model of text, whose rows have no images.
 
     Attributes:
         paired: whether rows are pairs.
-        dropped: number of rows left out for their length.
+        dropped: number of rows left out for their length, those included that a truncation would deprive of tokens of an image.
         equal: number of pairs left out because both sides are equal.
 
     Raises:
@@ -111,15 +116,24 @@ class PreferenceDataset:
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
         read: RowReader | None = None,
+        image_key: str = "images",
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         check_policy(truncation)
         columns = columns or PreferenceColumns()
-        rows = (read or read_rows)(files, required=(), optional=columns.all, max_rows=max_samples, text_only=True)
+        images = RowImages(image_key, image_processor)
+        rows = (read or read_rows)(
+            files,
+            required=(),
+            optional=(*columns.all, *images.columns),
+            max_rows=max_samples,
+            refused=images.refused,
+        )
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         self.paired = holds_pairs(rows[0], columns)
-        sides = [_sides(row, columns, self.paired) for row in rows]
-        rendered = iter(render_sides([s for row in sides for s in row], tokenizer, chat_template_kwargs))
+        sides = [[side.placed(images, row) for side in _sides(row, columns, self.paired)] for row in rows]
+        rendered = iter(render_sides([s for row in sides for s in row], tokenizer, chat_template_kwargs, images))
         preferences = [
             Preference([(side.label, next(rendered)) for side in row_sides], _margin(row, columns), row.uid)
             for row, row_sides in zip(rows, sides, strict=True)
@@ -157,7 +171,7 @@ def preference_batch(rows: Sequence[Preference]) -> Batch:
     """Build a batch with one row per response; the two sides of a pair are neighbours.
 
     Columns: ``uid``, equal on the sides of a pair; ragged ``prompt_ids``, ``response_ids``, ``response_mask`` and, if precomputed, ``ref_log_probs``;
-    tensors ``[B]``: ``label`` (bool), ``unit`` (equal on the sides of a pair), ``margin``.
+    tensors ``[B]``: ``label`` (bool), ``unit`` (equal on the sides of a pair), ``margin``; objects ``images`` if a row has some.
     """
     flat = [(unit, row, label, response) for unit, row in enumerate(rows) for label, response in row.responses]
     batch = Batch(
@@ -169,6 +183,7 @@ def preference_batch(rows: Sequence[Preference]) -> Batch:
             "label": torch.tensor([label for _, _, label, _ in flat], dtype=torch.bool),
             "unit": torch.tensor([unit for unit, *_ in flat], dtype=torch.int64),
             "margin": torch.tensor([row.margin for _, row, _, _ in flat], dtype=torch.float32),
+            **images_column([response.images for *_, response in flat]),
         }
     )
     ref_log_probs = [response.ref_log_probs for *_, response in flat if response.ref_log_probs is not None]
@@ -246,7 +261,11 @@ def _within(rows: list[Preference], max_length: int, truncation: str) -> list[Pr
         if number in long:
             if truncation == "drop":
                 continue
-            row.responses = [(label, response.cut(max_length)) for label, response in row.responses]
+            shorter = [(label, response.cut(max_length)) for label, response in row.responses]
+            pairs = zip(row.responses, shorter, strict=True)
+            if any(loses_image(before.response_ids, after.response_ids) for (_, before), (_, after) in pairs):
+                continue
+            row.responses = shorter
         if all(any(response.response_mask) for _, response in row.responses):
             kept.append(row)
     return kept

@@ -11,8 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.files import EVERY_COLUMN, Row, RowReader, read_rows
+from hone.data.image_processor import ImageProcessor
 from hone.data.messages import check_messages, plain
-from hone.data.overlong import SIDES, check_policy, overlong_rows, shortened
+from hone.data.overlong import check_policy, overlong_rows, shortened
+from hone.data.row_images import RowImages, loses_image, no_image_left
 from hone.data.tokenizing import Chats, tokenize
 from hone.data.types import Sample
 from hone.errors import DataError
@@ -53,9 +55,11 @@ class PromptDataset:
         tools_of: function schemas that a row's prompt shows; None: no tools.
         all_columns: add the other columns of a row to its ``extra_info``, for a reward function that takes columns.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
+        image_key: column of the images, see :mod:`hone.data.row_images`.
+        image_processor: of the model; None for a model of text, whose rows have no images.
 
     Attributes:
-        dropped: number of rows left out because they are too long.
+        dropped: number of rows left out because they are too long; of truncated ones, those that would lose tokens of an image.
         truncated: number of truncated rows.
 
     Raises:
@@ -76,41 +80,51 @@ class PromptDataset:
         tools_of: ToolsOf | None = None,
         all_columns: bool = False,
         read: RowReader | None = None,
+        image_key: str = "images",
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         check_policy(truncation)
+        images = RowImages(image_key, image_processor)
         truncation = "left" if truncation == "truncate" else truncation
         rows = (read or read_rows)(
             files,
             required=(prompt_key,),
-            optional=EVERY_COLUMN if all_columns else ("reward_model", "extra_info", "agent_name"),
+            optional=EVERY_COLUMN if all_columns else ("reward_model", "extra_info", "agent_name", *images.columns),
             defaults={reward_fn_key: NO_SOURCE},
             max_rows=max_samples,
-            text_only=True,
+            refused=images.refused,
         )
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
-        samples = [_sample(row, prompt_key, reward_fn_key, all_columns) for row in rows]
+        samples = [_sample(row, prompt_key, reward_fn_key, all_columns, images) for row in rows]
         prompts = [plain(row.values[prompt_key]) for row in rows]
         _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, tools_of or _no_tools)
         for sample, row in zip(samples, rows, strict=True):
+            sample.prompt_ids = images.expand(sample.prompt_ids, sample.images, row.where)
             if not sample.prompt_ids:
                 raise DataError("the prompt has no tokens", where=row.where, fix="remove the row")
         lengths = [len(sample.prompt_ids) for sample in samples]
         long = overlong_rows(lengths, max_prompt_length, truncation, what="prompts", key="data.max_prompt_length")
-        self.dropped = len(long) if truncation == "drop" else 0
-        self.truncated = len(long) if truncation in SIDES else 0
+        dropped = long if truncation == "drop" else set[int]()
+        for row in long - dropped:
+            kept = shortened(samples[row].prompt_ids, max_prompt_length, truncation)
+            if loses_image(samples[row].prompt_ids, kept):
+                dropped.add(row)
+            samples[row].prompt_ids = kept
+        self.dropped, self.truncated = len(dropped), len(long) - len(dropped)
         if long:
             log.warning(
-                "%d of %d prompts are longer than %d tokens: %s",
+                "%d of %d prompts are longer than %d tokens: %d dropped, %d truncated (%s)",
                 len(long),
                 len(samples),
                 max_prompt_length,
-                "dropped" if self.dropped else f"truncated ({truncation})",
+                self.dropped,
+                self.truncated,
+                truncation,
             )
-        if self.truncated:
-            for row in long:
-                samples[row].prompt_ids = shortened(samples[row].prompt_ids, max_prompt_length, truncation)
-        self._samples = [sample for row, sample in enumerate(samples) if truncation != "drop" or row not in long]
+        if len(dropped) == len(samples):
+            raise no_image_left(len(samples), max_prompt_length, "data.max_prompt_length", max(lengths))
+        self._samples = [sample for row, sample in enumerate(samples) if row not in dropped]
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -123,7 +137,7 @@ class PromptDataset:
         return Counter(sample.data_source for sample in self._samples)
 
 
-def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool) -> Sample:
+def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool, images: RowImages) -> Sample:
     prompt, source = plain(row.values[prompt_key]), row.values[reward_fn_key]
     if not isinstance(source, str):
         raise DataError(
@@ -141,12 +155,15 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool) ->
                 fix='write it as an object, for example {"style": "rule", "ground_truth": "42"}',
             )
     if all_columns:
-        others = {
-            name: value for name, value in row.values.items() if name not in {prompt_key, reward_fn_key, *_OF_HONE}
-        }
+        named = {prompt_key, reward_fn_key, images.key, *_OF_HONE}
+        others = {name: value for name, value in row.values.items() if name not in named}
         extra = {**plain(others), **extra}
     ready = isinstance(prompt, str) or _is_token_ids(prompt)
     messages = None if ready else check_messages(prompt, where=row.where, column=prompt_key)
+    if messages is None:
+        contents = images.of_text(row)
+    else:
+        messages, contents = images.place(messages, row)
     return Sample(
         uid=row.uid,
         prompt_ids=[],
@@ -155,6 +172,7 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool) ->
         ground_truth=reward.get("ground_truth"),
         extra_info=extra,
         agent_name=row.values.get("agent_name"),
+        images=contents,
     )
 
 

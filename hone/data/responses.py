@@ -20,7 +20,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import encode_texts
+from hone.data.files import Row
+from hone.data.images import ImageData
 from hone.data.messages import check_messages
+from hone.data.row_images import RowImages
 from hone.data.tokenizing import Chats, tokenize
 from hone.errors import DataError
 
@@ -34,12 +37,14 @@ class Response:
         response_ids: tokens up to the last one of the last assistant turn.
         response_mask: 1 on the assistant's tokens, same length as ``response_ids``; the first is 1.
         ref_log_probs: log-probs of the response tokens under the reference policy if precomputed, else None.
+        images: images of prompt and response, in order.
     """
 
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
     ref_log_probs: list[float] | None = None
+    images: tuple[ImageData, ...] = ()
 
     def cut(self, max_length: int) -> Response:
         """Truncate the end of the response so that prompt and response have at most ``max_length`` tokens."""
@@ -58,6 +63,7 @@ class Side:
         tools: function schemas for the chat template, or None.
         where: the row, for error messages.
         mask: 1 on response tokens that the model wrote, 0 on those of tools or users; None: the model wrote all of them.
+        images: images of prompt and response, in order; messages have a part at the place of each.
     """
 
     prompt: Any
@@ -66,6 +72,20 @@ class Side:
     tools: list[dict[str, Any]] | None
     where: str
     mask: list[int] | None = None
+    images: tuple[ImageData, ...] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether prompt and response are messages."""
+        return _is_messages(self.prompt)
+
+    def placed(self, images: RowImages, row: Row) -> Side:
+        """Return the side with the images of its row in place, see :meth:`RowImages.place`."""
+        if not self.is_chat:
+            return replace(self, images=images.of_text(row))
+        messages, contents = images.place(self.prompt + self.response, row)
+        start = len(self.prompt)
+        return replace(self, prompt=messages[:start], response=messages[start:], images=contents)
 
 
 def sides_of_pair(
@@ -119,9 +139,18 @@ def side_with_label(prompt: Any, completion: Any, label: bool, tools: list[dict[
 
 
 def render_sides(
-    sides: Sequence[Side], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
+    sides: Sequence[Side],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    images: RowImages | None = None,
 ) -> list[Response]:
     """Tokenize all sides, in order; conversations with the same tools are rendered in one call.
+
+    Args:
+        sides: with their images in place.
+        tokenizer: needs a chat template only for messages.
+        chat_template_kwargs: additional arguments of the template.
+        images: reader of the images; None for a model of text.
 
     Raises:
         DataError: a template refuses a conversation or rewrites its beginning, a prompt or response has no token, or a mask
@@ -132,16 +161,21 @@ def render_sides(
     for number, side in enumerate(sides):
         if side.mask is not None and not _is_ids(side.response):
             raise _wrong_mask(side, "is given, but the response is not token ids")
-        if isinstance(side.prompt, list) and side.prompt and isinstance(side.prompt[0], dict):
+        if side.is_chat:
             rendered.append(number)
         else:
-            responses[number] = _without_template(side, tokenizer)
+            response = _without_template(side, tokenizer)
+            if images is not None:
+                response.prompt_ids = images.expand(response.prompt_ids, side.images, side.where)
+            responses[number] = replace(response, images=side.images)
     group = [sides[number] for number in rendered]
     messages, tools = [side.prompt + side.response for side in group], [side.tools or None for side in group]
     names = [side.where for side in group]
     tokens = tokenize(tokenizer, Chats("conversation", messages, tools, names, chat_template_kwargs or {}))
     for number, side, (ids, mask) in zip(rendered, group, tokens, strict=True):
-        responses[number] = _after_prompt(side, ids, mask)
+        if images is not None:
+            ids, mask = images.expand_masked(ids, mask, side.images, side.where)
+        responses[number] = replace(_after_prompt(side, ids, mask), images=side.images)
     for number, side in enumerate(sides):
         response = responses[number]
         if not response.prompt_ids or not any(response.response_mask):

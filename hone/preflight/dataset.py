@@ -23,6 +23,7 @@ class DatasetOptions:
     prompt_key: str = "prompt"
     messages_key: str = "messages"
     reward_fn_key: str = "data_source"
+    image_key: str = "images"
     tokenizer: str | None = None
     max_prompt_length: int = 512
     truncation: str = "error"
@@ -155,8 +156,8 @@ def _prompts(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[F
         findings += checks.unknown_sources(
             all_rows, options.reward_fn_key, lambda name: scorer_for(name) is not None, patterns
         )
-    findings += checks.duplicates(rows, options.prompt_key)
-    findings += checks.overlap(rows, val, options.prompt_key)
+    findings += checks.duplicates(rows, options.prompt_key, options.image_key)
+    findings += checks.overlap(rows, val, options.prompt_key, options.image_key)
     findings += checks.rare_sources(rows, options.reward_fn_key, options.batch_size)
     if len(rows) < options.batch_size:
         findings.append(
@@ -178,8 +179,8 @@ def _conversations(rows: list[Row], val: list[Row], options: DatasetOptions) -> 
     findings: list[Finding] = []
     for split in (rows, val):
         findings += checks.conversations(split, options.messages_key)
-    findings += checks.duplicates(rows, options.messages_key)
-    findings += checks.overlap(rows, val, options.messages_key)
+    findings += checks.duplicates(rows, options.messages_key, options.image_key)
+    findings += checks.overlap(rows, val, options.messages_key, options.image_key)
     return findings
 
 

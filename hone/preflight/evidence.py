@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
-from hone.errors import ConfigError, Finding, HoneError
+from hone.errors import ConfigError, DataError, Finding, HoneError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
 from hone.preflight.reading import columns, defaults, file_list, read_json, required
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
     from hone.agents.context import EpisodeContext
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
-    from hone.data.media import MediaError
+    from hone.data.row_images import RowImages
     from hone.preflight.loops import Loops
     from hone.preflight.plan.model import ModelShape
     from hone.preflight.plan.work import Work
+
+
+_DECODED = 64
+"""Images that are decoded."""
 
 
 class Evidence:
@@ -36,7 +41,7 @@ class Evidence:
 
     def __init__(self, config: AnyConfig) -> None:
         self.config = config
-        self._media: dict[str, MediaError] = {}
+        self._media: list[DataError] = []
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -54,10 +59,37 @@ class Evidence:
         return self._read_rows("val", self.config.data.val_files, self.config.data.val_max_samples)
 
     @functools.cached_property
-    def media(self) -> list[MediaError]:
-        """The errors of training and validation rows with images, video or sound; such rows are read no further."""
+    def media(self) -> list[DataError]:
+        """Errors of training and validation rows with images, video or sound that the model does not read."""
         _ = self.train_rows, self.val_rows
-        return list(self._media.values())
+        loaded = self._row_images
+        return [*self._media, *([loaded] if isinstance(loaded, DataError) else [])]
+
+    @functools.cached_property
+    def has_images(self) -> bool:
+        """Return whether a training or validation row has images, and the model reads them."""
+        from hone.data.media import media_of
+
+        return self._reads_images and any(media_of(row.values)["image"] for row in (*self.train_rows, *self.val_rows))
+
+    @functools.cached_property
+    def _reads_images(self) -> bool:
+        """Return whether the model reads images, by its config.json."""
+        return "vision_config" in self.model_settings
+
+    @functools.cached_property
+    def _row_images(self) -> RowImages | DataError | None:
+        """The reader of the rows' images, or the reason why there is none; None without a tokenizer."""
+        from hone.data.image_processor import load_image_processor
+        from hone.data.row_images import RowImages
+
+        path, tokenizer = model_block(self.config)[1].path, self.tokenizer
+        if path is None or tokenizer is None:
+            return None
+        try:
+            return RowImages(self.config.data.image_key, load_image_processor(path, tokenizer))
+        except DataError as problem:
+            return problem
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -170,9 +202,10 @@ class Evidence:
 
     def _read_rows(self, split: str, files: Any, most: int) -> list[Row]:
         from hone.data.custom import row_reader
-        from hone.data.media import MediaError
+        from hone.data.media import COLUMNS, KINDS, MediaError
 
         paths, data = file_list(files), self.config.data
+        refused = tuple(kind for kind in KINDS if kind != "image") if self._reads_images else KINDS
         if not paths:
             return []
         try:
@@ -180,17 +213,44 @@ class Evidence:
             rows = read(
                 paths,
                 required=(),
-                optional=columns(self.config),
+                optional=(*columns(self.config), data.image_key, *(COLUMNS["image"] if self._reads_images else ())),
                 defaults=defaults(self.config),
                 max_rows=most,
-                text_only=True,
+                refused=refused,
             )
         except MediaError as problem:
-            self._media[split] = problem
+            self._media.append(problem)
             return []
         except HoneError:
             return []
-        return rows if all(column in row.values for row in rows[:1] for column in required(self.config)) else []
+        if not all(column in row.values for row in rows[:1] for column in required(self.config)):
+            return []
+        loaded = self._row_images if self._reads_images else None
+        if loaded is not None and not isinstance(loaded, DataError):
+            self._media += _image_problems(loaded, rows, required(self.config))
+        return rows
+
+
+def _image_problems(images: RowImages, rows: list[Row], keys: Iterable[str]) -> list[DataError]:
+    """Return the first error of the rows' images, at most one; the first images are decoded."""
+    from hone.data.messages import check_messages, plain
+
+    decoded = 0
+    for key in keys:
+        for row in rows:
+            prompt = plain(row.values.get(key))
+            try:
+                messages = check_messages(prompt, where=row.where, column=key) if _is_chat(prompt) else None
+            except DataError:
+                continue  # R42 reports it
+            try:
+                shown = images.of_text(row) if messages is None else images.place(messages, row)[1]
+                for image in shown[: max(0, _DECODED - decoded)]:
+                    image.open()
+                decoded += len(shown)
+            except DataError as problem:
+                return [problem]
+    return []
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from hone.rewards.scorers import Scorer
 
 
-@rule("R86", *TREES.values(), stage=Stage.FILES)
-def rows_are_text(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """No row has images, video or sound, which would be left out."""
-    yield from (Finding(problem, stops=True) for problem in evidence.media)
-
-
 @rule("R42", RLConfig, stage=Stage.FILES)
 def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """Every prompt is text, token ids or messages in order, and every row has a data source."""
@@ -155,8 +149,8 @@ def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     if isinstance(config, PreferenceConfig | RewardModelConfig):
         return  # several pairs per prompt are usual
     key = config.data.prompt_key if isinstance(config, RLConfig) else config.data.messages_key
-    yield from checks.duplicates(train, key)
-    yield from checks.overlap(train, val, key)
+    yield from checks.duplicates(train, key, config.data.image_key)
+    yield from checks.overlap(train, val, key, config.data.image_key)
     if isinstance(config, RLConfig):
         yield from checks.rare_sources(train, config.data.reward_fn_key, config.data.train_batch_size)
 

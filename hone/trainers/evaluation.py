@@ -25,6 +25,7 @@ from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
 from hone.data.chat import render_prompt
+from hone.data.image_processor import load_image_processor
 from hone.data.prompts import PromptDataset
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer, stop_tokens
@@ -91,6 +92,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         chat_template_kwargs=keys.template_kwargs,
         tools_of=tools_of(context),
         all_columns=reads_columns(request.reward),
+        image_processor=load_image_processor(weights_of(request.model), tokenizer),
     )
     engine, _ = open_model(str(actor), max_model_len, request.dtype)
     samples = [dataset[row] for row in range(len(dataset))]

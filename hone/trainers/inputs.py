@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.context import EpisodeContext
 from hone.agents.contract import agent_contract, contract_changes
 from hone.agents.prompts import loop_class, tools_of
+from hone.cluster.context import run_image_processor
 from hone.config.data import DataConfig
 from hone.config.derived import RunSpec
 from hone.config.limits import MAX_SUPPORT
@@ -60,6 +61,8 @@ def _prompt_dataset(
         tools_of=tools,
         all_columns=reads_columns(config.reward),
         read=row_reader(data.custom_cls, data, tokenizer),
+        image_key=data.image_key,
+        image_processor=run_image_processor(config, tokenizer),
     )
 
 

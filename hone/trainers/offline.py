@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hone.cluster.any_batch import AnyBatch
-from hone.cluster.context import run_tokenizer
+from hone.cluster.context import run_image_processor, run_tokenizer
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.plan import offline_roles
 from hone.cluster.roles import RoleUpdate
@@ -48,6 +48,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         self.session = RunSession(config, on_hang=self.supervisor.on_hang)
         resume = self.session.resumed_from
         self.tokenizer = run_tokenizer(config)
+        self.image_processor = run_image_processor(config, self.tokenizer)
         data = config.data
         self.dataset: Any = self.open_dataset(data.train_files, data.train_max_samples)
         self.validation: Any = self.open_dataset(data.val_files, data.val_max_samples) if data.val_files else None

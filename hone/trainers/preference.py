@@ -72,6 +72,8 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
             max_samples=max_samples,
             chat_template_kwargs=data.apply_chat_template_kwargs,
             read=row_reader(data.custom_cls, data, self.tokenizer),
+            image_key=data.image_key,
+            image_processor=self.image_processor,
         )
         pairs = not isinstance(self.config, PreferenceConfig) or "pairs" in OfflineSpec(self.config).loss_needs
         require_fitting(dataset, "data.train_files" if files == data.train_files else "data.val_files", pairs=pairs)

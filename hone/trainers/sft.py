@@ -11,6 +11,7 @@ from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
 from hone.data.custom import row_reader
+from hone.data.images import images_column
 from hone.data.ragged import Ragged
 from hone.trainers.attempts import supervised
 from hone.trainers.inputs import file_list
@@ -39,6 +40,8 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             chat_template_kwargs=data.apply_chat_template_kwargs,
             drop_bad_calls=data.tool_call_errors == "drop",
             read=row_reader(data.custom_cls, data, self.tokenizer),
+            image_key=data.image_key,
+            image_processor=self.image_processor,
         )
 
     def batch(self, rows: Sequence[Conversation]) -> Batch:
@@ -53,7 +56,10 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
 
 
 def conversation_batch(conversations: Sequence[Conversation]) -> Batch:
-    """Build a batch whose "prompt" ends before the first loss token; tokens after the last loss token are dropped."""
+    """Build a batch whose "prompt" ends before the first loss token; tokens after the last loss token are dropped.
+
+    Rows with images add the column ``images``.
+    """
     prompts, responses, masks = [], [], []
     for conversation in conversations:
         first = conversation.loss_mask.index(1)
@@ -67,5 +73,6 @@ def conversation_batch(conversations: Sequence[Conversation]) -> Batch:
             "prompt_ids": Ragged.from_rows(prompts, torch.int64),
             "response_ids": Ragged.from_rows(responses, torch.int64),
             "response_mask": Ragged.from_rows(masks, torch.int64),
+            **images_column([conversation.images for conversation in conversations]),
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,8 @@ def oracle(
         logits = model(input_ids=ids, **values, use_cache=False).logits[0]
     scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     return scores.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def data_url(image: ImageData) -> str:
+    """Return an image as a data: URL."""
+    return "data:image/png;base64," + base64.b64encode(image.content).decode()

@@ -15,9 +15,9 @@ MANY_DUPLICATES = 0.05
 """Share of repeated prompts above which a warning is given."""
 
 
-def duplicates(rows: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Warn when more than 5 % of the prompts in column ``key`` repeat an earlier row."""
-    counts = Counter(_same(row.values.get(key)) for row in rows)
+def duplicates(rows: Sequence[Row], key: str, image_key: str) -> Iterator[Finding]:
+    """Warn when more than 5 % of the prompts in column ``key``, with their images, repeat an earlier row."""
+    counts = Counter(_same(row, key, image_key) for row in rows)
     repeated = len(rows) - len(counts)
     if repeated > MANY_DUPLICATES * len(rows):
         often = max(counts.values())
@@ -29,10 +29,10 @@ def duplicates(rows: Sequence[Row], key: str) -> Iterator[Finding]:
         )
 
 
-def overlap(train: Sequence[Row], val: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Warn when prompts of the validation rows occur in the training rows."""
-    train_keys = {_same(row.values.get(key)) for row in train} if val else set()
-    repeated = [row for row in val if _same(row.values.get(key)) in train_keys]
+def overlap(train: Sequence[Row], val: Sequence[Row], key: str, image_key: str) -> Iterator[Finding]:
+    """Warn when prompts of the validation rows, with their images, occur in the training rows."""
+    train_keys = {_same(row, key, image_key) for row in train} if val else set()
+    repeated = [row for row in val if _same(row, key, image_key) in train_keys]
     if repeated:
         yield _warning(
             f"{len(repeated)} of {len(val)} validation prompts ({len(repeated) / len(val):.0%}) occur in the training data",
@@ -60,13 +60,23 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(plain(value), sort_keys=True, default=str)
 
 
-def _same(value: Any) -> int:
-    """Return a number that is equal for equal prompts; for messages, role and content count."""
+def _same(row: Row, key: str, image_key: str) -> int:
+    """Return a number that is equal for equal prompts with equal images; for messages, role and content count."""
+    value, images = row.values.get(key), plain(row.values.get(image_key))
     if isinstance(value, list) and all(
         isinstance(item, dict) and isinstance(item.get("content"), str) for item in value
     ):
-        return hash(tuple((item.get("role"), item["content"]) for item in value))
-    return hash(text_of(value))
+        text = hash(tuple((item.get("role"), item["content"]) for item in value))
+    else:
+        text = hash(text_of(value))
+    return hash((text, _image_hash(images))) if images else text
+
+
+def _image_hash(value: Any) -> int:
+    """Return a number that is equal for equal entries of a column of images."""
+    if isinstance(value, dict):
+        return hash(tuple((name, _image_hash(value[name])) for name in sorted(value)))
+    return hash(tuple(map(_image_hash, value)) if isinstance(value, list) else value)
 
 
 def _warning(what: str, *, why: str, fix: str, where: str = "") -> Finding:

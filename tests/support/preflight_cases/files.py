@@ -6,6 +6,7 @@ import json
 import shutil
 
 from support.chat_templates import GEMMA, NUMBERED
+from support.image_models import data_url, drawn, image_model
 from support.preflight import SMALL_MODEL
 from support.preflight_cases.keys import ACTOR, GAE, JUDGE, MODEL, MULTI, ROLLOUT, SHOWN, TOOLS
 from support.preflight_cases.world import Case, World, message
@@ -56,6 +57,16 @@ def checkpoint(world: World, **changes: object) -> None:
     (folder / "actor" / "config.json").write_text(json.dumps({**SMALL_MODEL, **changes}))
     (folder / "checkpoint.json").write_text(json.dumps({"format": 2, "step": 4, "files": {}}))
     (folder / "state.json").write_text(json.dumps({"step": 4}))
+
+
+def image_world(world: World) -> None:
+    """Make the model one that reads images, and give the rows one each."""
+    made = image_model(world.folder, "qwen3_vl")
+    shutil.rmtree(world.model)
+    shutil.copytree(made, world.model)
+    prompt = [message("<image> 1 + 1 = ?")]
+    images = {number: [data_url(drawn((25 * number, 0, 0)))] for number in (2, 5)}
+    world.rows(at={number: {"prompt": prompt, "images": shown} for number, shown in images.items()})
 
 
 def reward(body: str):
@@ -229,12 +240,20 @@ ROWS = [
         given="data.sampler.name=stages",
     ),
     Case(
-        "R86 rows.rows_are_text",
+        "R86 images.rows_are_read_whole",
         "",
         ("1 image", "train.jsonl, row 3"),
         advice="leave such rows out",
         breaks=lambda world: world.rows(at={3: {"images": ["cat.png"]}}),
         repairs=valid_rows,
+    ),
+    Case(
+        "R86 images.run_reads_images",
+        "trainer.n_gpus_per_node=2",
+        ("strategy=null", "2 processes"),
+        given="trainer.runtime=ray",
+        fix=f"{ACTOR}.strategy=local trainer.nnodes=1 trainer.n_gpus_per_node=1",
+        breaks=image_world,
     ),
     Case(
         "R42 preference.preference_columns_exist",

@@ -69,12 +69,12 @@ def test_the_reader_stops_at_the_first_row_with_media(tmp_path: Path, monkeypatc
     pq.write_table(pa.table({"prompt": ["x"] * 6000, "images": images}), file)
     seen: list[str] = []
     original = media.refuse_media
-    monkeypatch.setattr(media, "refuse_media", lambda values, where: (seen.append(where), original(values, where)))
+    monkeypatch.setattr(media, "refuse_media", lambda *row: (seen.append(row[1]), original(*row)))
     with raises(MediaError, "1 image", where=f"{file}, row 100"):
-        read_rows(file, required=("prompt",), text_only=True)
+        read_rows(file, required=("prompt",), refused=media.KINDS)
     assert len(seen) == 101
     assert len(read_rows(file, required=("prompt",))) == 6000
-    rows = read_rows(file, required=("prompt",), text_only=True, max_rows=100)
+    rows = read_rows(file, required=("prompt",), refused=media.KINDS, max_rows=100)
     assert len(rows) == 100 and rows[0].values == {"prompt": "x"}
 
 

@@ -1,0 +1,193 @@
+"""Images of dataset rows, in the order of their places in the messages.
+
+    column      {"images": [...]}                                    its images take the marks <image> and the parts without content
+    messages    {"type": "image_url", "image_url": {"url": "data:..."}}    a part has its image
+
+What remains in the messages is ``{"type": "image"}`` at each place: they are plain JSON, and chat templates render them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.data.files import Row
+from hone.data.image_processor import ImageProcessor
+from hone.data.images import ImageData, read_image
+from hone.data.media import COLUMNS, KINDS, PARTS, media_error, media_of
+from hone.data.messages import unwrapped
+from hone.errors import DataError
+
+Messages = list[dict[str, Any]]
+PLACE = {"type": "image"}
+"""Part of a message at the place of an image."""
+_MARK = re.compile("(<image>)")
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """Reader of the images of a dataset's rows.
+
+    Attributes:
+        key: column of the images.
+        processor: of the model; None for a model of text, whose rows have no images.
+    """
+
+    key: str
+    processor: ImageProcessor | None
+    _read: dict[bytes, ImageData] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that are read if they exist: that of the images, and those that they may be in by mistake."""
+        return tuple(dict.fromkeys((self.key, *COLUMNS["image"])))
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Kinds of media that the rows must not have."""
+        return KINDS if self.processor is None else tuple(kind for kind in KINDS if kind != "image")
+
+    def place(self, messages: Messages, row: Row) -> tuple[Messages, tuple[ImageData, ...]]:
+        """Return the messages with a part at the place of each image, and the images in order.
+
+        Raises:
+            DataError: there are not as many places as images, or an image cannot be read.
+            MediaError: the model is one of text, and the row has images.
+        """
+        column = self._column(row)
+        if self.processor is None:
+            _refuse(len(column or ()), row)
+            return messages, ()
+        placed, contents = _placed(messages, marks=column is not None)
+        without = sum(content is None for content in contents)
+        if without != len(column or ()):
+            raise _miscounted(without, len(column or ()), self.key, row.where)
+        rest = iter(column or ())
+        values = [next(rest) if content is None else content for content in contents]
+        return placed, self._images(values, row)
+
+    def of_text(self, row: Row) -> tuple[ImageData, ...]:
+        """Return the images of a row whose prompt is text or token ids with the model's placeholders.
+
+        Raises:
+            DataError: an image cannot be read.
+            MediaError: the model is one of text, and the row has images.
+        """
+        column = self._column(row) or []
+        if self.processor is None:
+            _refuse(len(column), row)
+        return self._images(column, row)
+
+    def expand(self, ids: list[int], images: Sequence[ImageData], where: str) -> list[int]:
+        """Replace the placeholders in rendered ids by the tokens of the images.
+
+        Raises:
+            DataError: there are not as many placeholders as images.
+        """
+        return ids if self.processor is None else self.processor.expand(ids, images, where)
+
+    def expand_masked(
+        self, ids: list[int], mask: list[int], images: Sequence[ImageData], where: str
+    ) -> tuple[list[int], list[int]]:
+        """Expand as :meth:`expand`; tokens of images have the mask 0."""
+        if self.processor is None or not images:
+            return self.expand(ids, images, where), mask
+        expanded, placeholder = self.processor.expand(ids, images, where), self.processor.placeholder
+        rest, masked = iter(images), list[int]()
+        for token, bit in zip(ids, mask, strict=True):
+            masked += [0] * len(self.processor.pixels(next(rest)).ids) if token == placeholder else [bit]
+        return expanded, masked
+
+    def _images(self, values: Sequence[Any], row: Row) -> tuple[ImageData, ...]:
+        """Read images; those with equal content are one object."""
+        images = (read_image(value, row.where, row.folder) for value in values)
+        return tuple(self._read.setdefault(image.content, image) for image in images)
+
+    def _column(self, row: Row) -> list[Any] | None:
+        """Return the entries of the row's column; None if the row does not have it."""
+        value = unwrapped(row.values.get(self.key))
+        if value is None or value == "" or value == []:
+            self._check_others(row)
+            return [] if self.key in row.values else None
+        return list(value) if isinstance(value, list | tuple) else [value]
+
+    def _check_others(self, row: Row) -> None:
+        for name in COLUMNS["image"]:
+            if name != self.key and media_of({name: row.values.get(name)}):
+                raise DataError(
+                    f"column '{name}' has images, and they are read from column '{self.key}'",
+                    where=row.where,
+                    why="the model would not see them",
+                    fix=f"data.image_key={name}",
+                )
+
+
+def loses_image(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Return whether tokens of images are missing after a truncation."""
+    return sum(token < 0 for token in after) != sum(token < 0 for token in before)
+
+
+def no_image_left(rows: int, limit: int, key: str, longest: int) -> DataError:
+    """Return the error where every row would lose tokens of an image.
+
+    Args:
+        rows: their number.
+        limit: largest number of tokens.
+        key: configuration key of the limit.
+        longest: tokens of the longest row.
+    """
+    return DataError(
+        f"none of {rows} rows keeps its images within {key}={limit} tokens",
+        why="an image that is cut is not what the text is about",
+        fix=f"{key}={longest}, or smaller images",
+    )
+
+
+def _refuse(count: int, row: Row) -> None:
+    if count:
+        raise media_error({"image": count}, row.where)
+
+
+def _placed(messages: Messages, marks: bool) -> tuple[Messages, list[Any]]:
+    """Return the messages with places, and the content of each place; None where the column has it."""
+    contents: list[Any] = []
+    placed = []
+    for message in messages:
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            placed.append(message)
+            continue
+        split = [piece for part in parts for piece in _pieces(part, marks, contents)]
+        changed = split if isinstance(content, list) or len(split) > 1 or split[:1] == [PLACE] else content
+        placed.append({**message, "content": changed})
+    return placed, contents
+
+
+def _pieces(part: Any, marks: bool, contents: list[Any]) -> list[Any]:
+    """Split a part at its marks; append the content of each place."""
+    text = part if isinstance(part, str) else part.get("text") if part.get("type") == "text" else None
+    if isinstance(text, str):
+        pieces = [piece for piece in _MARK.split(text) if piece] if marks else []
+        if "<image>" not in pieces:
+            return [part]
+        contents += [None] * pieces.count("<image>")
+        return [dict(PLACE) if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
+    if isinstance(part, dict) and PARTS.get(str(part.get("type"))) == "image":
+        contents.append(next((part[name] for name in _CONTENTS if part.get(name) is not None), None))
+        return [dict(PLACE)]
+    return [part]
+
+
+_CONTENTS = ("image", "image_url", "url", "path", "bytes")
+
+
+def _miscounted(places: int, images: int, key: str, where: str) -> DataError:
+    return DataError(
+        f"the messages have {places} places for the images of column '{key}', which has {images}",
+        where=where,
+        why="each image belongs to one place in the text",
+        fix=f"write <image> in the messages once for each image, or name another column: data.image_key={key}",
+    )
