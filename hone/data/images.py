@@ -99,8 +99,9 @@ def read_image(value: Any, where: str, folder: Path | None = None) -> ImageData:
     if isinstance(value, str | Path) and value:
         return _from_text(str(value), where, folder)
     if hasattr(value, "save") and hasattr(value, "convert"):
+        picture: Any = value
         buffer = io.BytesIO()
-        value.convert("RGB").save(buffer, "PNG")
+        picture.convert("RGB").save(buffer, "PNG")
         return ImageData(buffer.getvalue())
     raise DataError(
         f"an image is a {type(value).__name__}",
@@ -116,7 +117,7 @@ def _from_text(text: str, where: str, folder: Path | None) -> ImageData:
         try:
             return ImageData(base64.b64decode(body, validate=True) if head.endswith(";base64") else body.encode())
         except binascii.Error as error:
-            raise DataError(f"a data: URL is not base64: {error}", where=where, fix="encode the file anew") from error
+            raise DataError(f"a data: URL is not base64: {error}", where=where, fix="encode the file again") from error
     if text.startswith(("http://", "https://")):
         raise DataError(
             f"an image is at {text[:80]}",

@@ -61,9 +61,9 @@ def _plain(value: Any) -> Any:
 
 def _trajectory(record: dict[str, Any], sample: Sample) -> Trajectory:
     episode = record["episode"] and _episode(record["episode"])
-    later = tuple(ImageData(base64.b64decode(content)) for content in record["images"])
+    later = tuple(ImageData(base64.b64decode(content)) for content in record.pop("images"))
     values = {**record, "stop_reason": StopReason(record["stop_reason"]), "episode": episode}
-    return Trajectory(**values | {"images": sample.images + later}, sample=sample)
+    return Trajectory(**values, sample=sample, images=sample.images + later)
 
 
 def _episode(record: dict[str, Any]) -> EpisodeLog:
