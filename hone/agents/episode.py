@@ -40,6 +40,7 @@ class Episode:
         sampling: sampling parameters of each turn.
         session: name of the session KV cache in the engine, or None.
         log: record of everything except tokens; loops fill in messages, calls and rewards.
+        images: those of the prompt, and of tool results since.
         answer: text to be scored; None means all text that the policy wrote.
     """
 
@@ -61,6 +62,7 @@ class Episode:
         self.budget = Budget(limits, self.started)
         self.ledger = TokenLedger(sample.prompt_ids)
         self.log = EpisodeLog(retries=attempt)
+        self.images = sample.images
         self.sampling, self.client = sampling, client
         self.session = self.name if keeps_session else None
         self.segments: list[TokenLedger] = [self.ledger]
@@ -104,7 +106,9 @@ class Episode:
             raise BudgetSpent(EpisodeEnd.TOKENS)
         turn_seed = self.seed if self.log.assistant_turns == 0 else derive_seed(self.seed, self.log.assistant_turns)
         sampling = dataclasses.replace(self.sampling, max_tokens=left, **changes)
-        request = GenerationRequest(self.name, prompt, sampling, turn_seed, session=self.session)
+        request = GenerationRequest(
+            self.name, prompt, sampling, turn_seed, session=self.session, images=self.images
+        )
         started = time.perf_counter()
         completion = await self.client.complete(request)
         ended = time.perf_counter()
@@ -279,4 +283,5 @@ class Episode:
             episode=None if self.log.is_plain else self.log,
             part=number,
             seed=self.seed,
+            images=self.images,
         )
