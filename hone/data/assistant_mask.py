@@ -32,7 +32,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hone.data.chat import REFUSALS, Messages, encode_texts, refused, render_texts, special_tokens, template_of, text_of
+from hone.data.chat import (
+    REFUSALS,
+    Messages,
+    encode_texts,
+    in_parts,
+    refused,
+    render_texts,
+    special_tokens,
+    template_of,
+    text_of,
+)
 from hone.errors import DataError
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -84,7 +94,7 @@ def _marked(
 ) -> tuple[list[int], list[int]]:
     try:
         texts, spans = render_jinja_template(
-            conversations=[messages],  # type: ignore[arg-type]
+            conversations=list(in_parts(tokenizer, template_of(tokenizer), [messages])),  # type: ignore[arg-type]
             chat_template=template_of(tokenizer),
             return_assistant_tokens_mask=True,
             **{**tokenizer.special_tokens_map, **(kwargs or {})},

@@ -61,6 +61,7 @@ def render_texts(
     if not conversations:
         return []
     settings = {"chat_template": template_of(tokenizer), "add_generation_prompt": generation_prompt, **(kwargs or {})}
+    conversations = in_parts(tokenizer, settings["chat_template"], conversations)
     parsed = [_with_parsed_arguments(messages) for messages in conversations]
     variables = {**tokenizer.special_tokens_map, "add_generation_prompt": generation_prompt, **(kwargs or {})}
     check_template(settings["chat_template"], parsed, variables, str(tokenizer.name_or_path))
@@ -73,6 +74,42 @@ def render_texts(
         return list(tokenizer.apply_chat_template(list(conversations), tokenize=False, **settings))  # type: ignore[arg-type]
     except REFUSALS as error:
         raise refused(error, "") from error
+
+
+def in_parts(
+    tokenizer: PreTrainedTokenizerBase, template: str, conversations: Sequence[Messages]
+) -> Sequence[Messages]:
+    """Return conversations with every text as a part of a message, if the template shows no other text, as some for images do."""
+    if not _shows_only_parts(tokenizer, template):
+        return conversations
+    return [[_as_part(message) for message in messages] for messages in conversations]
+
+
+def _as_part(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _shows_only_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    if "type" not in template:
+        return False
+    if template not in _PARTS_ONLY:
+        chat = [{"role": "user", "content": _PROBE}]
+        shown = [_PROBE in _probed(tokenizer, template, form) for form in (chat, [_as_part(chat[0])])]
+        _PARTS_ONLY[template] = shown == [False, True]
+    return _PARTS_ONLY[template]
+
+
+def _probed(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages) -> str:
+    check_template(template, [messages], tokenizer.special_tokens_map, str(tokenizer.name_or_path))
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+    except REFUSALS:
+        return ""
+
+
+_PROBE = "hone probe"
+_PARTS_ONLY: dict[str, bool] = {}
 
 
 def _with_parsed_arguments(messages: Messages) -> Messages:

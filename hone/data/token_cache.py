@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
-_FORM = 1
+_FORM = 2
 _PACKAGES = ("hone-rl", "transformers", "tokenizers", "jinja2")
 
 

@@ -20,6 +20,12 @@ MISTRAL = (
     "<|bos|>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}<|eot|>{% endif %}{% endfor %}"
 )
+PARTS_ONLY = (  # in the manner of SmolVLM: text is shown where it is a part of a message
+    "{% for m in messages %}{{ m.role | capitalize }}{% if m.content[0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in m.content %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 PLAIN = (
     "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT: {% endif %}"

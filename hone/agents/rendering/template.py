@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
 from hone.agents.parsers.base import named_tokens
-from hone.data.chat import REFUSALS, special_tokens, template_of
+from hone.data.chat import REFUSALS, in_parts, special_tokens, template_of
 from hone.data.template_limits import check_template
 from hone.errors import DataError
 from hone.text import check_valid, is_valid
@@ -80,7 +80,7 @@ class Template:
     def _rendered(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool) -> HiddenText:
         hidden = _Hidden(self._special_text, self._named_text)
         source = self._source_with_tools if tools else self.source
-        shown = [hidden.message(message) for message in messages]
+        (shown,) = in_parts(self.tokenizer, self.source, [[hidden.message(message) for message in messages]])
         variables = {**self.tokenizer.special_tokens_map, "tools": list(tools) if tools else None, **self.kwargs}
         check_template(source, [shown], variables | {"add_generation_prompt": ask}, str(self.tokenizer.name_or_path))
         text: Any = self.tokenizer.apply_chat_template(

@@ -53,6 +53,16 @@ def test_every_turn_is_marked_exactly(with_template, family, dialogue):
             assert ids[: len(prompt)] == prompt and mask[len(prompt)] == 1 and mask[len(prompt) - 1] == 0
 
 
+def test_texts_become_parts_for_a_template_that_shows_nothing_else(with_template):
+    tokenizer = with_template(chats.PARTS_ONLY)
+    messages = [user("7?"), assistant("a b"), user("é"), assistant("7")]
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(parts, tokenize=False)
+    assert written(tokenizer, ids, mask) == [" a b<|eot|>", " 7<|eot|>"]
+    assert render_prompt(tokenizer, messages[:1]) == ids[: mask.index(1)] == render_prompt(tokenizer, parts[:1])
+
+
 def test_a_system_message_and_two_turns_in_a_row(with_template):
     tokenizer = with_template(chats.LLAMA3)
     messages = [{"role": "system", "content": "s"}, user("a"), assistant("b"), assistant("c"), user("d")]
