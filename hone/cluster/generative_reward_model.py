@@ -15,7 +15,7 @@ from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import render_prompts
 from hone.data.seeding import derive_seed
-from hone.data.tokenizer import load_tokenizer, stop_tokens
+from hone.data.tokenizer import decoded, load_tokenizer, stop_tokens
 from hone.data.types import Trajectory
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
@@ -109,7 +109,7 @@ class GenerativeRewardModelWorker:
         return self.rubric.fill(question, trajectory.text, sample.ground_truth)
 
     def _prompt_text(self, trajectory: Trajectory) -> str:
-        return str(self.policy_tokenizer.decode(trajectory.prompt_ids, skip_special_tokens=True))
+        return decoded(self.policy_tokenizer, trajectory.prompt_ids, skip_special_tokens=True)
 
     def _completion_text(self, completion: Completion) -> str:
         return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))

@@ -12,9 +12,12 @@ from hone.cluster.roles import ModelRole
 from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
+from hone.data.image_processor import load_image_processor
+from hone.data.images import ImageData, content_text, images_column
 from hone.data.ragged import Ragged
 from hone.data.responses import Side, render_sides
-from hone.data.tokenizer import load_tokenizer
+from hone.data.row_images import RowImages
+from hone.data.tokenizer import decoded, load_tokenizer
 from hone.data.types import Trajectory
 from hone.errors import ConfigError
 from hone.models.loading import load_reward_model
@@ -67,6 +70,7 @@ class RewardModelWorker(ModelRole):
         path = reward_model_path(config)
         trusted = config.actor_rollout_ref.model.trust_remote_code
         self.policy_tokenizer, self.tokenizer = tokenizer, load_tokenizer(path, trust_remote_code=trusted)
+        self.images = RowImages("images", load_image_processor(path, self.tokenizer))
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         if not self.same_tokens:
             log.info(
@@ -82,17 +86,21 @@ class RewardModelWorker(ModelRole):
     @dispatch(Split.ROWS, objects=True)
     def score(self, batch: Batch) -> Batch:
         """Return ``rm_score``: the model's score of each episode."""
-        trajectories = batch.objects("trajectory")
-        if self.same_tokens:
+        trajectories: list[Trajectory] = batch.objects("trajectory")
+        images: list[tuple[ImageData, ...]] = []
+        if self.same_tokens and not any(trajectory.images for trajectory in trajectories):
             prompts = [trajectory.prompt_ids for trajectory in trajectories]
             responses = [trajectory.response_ids for trajectory in trajectories]
         else:
-            rendered = render_sides([self._side(trajectory) for trajectory in trajectories], self.tokenizer)
+            sides = [self._side(trajectory) for trajectory in trajectories]
+            rendered = render_sides(sides, self.tokenizer, images=self.images)
             prompts, responses = [r.prompt_ids for r in rendered], [r.response_ids for r in rendered]
+            images = [r.images for r in rendered]
         texts = Batch(
             {
                 "prompt_ids": Ragged.from_rows(prompts, torch.int64),
                 "response_ids": Ragged.from_rows(responses, torch.int64),
+                **images_column(images),
             }
         )
         return Batch({JUDGED: response_scores(self.engine, texts)})
@@ -100,6 +108,10 @@ class RewardModelWorker(ModelRole):
     def _side(self, trajectory: Trajectory) -> Side:
         messages, where = trajectory.sample.messages, f"row {trajectory.uid}"
         if messages is None:
-            text = str(self.policy_tokenizer.decode(trajectory.prompt_ids))
+            text = decoded(self.policy_tokenizer, trajectory.prompt_ids)
             return Side(text, trajectory.text, True, None, where)
-        return Side(messages, [{"role": "assistant", "content": trajectory.text}], True, None, where)
+        images = trajectory.sample.images if self.images.processor is not None else ()
+        if trajectory.sample.images and not images:
+            messages = [{**message, "content": content_text(message.get("content"))} for message in messages]
+        answer = [{"role": "assistant", "content": trajectory.text}]
+        return Side(messages, answer, True, None, where, images=images)

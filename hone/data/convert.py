@@ -13,11 +13,13 @@
     multimodal  as multi-turn, every content a list of parts; <image>, <video> and <audio> become separate parts
     messages    no prompt, only the whole conversation (for `hone sft`)
 
-Every row also gets the whole conversation as ``messages``, and the last answer (or a value extracted from it) as ground truth.
+Every row also gets the whole conversation as ``messages``, and the last answer (or a value extracted from it) as ground truth. Images of
+a row are kept in a column ``images``, with the content of their files.
 """
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
 import re
@@ -30,8 +32,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data.files import read_all
+from hone.data.images import IMAGE_MARK, IMAGE_PARTS, read_image
 from hone.data.media import COLUMNS as MEDIA_COLUMNS
 from hone.data.messages import plain
+from hone.data.row_images import part_image
 from hone.data.sharegpt import SYSTEM, Messages, is_sharegpt, messages_of_turns, unknown_turn
 from hone.errors import ConfigError, DataError, did_you_mean
 
@@ -106,7 +110,7 @@ def convert(files: Sequence[Path], out: Path, options: Conversion) -> tuple[int,
     rows, left_out = [], {}
     for file in files:
         for record in _records(file, options):
-            row = _row(record, file, len(rows), options)
+            row = _row(record, file, len(rows), options, as_text=out.suffix != ".parquet")
             if isinstance(row, str):
                 left_out[row] = left_out.get(row, 0) + 1
             else:
@@ -134,8 +138,8 @@ def _records(file: Path, options: Conversion) -> Iterator[dict[str, Any]]:
         yield {name: plain(value) for name, value in row.values.items()}
 
 
-def _row(record: dict[str, Any], file: Path, number: int, options: Conversion) -> dict[str, Any] | str:
-    """Return the converted row, or the reason for leaving it out."""
+def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, as_text: bool) -> dict[str, Any] | str:
+    """Return the converted row, or the reason for leaving it out; ``as_text`` stores images as text."""
     messages = _conversation(record, file, options)
     if isinstance(messages, str):
         return messages
@@ -146,8 +150,13 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion) -
         return "without an answer"
     last = len(roles) - 1 - roles[::-1].index("assistant")
     answer = messages[last]["content"]
+    try:
+        images = _images(record, file, as_text)
+    except DataError:
+        return "with an image that cannot be read"
+    shown = {"images": images} if images else {}
     if options.target == "messages":
-        return {"messages": messages, "data_source": options.data_source}
+        return _miscounted(messages, images) or {"messages": messages, "data_source": options.data_source} | shown
     if "user" not in roles[:last]:
         return "without a question"
     end = roles.index("assistant", roles.index("user")) if options.target in ("chat", "string") else last
@@ -165,9 +174,10 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion) -
         "extra_info": {"index": number, "answer": answer},
     }
     if options.target != "multimodal":
-        return row | {"messages": messages}
-    media = {kind: _media(record, kind) for kind in MEDIA_COLUMNS}
+        return _miscounted(prompt, images) or row | {"messages": messages} | shown
+    media = {kind: _media(record, kind) for kind in MEDIA_COLUMNS} | {"image": images}
     row["prompt"] = [{"role": m["role"], "content": _parts(m["content"])} for m in prompt]
+    row["messages"] = [*row["prompt"], {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
     marks = [part["type"] for message in row["prompt"] for part in message["content"] if part["type"] != "text"]
     for kind, items in media.items():
         if marks.count(kind) != len(items):
@@ -234,6 +244,28 @@ def _parts(content: str) -> list[dict[str, str]]:
 def _media(record: dict[str, Any], kind: str) -> list[Any]:
     value = next((record[name] for name in MEDIA_COLUMNS[kind] if record.get(name)), [])
     return value if isinstance(value, list) else [value]
+
+
+def _miscounted(messages: Messages, images: Sequence[Any]) -> str:
+    """Return the reason for leaving out a row whose messages have another number of marks than it has images; empty if there is none."""
+    marks = sum(message["content"].count(IMAGE_MARK) for message in messages) if images else 0
+    return f"with {marks} marks {IMAGE_MARK} in the messages and {len(images)} images" if marks != len(images) else ""
+
+
+def _images(record: dict[str, Any], file: Path, as_text: bool) -> list[Any]:
+    """Return the images of a record with the content of their files: in Hugging Face's form, or as ``data:`` URLs."""
+    values = _media(record, "image") or [part_image(part) for part in _image_parts(record)]
+    images = [read_image(value, str(file), file.parent).content for value in values if value is not None]
+    if as_text:
+        return [f"data:;base64,{base64.b64encode(content).decode()}" for content in images]
+    return [{"bytes": content, "path": None} for content in images]
+
+
+def _image_parts(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list)), [])
+    contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return (part for part in parts if isinstance(part, dict) and part.get("type") in IMAGE_PARTS)
 
 
 def _write(rows: list[dict[str, Any]], out: Path) -> None:

@@ -17,6 +17,7 @@ import base64
 import binascii
 import hashlib
 import io
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,10 @@ PLACE_BITS = 18
 """Bits of the number of a token within its image."""
 KEY_BITS = 44
 """Bits of an image's key."""
+IMAGE_MARK = "<image>"
+"""Text of an image."""
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of a message's parts that are images, of transformers and of OpenAI's two APIs."""
 MAX_PIXELS = 64_000_000
 """Largest image that is opened, in pixels."""
 
@@ -137,6 +142,23 @@ def _from_text(text: str, where: str, folder: Path | None) -> ImageData:
         ) from error
 
 
+def content_text(content: Any) -> str:
+    """Return the text of a message's content (a string, parts or nothing), with :data:`IMAGE_MARK` at the place of each image.
+
+    >>> content_text([{"type": "image"}, {"type": "text", "text": "What is it?"}])
+    '<image>What is it?'
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(map(_part_text, content)) if isinstance(content, Sequence) else str(content)
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return part if isinstance(part, str) else ""
+    return IMAGE_MARK if part.get("type") in IMAGE_PARTS else str(part.get("text", ""))
+
+
 def images_column(images: Sequence[tuple[ImageData, ...]]) -> dict[str, list[tuple[ImageData, ...]]]:
     """Return the column ``images`` of a batch, given those of its rows; no column if no row has one."""
     return {"images": list(images)} if any(images) else {}
@@ -174,6 +196,17 @@ def place_of(token: int) -> int:
 def keys_in(ids: Iterable[int]) -> list[int]:
     """Return the keys of the images in a row of token ids, each once, in order."""
     return list(dict.fromkeys(key_of(token) for token in ids if token < 0))
+
+
+def image_runs(ids: Sequence[int]) -> int:
+    """Return how many runs of consecutive tokens of one image there are.
+
+    >>> image_runs([5, *token_ids(1, 3), *token_ids(1, 3), 7, *token_ids(2, 2)])
+    3
+    """
+    before = itertools.chain([0], ids)
+    pairs = zip(before, ids, strict=False)
+    return sum(token < 0 and not (previous < 0 and token == previous - 1) for previous, token in pairs)
 
 
 def as_text_ids(ids: Sequence[int], placeholder: int) -> list[int]:

@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompt, special_tokens
 from hone.data.files import Row
+from hone.data.images import is_image
 from hone.data.messages import check_messages, plain
+from hone.data.tokenizer import decoded
 from hone.errors import DataError
 
 
@@ -60,11 +62,14 @@ def inspect_row(
         ids = _prompt_ids(prompt, row, tokenizer, prompt_key, chat_template_kwargs)
         mask = [0] * len(ids)
     special = special_tokens(tokenizer)
-    texts = tokenizer.convert_ids_to_tokens(ids)
     return [
-        InspectedToken(token, str(tokenizer.decode([token])) or str(name), token in special, bool(learned))
-        for token, name, learned in zip(ids, texts, mask, strict=True)
+        InspectedToken(token, _text_of(tokenizer, token), token in special or is_image(token), bool(learned))
+        for token, learned in zip(ids, mask, strict=True)
     ]
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    return decoded(tokenizer, [token]) or str(tokenizer.convert_ids_to_tokens(token))
 
 
 def _prompt_ids(

@@ -25,6 +25,8 @@ from torch import Tensor
 from hone.data.ragged import Ragged
 
 Index = NDArray[np.int64]
+_WIDTH = 8
+"""Bytes of a token id."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class _Branch:
 
 
 def _depth_first(rows: list[bytes]) -> tuple[Index, Index]:
-    """Return order and shared tokens of rows of four bytes a token."""
+    """Return order and shared tokens of rows of :data:`_WIDTH` bytes a token."""
     order: list[int] = []
     shared: list[int] = []
     pending = [(_tree(rows), 0)] if rows else []
@@ -175,7 +177,7 @@ def _tree(rows: list[bytes]) -> _Branch:
     order = sorted(range(len(rows)), key=rows.__getitem__)
 
     def leaf(row: int) -> _Branch:
-        return _Branch(len(rows[row]) // 4, len(rows[row]) // 4, row)
+        return _Branch(len(rows[row]) // _WIDTH, len(rows[row]) // _WIDTH, row)
 
     path, last = [_Branch(0, 0, order[0])], leaf(order[0])
     for left, right in zip(order, order[1:], strict=False):
@@ -195,15 +197,15 @@ def _tree(rows: list[bytes]) -> _Branch:
 
 def _common_tokens(left: bytes, right: bytes) -> int:
     """Count the tokens at the beginning of both rows that are equal."""
-    count = min(len(left), len(right)) // 4
-    differs = np.frombuffer(left, ">u4", count) != np.frombuffer(right, ">u4", count)
+    count = min(len(left), len(right)) // _WIDTH
+    differs = np.frombuffer(left, ">i8", count) != np.frombuffer(right, ">i8", count)
     return int(differs.argmax()) if bool(differs.any()) else count
 
 
 def _big_endian(columns: Sequence[Ragged]) -> list[bytes]:
-    """Return each row as bytes that sort as its tokens do."""
+    """Return each row as bytes; rows with the same first tokens are neighbours when sorted. Ids of images have more than 32 bits."""
     parts = []
     for column in columns:
-        values, offsets = column.values.cpu().numpy().astype(">u4").tobytes(), (4 * column.offsets).tolist()
+        values, offsets = column.values.cpu().numpy().astype(">i8").tobytes(), (_WIDTH * column.offsets).tolist()
         parts.append([values[a:b] for a, b in zip(offsets, offsets[1:], strict=False)])
     return [b"".join(pieces) for pieces in zip(*parts, strict=True)]

@@ -9,21 +9,21 @@ What remains in the messages is ``{"type": "image"}`` at each place: they are pl
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hone.data.files import Row
 from hone.data.image_processor import ImageProcessor
-from hone.data.images import ImageData, read_image
-from hone.data.media import COLUMNS, KINDS, PARTS, media_error, media_of
+from hone.data.images import IMAGE_MARK, IMAGE_PARTS, ImageData, read_image
+from hone.data.media import COLUMNS, KINDS, media_error, media_of
 from hone.data.messages import unwrapped
 from hone.errors import DataError
 
 Messages = list[dict[str, Any]]
 PLACE = {"type": "image"}
 """Part of a message at the place of an image."""
-_MARK = re.compile("(<image>)")
+_MARK = re.compile(f"({IMAGE_MARK})")
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,12 @@ class RowImages:
     Attributes:
         key: column of the images.
         processor: of the model; None for a model of text, whose rows have no images.
+        any_model: read images without a processor, of rows for a model that is not known.
     """
 
     key: str
     processor: ImageProcessor | None
+    any_model: bool = False
     _read: dict[bytes, ImageData] = field(default_factory=dict)
 
     @property
@@ -47,7 +49,11 @@ class RowImages:
     @property
     def refused(self) -> tuple[str, ...]:
         """Kinds of media that the rows must not have."""
-        return KINDS if self.processor is None else tuple(kind for kind in KINDS if kind != "image")
+        return KINDS if self._text_only else tuple(kind for kind in KINDS if kind != "image")
+
+    @property
+    def _text_only(self) -> bool:
+        return self.processor is None and not self.any_model
 
     def place(self, messages: Messages, row: Row) -> tuple[Messages, tuple[ImageData, ...]]:
         """Return the messages with a part at the place of each image, and the images in order.
@@ -57,7 +63,7 @@ class RowImages:
             MediaError: the model is one of text, and the row has images.
         """
         column = self._column(row)
-        if self.processor is None:
+        if self._text_only:
             _refuse(len(column or ()), row)
             return messages, ()
         placed, contents = _placed(messages, marks=column is not None)
@@ -76,7 +82,7 @@ class RowImages:
             MediaError: the model is one of text, and the row has images.
         """
         column = self._column(row) or []
-        if self.processor is None:
+        if self._text_only:
             _refuse(len(column), row)
         return self._images(column, row)
 
@@ -122,6 +128,22 @@ class RowImages:
                     why="the model would not see them",
                     fix=f"data.image_key={name}",
                 )
+
+
+def part_image(part: Mapping[str, Any]) -> Any:
+    """Return the image that a part of a message has; None if the row's column has it."""
+    names = ("image", "image_url", "url", "path", "bytes")
+    return next((part[name] for name in names if part.get(name) is not None), None)
+
+
+def parts_of(text: str) -> list[dict[str, Any]]:
+    """Return the parts of a text with marks.
+
+    >>> parts_of("What is <image>?")
+    [{'type': 'text', 'text': 'What is '}, {'type': 'image'}, {'type': 'text', 'text': '?'}]
+    """
+    pieces = [piece for piece in _MARK.split(text) if piece]
+    return [dict(PLACE) if piece == IMAGE_MARK else {"type": "text", "text": piece} for piece in pieces]
 
 
 def loses_image(before: Sequence[int], after: Sequence[int]) -> bool:
@@ -170,18 +192,14 @@ def _pieces(part: Any, marks: bool, contents: list[Any]) -> list[Any]:
     """Split a part at its marks; append the content of each place."""
     text = part if isinstance(part, str) else part.get("text") if part.get("type") == "text" else None
     if isinstance(text, str):
-        pieces = [piece for piece in _MARK.split(text) if piece] if marks else []
-        if "<image>" not in pieces:
+        if not marks or IMAGE_MARK not in text:
             return [part]
-        contents += [None] * pieces.count("<image>")
-        return [dict(PLACE) if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
-    if isinstance(part, dict) and PARTS.get(str(part.get("type"))) == "image":
-        contents.append(next((part[name] for name in _CONTENTS if part.get(name) is not None), None))
+        contents += [None] * text.count(IMAGE_MARK)
+        return parts_of(text)
+    if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+        contents.append(part_image(part))
         return [dict(PLACE)]
     return [part]
-
-
-_CONTENTS = ("image", "image_url", "url", "path", "bytes")
 
 
 def _miscounted(places: int, images: int, key: str, where: str) -> DataError:

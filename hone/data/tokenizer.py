@@ -1,12 +1,15 @@
-"""Load a Hugging Face tokenizer directory."""
+"""Load a Hugging Face tokenizer directory, and decode token ids with those of images."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from hone.data.images import IMAGE_MARK, image_runs
 from hone.errors import ModelError
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -78,3 +81,17 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model_dir: str | None) -> tu
         ends = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
         named += ends if isinstance(ends, list) else [ends]
     return tuple(dict.fromkeys(int(end) for end in named if end is not None))
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Decode token ids; consecutive tokens of an image are one :data:`IMAGE_MARK`."""
+    if min(ids, default=0) >= 0:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+    pieces: list[str] = []
+    for image, run in itertools.groupby(ids, key=lambda token: token < 0):
+        tokens = list(run)
+        if image:
+            pieces.append(IMAGE_MARK * image_runs(tokens))
+        else:
+            pieces.append(str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)))
+    return "".join(pieces)

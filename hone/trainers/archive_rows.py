@@ -15,7 +15,7 @@ import torch
 from hone.data.batch import Batch, same_column
 from hone.data.ragged import Ragged
 from hone.data.types import Trajectory
-from hone.insight.archive.schema import BY_NAME, INTS
+from hone.insight.archive.schema import BY_NAME, FLOATS, IDS, INTS
 from hone.insight.archive.write import to_table
 from hone.insight.records import episode_record
 from hone.trainers.reporting import prompt_text, score_values
@@ -97,6 +97,6 @@ def _engine_log_probs(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[
 
 
 def _lists(column: Ragged, name: str) -> pa.Array:
-    dtype = torch.int32 if BY_NAME[name].kind == INTS else torch.float32
+    dtype = {IDS: torch.int64, INTS: torch.int32, FLOATS: torch.float32}[BY_NAME[name].kind]
     values = column.values.detach().to("cpu", dtype).contiguous().numpy()
     return pa.ListArray.from_arrays(pa.array(column.offsets.numpy().astype(np.int32)), pa.array(values))

@@ -25,6 +25,7 @@ from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.data.tokenizer import decoded
 from hone.data.types import Sample
 from hone.data.vocabulary import token_texts
 from hone.insight.archive.background import BackgroundWriter
@@ -62,6 +63,7 @@ class BatchOps:
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
         self.config = config = context.config
+        self._context = context
         self.directory = RunDirectory(Path(config.trainer.default_local_dir))
         self.tokenizer, self.archive = context.tokenizer, BackgroundWriter()
         self.rewards = JudgedRewards(config.reward, required=RunSpec(config).learns_from_reward)
@@ -199,7 +201,7 @@ class BatchOps:
     @dispatch(Split.ZERO, objects=True)
     def teacher_inputs(self, batch: Batch) -> Batch:
         """Return the teacher and the teacher's prompt of each row; see :func:`~hone.trainers.teacher_inputs.teacher_inputs`."""
-        return teacher_inputs(batch, self.config, self.tokenizer)
+        return teacher_inputs(batch, self.config, self.tokenizer, self._context.image_processor)
 
     @dispatch(Split.ZERO, objects=True)
     def advantages(self, batch: Batch) -> Batch:
@@ -355,7 +357,7 @@ class BatchOps:
         return [(rows, row_fates, prompt_texts(rows, self._decode)) for rows, row_fates in [*trained, *others]]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids))
+        return decoded(self.tokenizer, ids)
 
     def _dump(self, name: str, batch: Batch) -> Path:
         """Write a batch that violated an invariant to ``dumps/``."""

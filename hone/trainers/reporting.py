@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hone.config.reward import EpisodePricesConfig
 from hone.data.batch import Batch
+from hone.data.images import content_text
 from hone.data.trajectories import episode_rows
 from hone.data.types import StopReason, Trajectory
 from hone.insight.episode_metrics import episode_metrics
@@ -174,7 +175,7 @@ def score_values(score: Score | None) -> ScoreValues:
 def prompt_text(trajectory: Trajectory) -> str | None:
     """Return the contents of the prompt's messages; None if it has no messages."""
     messages = trajectory.sample.messages
-    return None if messages is None else "\n".join(str(message["content"]) for message in messages)
+    return None if messages is None else "\n".join(content_text(message["content"]) for message in messages)
 
 
 def _spread(metrics: MetricStore, name: str, values: Tensor, limit: int | None = None) -> None:

@@ -10,6 +10,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.data.tokenizer import decoded
+
 _SHOWN_CHARACTERS = 40
 _CONTEXT_CHARACTERS = 20
 EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\s*<channel\|>\s*")
@@ -39,10 +41,10 @@ def compare(
     position = next(
         (at for at, (a, b) in enumerate(zip(played, rendered, strict=False)) if a != b), min(len(played), len(rendered))
     )
-    a, b = (str(tokenizer.decode(ids[position:])) for ids in (played, rendered))
+    a, b = (decoded(tokenizer, ids[position:]) for ids in (played, rendered))
     if position == min(len(played), len(rendered)) and not _normalized(a + b, closers):
         return None
-    whole = [str(tokenizer.decode(ids)) for ids in (played, rendered)]
+    whole = [decoded(tokenizer, ids) for ids in (played, rendered)]
     kind: Literal["tokenization", "strippable", "text"] = "text"
     if whole[0].rstrip() == whole[1].rstrip():
         kind = "tokenization"

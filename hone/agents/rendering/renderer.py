@@ -27,6 +27,7 @@ from hone.agents.rendering.families import Family
 from hone.agents.rendering.probes import probe_conversations
 from hone.agents.rendering.template import HiddenText, Template
 from hone.agents.rendering.text_tools import conversation_as_text, messages_as_text
+from hone.data.tokenizer import decoded
 from hone.errors import DataError
 
 _PLACEHOLDER = "hone stand-in"
@@ -147,7 +148,7 @@ class Renderer:
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends inside a reasoning block."""
         opening, closing = self.parser.thoughts
-        text = str(self.tokenizer.decode(list(prompt_ids)[-8:]))
+        text = decoded(self.tokenizer, list(prompt_ids)[-8:])
         return opening in text and text.rfind(opening) > text.rfind(closing)
 
     def turn_ended(self, sampled_ids: Sequence[int]) -> bool:
@@ -179,7 +180,7 @@ class Renderer:
             return None
         before = self.rendered(messages, tools, ask=False).text
         after = self.rendered([*messages, *new_messages], tools).text
-        return rewritten(before, after, str(self.tokenizer.decode(list(history_ids))), self.closers)
+        return rewritten(before, after, decoded(self.tokenizer, history_ids), self.closers)
 
     def sanity_check(
         self,

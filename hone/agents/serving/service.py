@@ -22,6 +22,7 @@ from hone.agents.serving.options import named_by_options
 from hone.agents.serving.prompt_size import PromptSize
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody, TextBody
+from hone.data.tokenizer import decoded
 from hone.errors import HoneError, RequestError
 from hone.generation.grammars import check_compiles
 from hone.generation.limits import RequestLimits
@@ -131,7 +132,7 @@ class Service:
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Decode tokens, by default without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
+        return decoded(self.tokenizer, ids, skip_special_tokens=not special_tokens)
 
     def requests(
         self,

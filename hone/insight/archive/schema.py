@@ -25,7 +25,7 @@ VERSION = 1
 VERSION_KEY, ROWS_KEY = b"hone.archive", b"hone.rows"
 """Keys of the metadata of a file."""
 INT, FLOAT, NUMBER, TEXT, JSON = "int32", "float32", "float64", "string", "json"
-INTS, FLOATS = "list<int32>", "list<float32>"
+IDS, INTS, FLOATS = "list<int64>", "list<int32>", "list<float32>"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Column:
     @property
     def by_token(self) -> bool:
         """True if the column has one value per response token."""
-        return self.kind in (INTS, FLOATS) and self.name != "prompt_ids"
+        return self.kind in (IDS, INTS, FLOATS) and self.name != "prompt_ids"
 
 
 COLUMNS = (
@@ -74,8 +74,8 @@ COLUMNS = (
     Column("error", TEXT, "why there is no verdict"),
     Column("cause", TEXT, "kind of that error"),
     Column("episode", JSON, "turns, tool calls with input, output and seconds, end, sub-agents"),
-    Column("prompt_ids", INTS, "token ids of the prompt"),
-    Column("response_ids", INTS, "token ids of everything after the prompt"),
+    Column("prompt_ids", IDS, "token ids of the prompt; those of images are below 0"),
+    Column("response_ids", IDS, "token ids of everything after the prompt"),
     Column("response_mask", INTS, "1 on tokens that the policy sampled"),
     Column("loss_mask", INTS, "1 on tokens that the update learned from"),
     Column("token_versions", INTS, "weight version that sampled the token, -1 on others"),
@@ -105,5 +105,5 @@ def arrow_schema() -> pa.Schema:
     import pyarrow as pa
 
     types = {INT: pa.int32(), NUMBER: pa.float64(), TEXT: pa.string(), JSON: pa.string()}
-    types |= {INTS: pa.list_(pa.int32()), FLOATS: pa.list_(pa.float32())}
+    types |= {IDS: pa.list_(pa.int64()), INTS: pa.list_(pa.int32()), FLOATS: pa.list_(pa.float32())}
     return pa.schema([pa.field(column.name, types[column.kind], nullable=not column.required) for column in COLUMNS])

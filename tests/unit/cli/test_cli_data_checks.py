@@ -1,5 +1,6 @@
 """`hone data check`, `stats`, `inspect` and `convert`, as typed."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.image_models import data_url, drawn
 from support.messages import raises
 from support.preflight import rows, write_rows
 from typer.testing import CliRunner
@@ -17,6 +19,8 @@ from hone.data.checks import check_calls, overlong_prompts, prompt_lengths, tool
 from hone.data.convert import GROUND_TRUTHS
 from hone.data.files import Row, read_all
 from hone.data.html_report import histogram
+from hone.data.messages import check_messages
+from hone.data.row_images import RowImages
 from hone.data.statistics import form_of, mean_and_quantiles
 from hone.errors import ConfigError, DataError
 
@@ -253,13 +257,34 @@ def test_multimodal(tmp_path):
         turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat"}]
         return {"messages": turns, "images": images}
 
-    file = write_rows(tmp_path / "m.jsonl", [record(["cat.png"]), record([])])
+    (tmp_path / "cat.png").write_bytes(b"cat")
+    file = write_rows(tmp_path / "m.jsonl", [record(["cat.png"]), record([]), record(["dog.png"])])
     made = run("convert", file, "--to", "multimodal", "--out", tmp_path / "m.parquet")
     assert "1 left out (with 1 marks <image> in the prompt and 0 images)" in made.output
+    assert "1 left out (with an image that cannot be read)" in made.output
     (row,) = read_all(tmp_path / "m.parquet")
     parts = row.values["prompt"][0]["content"]
-    assert [part["type"] for part in parts] == ["image", "text"] and row.values["images"] == ["cat.png"]
-    assert form_of(row.values["prompt"]) == "multimodal"
+    assert [part["type"] for part in parts] == ["image", "text"]
+    assert row.values["images"] == [{"bytes": b"cat", "path": None}]
+    assert form_of(row.values["prompt"]) == "multimodal" and len(row.values["messages"]) == 2
+
+
+@pytest.mark.parametrize("target", ["multimodal", "chat", "multi-turn", "messages"])
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_converted_images_are_read_from_any_folder(tmp_path, target, ending):
+    image = drawn((255, 0, 0))
+    (tmp_path / "cat.png").write_bytes(image.content)
+    turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat"}]
+    part = [{"type": "image_url", "image_url": {"url": data_url(image)}}, {"type": "text", "text": "What is it?"}]
+    rows = [{"messages": turns, "image": "cat.png"}, {"messages": [{"role": "user", "content": part}, turns[1]]}]
+    file = write_rows(tmp_path / "m.jsonl", rows)
+    run("convert", file, "--to", target, "--out", tmp_path / "other" / f"m{ending}")
+    converted = read_all(tmp_path / "other" / f"m{ending}")
+    reader = RowImages("images", None, any_model=True)
+    assert len(converted) == 2
+    for row, column in itertools.product(converted, {"messages", "prompt"} & converted[0].values.keys()):
+        placed, images = reader.place(check_messages(row.values[column], where="", column=column), row)
+        assert [part["type"] for part in placed[0]["content"]] == ["image", "text"] and images == (image,)
 
 
 def test_what_cannot_be_converted(tmp_path):

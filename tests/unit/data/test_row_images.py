@@ -16,6 +16,7 @@ from support.messages import raises
 from support.preflight import write_rows
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
+from hone.config.tree import RLConfig
 from hone.data.chat import render_prompt
 from hone.data.conversations import ConversationDataset
 from hone.data.image_processor import ImageProcessor, load_image_processor
@@ -23,11 +24,12 @@ from hone.data.images import ImageData, as_text_ids, keys_in, token_ids
 from hone.data.overlong import shortened
 from hone.data.preferences import PreferenceDataset, preference_batch
 from hone.data.prompts import PromptDataset
-from hone.data.tokenizer import load_tokenizer
+from hone.data.tokenizer import decoded, load_tokenizer
 from hone.data.trajectories import to_batch
 from hone.data.types import StopReason, Trajectory
 from hone.errors import DataError
 from hone.trainers.sft import conversation_batch
+from hone.trainers.teacher_inputs import teacher_prompt
 
 RED, BLUE = drawn((255, 0, 0)), drawn((0, 0, 255), (120, 50))
 ASKED = [{"role": "user", "content": "<image>what colour is the <image> shape?"}]
@@ -314,3 +316,19 @@ def test_columns_of_a_reward_function_have_no_images(reader: Reader, tmp_path: P
     sample = reader.prompts(write_rows(tmp_path / "a.jsonl", [row]), all_columns=True)[0]
     assert sample.extra_info == {"level": 3}
     assert sample.images == (RED, BLUE)
+
+
+def test_each_image_is_one_mark_in_text(reader: Reader) -> None:
+    ids = [*reader.tokenizer.encode("red "), *token_ids(7, 4), *token_ids(7, 4), *reader.tokenizer.encode("?")]
+    assert decoded(reader.tokenizer, ids) == "red <image><image>?"
+    assert decoded(reader.tokenizer, ids[-3:]) == "<image>?" and decoded(reader.tokenizer, token_ids(0, 2)) == "<image>"
+
+
+def test_the_prompt_of_a_teacher_keeps_its_images(reader: Reader, tmp_path: Path) -> None:
+    config = RLConfig()
+    config.distillation.teacher_prompt = "{prompt} It is {ground_truth}."
+    row = {"prompt": ASKED, "images": [data_url(RED), data_url(BLUE)], "reward_model": {"ground_truth": "red"}}
+    sample = reader.prompts(write_rows(tmp_path / "a.jsonl", [row]))[0]
+    ids = teacher_prompt(sample, config, reader.tokenizer, reader.processor)
+    shown = placed(None, "what colour is the ", None, " shape? It is red.")
+    assert ids == reader.processor.expand(render_prompt(reader.tokenizer, shown), [RED, BLUE])

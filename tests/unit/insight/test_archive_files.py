@@ -18,13 +18,14 @@ from support.messages import raises
 from hone.errors import HoneError
 from hone.insight import redaction
 from hone.insight.archive.read import open_archive, require_archive, table_records
-from hone.insight.archive.schema import COLUMNS, FLOATS, INT, INTS, JSON, NUMBER, VERSION_KEY
+from hone.insight.archive.schema import COLUMNS, FLOATS, IDS, INT, INTS, JSON, NUMBER, VERSION_KEY
 from hone.insight.archive.write import step_file, to_table, write_step, write_vocabulary
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 VALUES = {
     INT: st.integers(-1, 2**31 - 1),
     NUMBER: st.floats(allow_nan=False),
+    IDS: st.lists(st.integers(-(2**62), 2**31 - 1), max_size=5),
     INTS: st.lists(st.integers(-1, 2**31 - 1), max_size=5),
     FLOATS: st.lists(st.floats(width=32, allow_nan=False), max_size=5),
     JSON: st.recursive(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeLog
+from hone.data.images import content_text
 from hone.errors import DataError
 from hone.text import json_lines, valid_data
 
@@ -123,15 +124,6 @@ def answer_text(value: Any) -> str:
     if messages is None:
         return text
     return "\n".join(content_text(m.get("content")) for m in messages if m.get("role") == "assistant")
-
-
-def content_text(content: Any) -> str:
-    """Return the text of a message's content, which is a string, parts or nothing."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, Sequence):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return str(content)
 
 
 def openai_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.data.images import content_text
 from hone.insight.archive.importers.base import (
     Importer,
     Row,
     answer_text,
-    content_text,
     conversation,
     episode,
     first_row,
