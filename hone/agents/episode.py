@@ -106,9 +106,7 @@ class Episode:
             raise BudgetSpent(EpisodeEnd.TOKENS)
         turn_seed = self.seed if self.log.assistant_turns == 0 else derive_seed(self.seed, self.log.assistant_turns)
         sampling = dataclasses.replace(self.sampling, max_tokens=left, **changes)
-        request = GenerationRequest(
-            self.name, prompt, sampling, turn_seed, session=self.session, images=self.images
-        )
+        request = GenerationRequest(self.name, prompt, sampling, turn_seed, session=self.session, images=self.images)
         started = time.perf_counter()
         completion = await self.client.complete(request)
         ended = time.perf_counter()

@@ -7,6 +7,7 @@ Two families of models are known: grids (Qwen-VL), where an image of any size ta
 from __future__ import annotations
 
 import json
+import shutil
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ class ImageProcessor(ABC):
         settings: content of the model's ``config.json``.
         prepare: transformers' image processor, by Pillow.
         tokenizer: of the model.
+        directory: of the model.
 
     Attributes:
         placeholder: token id that the chat template writes for an image.
@@ -62,7 +64,10 @@ class ImageProcessor(ABC):
     in_grid: bool
     _options: dict[str, Any] = {}
 
-    def __init__(self, settings: dict[str, Any], prepare: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, settings: dict[str, Any], prepare: Any, tokenizer: PreTrainedTokenizerBase, directory: Path
+    ) -> None:
+        self.directory = directory
         self.placeholder = int(settings["image_token_id"])
         self._settings, self._prepare, self._tokenizer = settings, prepare, tokenizer
         self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
@@ -138,6 +143,17 @@ class TileProcessor(ImageProcessor):
         return Pixels(_tensors(encoded, "pixel_values", "pixel_attention_mask"), ids)
 
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model directory that say how its images and videos are processed."""
+
+
+def copy_processor(source: str | Path, target: str | Path) -> None:
+    """Copy the processor's files of a model directory, if it has some."""
+    for name in PROCESSOR_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, Path(target) / name)
+
+
 PROCESSORS: dict[str, type[ImageProcessor]] = {
     "qwen2_vl": GridProcessor,
     "qwen2_5_vl": GridProcessor,
@@ -177,7 +193,7 @@ def load_image_processor(path: str | Path, tokenizer: PreTrainedTokenizerBase) -
             fix="copy preprocessor_config.json of the model into the directory, and install Pillow: pip install 'hone-rl[images]'",
             where="model.path",
         ) from error
-    return PROCESSORS[kind](settings, prepare, tokenizer)
+    return PROCESSORS[kind](settings, prepare, tokenizer, Path(path))
 
 
 def _tensors(encoded: Any, *names: str) -> dict[str, Tensor]:

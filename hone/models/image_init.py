@@ -80,7 +80,8 @@ class ImageInit:
         return AutoConfig.for_model(
             self.model_type,
             text_config={**text, **self.decoder, **({"rope_parameters": rotary} if rotary else {})},
-            vision_config=self.vision(layers, width, text["hidden_size"]),
+            # With the default, made for wide towers, the features of all images are nearly the same, and learning begins late.
+            vision_config={**self.vision(layers, width, text["hidden_size"]), "initializer_range": width**-0.5},
             image_token_id=tokenizer.convert_tokens_to_ids(self.marks[0]),
             tie_word_embeddings=text["tie_word_embeddings"],
             **self.outer(tokenizer),

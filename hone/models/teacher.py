@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from hone.algorithms.teacher import OutputLayer, chunked_top_k, top_k
 from hone.config.model import ModelConfig
 from hone.errors import ConfigError
 from hone.models.heads import causal_logits, hidden_states, output_weights, projects_plainly, whole_vocabulary
 from hone.models.inputs import PackedSequences
-from hone.models.loading import causal_lm, load_empty
+from hone.models.loading import causal_lm, load_empty, policy_factory
 
 TEACHER = "teacher"
 """Column ``[B]`` of the index of each row's teacher; missing if there is one teacher."""
@@ -68,7 +67,7 @@ def output_layer(model: ModelConfig, device: torch.device) -> OutputLayer:
         ConfigError: the model transforms its logits in a way that is not known here.
         ModelError: the directory is missing or holds no model.
     """
-    empty, files = load_empty(AutoModelForCausalLM, model)
+    empty, files = load_empty(policy_factory(model), model)
     if not projects_plainly(empty):
         raise _other_logits(str(model.path))
     output = empty.get_output_embeddings()

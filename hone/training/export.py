@@ -15,10 +15,12 @@ from peft import PeftModel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
 
+from hone.data.image_processor import copy_processor
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model
@@ -84,9 +86,11 @@ def base_of_adapter(actor: Path) -> Path | None:
 
 
 def model_class(directory: Path) -> Any:
-    """Return the class that loads ``directory``: a sequence classifier for a reward model, else a causal model."""
-    kinds = " ".join(json.loads((directory / "config.json").read_text()).get("architectures") or [])
-    return AutoModelForSequenceClassification if "SequenceClassification" in kinds else AutoModelForCausalLM
+    """Return the class that loads ``directory``: a sequence classifier for a reward model, else a model of text or images."""
+    settings = json.loads((directory / "config.json").read_text())
+    if "SequenceClassification" in " ".join(settings.get("architectures") or []):
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
 
 
 def export(
@@ -190,7 +194,7 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
     for file in (model / "generation_config.json", *sorted(model.glob("*.py"))):
         if file.is_file():
             target.write_text(file.name, file.read_text())
-    _write_tokenizer(actor, target)
+    _write_processing(actor, base, target)
 
 
 def _write_loaded(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> None:
@@ -203,7 +207,7 @@ def _write_loaded(actor: Path, base: Path | None, target: Storage, dtype: torch.
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size=largest_file)
         target.put(Path(folder))
-    _write_tokenizer(actor, target)
+    _write_processing(actor, base, target)
 
 
 def _classifier_of_adapter(actor: Path, base: Path, dtype: torch.dtype) -> Any:
@@ -219,9 +223,11 @@ def _classifier_of_adapter(actor: Path, base: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _write_tokenizer(actor: Path, target: Storage) -> None:
+def _write_processing(actor: Path, base: Path | None, target: Storage) -> None:
+    """Write the tokenizer, and the image processor of a model that reads images."""
     with tempfile.TemporaryDirectory() as folder:
         load_tokenizer(str(actor)).save_pretrained(folder)
+        copy_processor(base or actor, folder)
         target.put(Path(folder))
 
 

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from hone.data.image_processor import copy_processor
 from hone.insight import activity
+from hone.models.images import find_processor
 from hone.training.checkpoints.shards import to_host, wait_for_copies
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
@@ -184,3 +186,5 @@ def _write_settings(model: nn.Module, directory: Path) -> None:
     config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
+    if (processor := find_processor(model)) is not None:
+        copy_processor(processor.directory, directory)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 
 from hone.config.model import ModelConfig
 from hone.config.parallel import FsdpConfig
+from hone.models.images import attach_processor
 from hone.models.loading import (
     REWARD_SETTINGS,
     VALUE_SETTINGS,
     as_policy,
     as_reward_model,
     causal_lm,
+    image_processor,
     load_empty,
+    policy_factory,
     prepare,
     reward_factory,
     value_head,
@@ -50,7 +53,8 @@ def _empty(kind: ModelKind, config: ModelConfig, seed: int) -> tuple[nn.Module, 
         set_model_padding(ready, config)
         return ready, files
     if kind != "value":
-        model, files = load_empty(AutoModelForCausalLM, config)
+        model, files = load_empty(policy_factory(config), config)
+        attach_processor(model, image_processor(config))
         return as_policy(model, config, seed=seed, trainable=kind == "policy"), files
     model, files = load_empty(AutoModelForTokenClassification, config, **VALUE_SETTINGS)
     value_head(model)
