@@ -22,7 +22,7 @@ def make(
     task: Annotated[
         str,
         typer.Argument(
-            help="arithmetic, digit_sequence, countdown, programs, reasoning_gym:<dataset>, calculator, multi_hop, book, search_qa, or "
+            help="arithmetic, digit_sequence, countdown, programs, shapes, reasoning_gym:<dataset>, calculator, multi_hop, book, search_qa, or "
             "environment:<name>"
         ),
     ],

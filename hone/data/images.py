@@ -63,7 +63,7 @@ class ImageData:
         Raises:
             DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
         """
-        image_module = _pillow()
+        image_module = pillow()
         try:
             with image_module.open(io.BytesIO(self.content)) as image:
                 if image.width * image.height > MAX_PIXELS:
@@ -214,7 +214,12 @@ def as_text_ids(ids: Sequence[int], placeholder: int) -> list[int]:
     return [placeholder if token < 0 else token for token in ids]
 
 
-def _pillow() -> Any:
+def pillow() -> Any:
+    """Return the module ``PIL.Image``.
+
+    Raises:
+        DataError: Pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as error:

@@ -25,6 +25,7 @@ class Problem:
         tools: function schemas shown in prompt and answer, for supervised fine-tuning.
         agent_name: agent loop that plays the problem; None: the run's default.
         key: identity of the problem; None: the question.
+        images: files of the images, one for each mark in the prompt.
     """
 
     question: str
@@ -36,6 +37,7 @@ class Problem:
     tools: list[dict[str, Any]] | None = None
     agent_name: str | None = None
     key: str | None = None
+    images: tuple[bytes, ...] = ()
 
 
 class Task(Protocol):

@@ -12,12 +12,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data.seeding import derive_seed
-from hone.data.tasks import arithmetic, countdown, digit_sequence, programs, reasoning_gym
+from hone.data.tasks import arithmetic, countdown, digit_sequence, programs, reasoning_gym, shapes
 from hone.data.tasks.base import TASKS, Problem, Task, TaskWithFiles
 from hone.errors import DataError
 from hone.progress import progress
 
-__all__ = ["arithmetic", "countdown", "digit_sequence", "make_task", "programs", "reasoning_gym", "write_task"]
+__all__ = [
+    "arithmetic",
+    "countdown",
+    "digit_sequence",
+    "make_task",
+    "programs",
+    "reasoning_gym",
+    "shapes",
+    "write_task",
+]
 
 PATIENCE = 2000
 """A task counts as exhausted after this many draws in a row without a new problem."""
@@ -40,7 +49,7 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
 
     Columns: ``data_source``, ``prompt`` (messages), ``reward_model`` {style, ground_truth}, ``extra_info`` {index, split,
     question, answer, ...} and ``messages`` (the prompt and the worked solution, for supervised fine-tuning); tasks of several
-    turns add ``agent_name`` and ``tools`` (schemas as JSON text). Additional files of the task are written to the same folder.
+    turns add ``agent_name`` and ``tools`` (schemas as JSON text), tasks with images ``images``. Additional files of the task are written to the same folder.
 
     Returns:
         The two paths.
@@ -94,6 +103,8 @@ def task_row(source: str, problem: Problem, split: str, index: int) -> dict[str,
     prompt = problem.prompt or [{"role": "user", "content": problem.question}]
     answer = [] if problem.solution is None else [{"role": "assistant", "content": problem.solution}]
     more: dict[str, Any] = {} if problem.agent_name is None else {"agent_name": problem.agent_name}
+    if problem.images:
+        more["images"] = [{"bytes": content, "path": None} for content in problem.images]
     if problem.tools is not None:
         more["tools"] = json.dumps(problem.tools)
     return {

@@ -8,7 +8,7 @@ from typing import Any
 from hone.rewards.scorers.base import final_answer, register_scorer
 
 
-@register_scorer("exact", "exact", "exact_match", "multi_hop")
+@register_scorer("exact", "exact", "exact_match", "multi_hop", "shapes")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:

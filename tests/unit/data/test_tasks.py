@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
 
+from hone.data.images import ImageData
 from hone.data.tasks.make import make_task, write_task
+from hone.data.tasks.shapes import COLOURS
 from hone.errors import ConfigError, DataError, HoneError
 
 NO_OPTIONS: list[str] = []
@@ -90,6 +93,40 @@ def test_digit_sequences_count_within_their_alphabet():
         p.question: p.ground_truth for p in first("digit_sequence", 200, ["kind=count", "digits=3", "length=2"])
     }
     assert problems["count 02"] == "10" and len(problems) == 9
+
+
+def _corners(problem):
+    """Colour of each corner's shape, and its share of the square around it."""
+    image = ImageData(problem.images[0]).open()
+    half, background = image.width // 2, image.getpixel((image.width - 1, image.height - 1))
+    for top, left in itertools.product((0, half), repeat=2):
+        pixels = np.asarray(image)[top : top + half, left : left + half]
+        drawn = (pixels != np.asarray(background)).any(-1)
+        rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+        box = (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
+        (colour,) = {tuple(pixel) for pixel in pixels[drawn].tolist()}
+        yield {rgb: name for name, rgb in COLOURS.items()}[colour], drawn.sum() / box
+
+
+def test_shapes_are_where_the_answers_say():
+    filled = {"circle": (0.7, 0.85), "square": (1.0, 1.0), "triangle": (0.45, 0.6)}
+    corners = ("top left", "top right", "bottom left", "bottom right")
+    for problem in first("shapes", 100, ["side=96"]):
+        (corner,) = (number for number, name in enumerate(corners) if name in problem.question)
+        colour, share = list(_corners(problem))[corner]
+        expected, shape = problem.ground_truth.split()
+        low, high = filled[shape]
+        assert colour == expected and low <= share <= high
+    for problem in first("shapes", 40, ["kind=count", "colours=2"]):
+        counted = problem.question.removesuffix("?").split()[-1]
+        assert problem.ground_truth == str(sum(colour == counted for colour, _ in _corners(problem)))
+
+
+def test_rows_of_shapes_have_their_image(tmp_path):
+    train, _ = write_task(make_task("shapes", ["kind=colour"]), tmp_path, size=6, val_size=2, seed=1)
+    rows = pq.read_table(train).to_pylist()
+    assert all(len(row["images"]) == str(row["messages"]).count("<image>") == 1 for row in rows)
+    assert {row["messages"][1]["content"] for row in rows} <= {"red", "green", "blue"}
 
 
 def test_countdown_solutions_reach_the_target_with_every_number_once():
