@@ -14,6 +14,7 @@ Files = Annotated[list[str], typer.Argument(help="dataset files (parquet, json, 
 PromptKey = Annotated[str, typer.Option(help="column of the prompt")]
 MessagesKey = Annotated[str, typer.Option(help="column of whole conversations")]
 RewardKey = Annotated[str, typer.Option("--reward-fn-key", help="column of the data source")]
+ImageKey = Annotated[str, typer.Option(help="column of images")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -21,7 +22,7 @@ def check(
     files: Files,
     val: Annotated[list[str] | None, typer.Option(help="validation file; may be repeated")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer or model directory, to measure lengths in tokens")
+        str | None, typer.Option(help="tokenizer or model directory, to measure lengths in tokens, those of images too")
     ] = None,
     max_prompt_length: Annotated[int, typer.Option(help="longest prompt in tokens")] = 512,
     truncation: Annotated[str, typer.Option(help="error, drop or truncate: action for longer prompts")] = "error",
@@ -34,6 +35,7 @@ def check(
     prompt_key: PromptKey = "prompt",
     messages_key: MessagesKey = "messages",
     reward_fn_key: RewardKey = "data_source",
+    image_key: ImageKey = "images",
     html: Annotated[Path | None, typer.Option(help="write a report with histograms into this file")] = None,
     as_json: Json = False,
 ) -> None:
@@ -54,6 +56,7 @@ def check(
         prompt_key=prompt_key,
         messages_key=messages_key,
         reward_fn_key=reward_fn_key,
+        image_key=image_key,
         tokenizer=tokenizer,
         max_prompt_length=max_prompt_length,
         truncation=truncation,
@@ -141,6 +144,7 @@ def inspect(
     ] = None,
     prompt_key: PromptKey = "prompt",
     messages_key: MessagesKey = "messages",
+    image_key: ImageKey = "images",
     as_json: Json = False,
 ) -> None:
     """Show the tokens of rows in alternating shades, special tokens in magenta, tokens that the loss counts in green."""
@@ -149,6 +153,7 @@ def inspect(
 
     from hone.data.files import read_all
     from hone.data.inspection import inspect_row
+    from hone.data.row_images import RowImages
     from hone.data.tokenizer import load_tokenizer
     from hone.errors import DataError
 
@@ -156,8 +161,17 @@ def inspect(
     if row >= len(rows):
         raise DataError(f"row {row} of {len(rows)} rows", where=file, fix=f"--row {len(rows) - 1} or less")
     loaded = load_tokenizer(tokenizer, custom_chat_template=template)
+    reader = RowImages.for_directory(image_key, tokenizer, loaded)
+    images = None if reader.any_model else reader
     for shown in rows[row : row + count]:
-        pieces = inspect_row(shown, loaded, prompt_key=prompt_key, messages_key=messages_key, conversation=conversation)
+        pieces = inspect_row(
+            shown,
+            loaded,
+            prompt_key=prompt_key,
+            messages_key=messages_key,
+            conversation=conversation,
+            images=images,
+        )
         if as_json:
             typer.echo(json.dumps({"row": shown.where, "tokens": [dataclasses.asdict(piece) for piece in pieces]}))
         else:

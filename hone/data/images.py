@@ -35,6 +35,8 @@ KEY_BITS = 44
 """Bits of an image's key."""
 IMAGE_MARK = "<image>"
 """Text of an image."""
+REST_OF_IMAGE = "▪"
+"""Text of a token of an image after its first, where each token has a text."""
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images, of transformers and of OpenAI's two APIs."""
 MAX_PIXELS = 64_000_000

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompt, special_tokens
 from hone.data.files import Row
-from hone.data.images import is_image
+from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, is_image, place_of
 from hone.data.messages import check_messages, plain
+from hone.data.row_images import RowImages
 from hone.data.tokenizer import decoded
 from hone.errors import DataError
 
@@ -34,6 +35,7 @@ def inspect_row(
     messages_key: str = "messages",
     conversation: bool = False,
     chat_template_kwargs: dict[str, Any] | None = None,
+    images: RowImages | None = None,
 ) -> list[InspectedToken]:
     """Return the tokens of a row: of its prompt as generation sees it, or of its whole conversation as SFT sees it.
 
@@ -44,6 +46,7 @@ def inspect_row(
         messages_key: column of the conversation.
         conversation: show the conversation; implied if the row has no prompt.
         chat_template_kwargs: additional arguments of the chat template.
+        images: reader of the row's images; None shows the text alone.
 
     Raises:
         DataError: the row has neither column, or the template refuses it.
@@ -56,11 +59,17 @@ def inspect_row(
             fix="name them with --prompt-key or --messages-key",
         )
     if chat is not None and (conversation or prompt is None):
-        messages = check_messages(chat, where=row.where, column=messages_key)
+        messages, shown = _placed(check_messages(chat, where=row.where, column=messages_key), row, images)
         ((ids, mask),) = render_conversations(tokenizer, [messages], chat_template_kwargs, [row.where])
+    elif isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
+        ids = list(tokenizer(prompt, return_attention_mask=False)["input_ids"]) if isinstance(prompt, str) else prompt
+        mask, shown = [0] * len(ids), () if images is None else images.of_text(row)
     else:
-        ids = _prompt_ids(prompt, row, tokenizer, prompt_key, chat_template_kwargs)
+        messages, shown = _placed(check_messages(prompt, where=row.where, column=prompt_key), row, images)
+        ids = render_prompt(tokenizer, messages, chat_template_kwargs)
         mask = [0] * len(ids)
+    if images is not None:
+        ids, mask = images.expand_masked(ids, mask, shown, row.where)
     special = special_tokens(tokenizer)
     return [
         InspectedToken(token, _text_of(tokenizer, token), token in special or is_image(token), bool(learned))
@@ -69,14 +78,12 @@ def inspect_row(
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    if is_image(token):
+        return REST_OF_IMAGE if place_of(token) else IMAGE_MARK
     return decoded(tokenizer, [token]) or str(tokenizer.convert_ids_to_tokens(token))
 
 
-def _prompt_ids(
-    prompt: Any, row: Row, tokenizer: PreTrainedTokenizerBase, key: str, kwargs: dict[str, Any] | None
-) -> list[int]:
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt, return_attention_mask=False)["input_ids"])  # type: ignore[arg-type]
-    if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
-        return prompt
-    return render_prompt(tokenizer, check_messages(prompt, where=row.where, column=key), kwargs)
+def _placed(
+    messages: list[dict[str, Any]], row: Row, images: RowImages | None
+) -> tuple[list[dict[str, Any]], tuple[ImageData, ...]]:
+    return (messages, ()) if images is None else images.place(messages, row)

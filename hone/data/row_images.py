@@ -11,12 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from hone.data.files import Row
-from hone.data.image_processor import ImageProcessor
+from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.images import IMAGE_MARK, IMAGE_PARTS, ImageData, read_image
-from hone.data.media import COLUMNS, KINDS, media_error, media_of
+from hone.data.media import COLUMNS, KINDS, MediaError, media_error, media_of
 from hone.data.messages import unwrapped
 from hone.errors import DataError
 
@@ -24,6 +27,10 @@ Messages = list[dict[str, Any]]
 PLACE = {"type": "image"}
 """Part of a message at the place of an image."""
 _MARK = re.compile(f"({IMAGE_MARK})")
+
+
+class PlaceError(MediaError):
+    """A row has another number of places for images than images, or its images in another column."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,16 @@ class RowImages:
     processor: ImageProcessor | None
     any_model: bool = False
     _read: dict[bytes, ImageData] = field(default_factory=dict)
+
+    @classmethod
+    def for_directory(cls, key: str, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> RowImages:
+        """Return the reader for the model in a directory; for any model if it has only a tokenizer.
+
+        Raises:
+            DataError: the model's image processor cannot be loaded.
+        """
+        known = (Path(path) / "config.json").is_file()
+        return cls(key, load_image_processor(path, tokenizer) if known else None, any_model=not known)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -59,7 +76,8 @@ class RowImages:
         """Return the messages with a part at the place of each image, and the images in order.
 
         Raises:
-            DataError: there are not as many places as images, or an image cannot be read.
+            PlaceError: there are not as many places as images.
+            DataError: an image cannot be read.
             MediaError: the model is one of text, and the row has images.
         """
         column = self._column(row)
@@ -122,7 +140,7 @@ class RowImages:
     def _check_others(self, row: Row) -> None:
         for name in COLUMNS["image"]:
             if name != self.key and media_of({name: row.values.get(name)}):
-                raise DataError(
+                raise PlaceError(
                     f"column '{name}' has images, and they are read from column '{self.key}'",
                     where=row.where,
                     why="the model would not see them",
@@ -202,8 +220,8 @@ def _pieces(part: Any, marks: bool, contents: list[Any]) -> list[Any]:
     return [part]
 
 
-def _miscounted(places: int, images: int, key: str, where: str) -> DataError:
-    return DataError(
+def _miscounted(places: int, images: int, key: str, where: str) -> PlaceError:
+    return PlaceError(
         f"the messages have {places} places for the images of column '{key}', which has {images}",
         where=where,
         why="each image belongs to one place in the text",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hone.data import checks
 from hone.data.files import BadLines, Row, read_all
+from hone.data.row_images import RowImages
 from hone.data.statistics import characters, statistics
+from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError, DataError, Finding, HoneError
 from hone.progress import progress
 
@@ -85,7 +87,10 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             code="R42",
         )
     findings = list(_unreadable_lines(bad_lines))
-    findings += [*checks.media(rows), *checks.media(val)]
+    images = _row_images(options)
+    findings += [*checks.media(rows, images.refused), *checks.media(val, images.refused)]
+    shown = [checks.check_images(split, _columns(kinds, options), images) for split in (rows, val)]
+    findings += [finding for check in shown for finding in check.findings()]
     lengths: dict[str, list[int]] = {}
     with progress("checking rows", (len(kinds) + 2) * len(rows)) as bar:
         for kind in kinds:
@@ -93,7 +98,7 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             bar.advance(len(rows))
         if "rl" in kinds:
             lengths["prompt_characters"] = [characters(row.values.get(options.prompt_key)) for row in rows]
-            findings += _tokens(rows, options, lengths)
+            findings += _tokens(rows, options, lengths, shown[0])
         elif "sft" in kinds:
             lengths["conversation_characters"] = [characters(row.values.get(options.messages_key)) for row in rows]
         bar.advance(len(rows))
@@ -104,8 +109,22 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             rows, prompt_key=options.prompt_key, messages_key=options.messages_key, reward_fn_key=options.reward_fn_key
         )
         numbers |= calls.numbers() if calls.calls or calls.defects else {}
+        numbers |= shown[0].numbers()
         bar.advance(len(rows))
     return DatasetReport(kinds, sorted(findings, key=lambda f: not f.stops), numbers, lengths)
+
+
+def _row_images(options: DatasetOptions) -> RowImages:
+    if options.tokenizer is None:
+        return RowImages(options.image_key, None, any_model=True)
+    return RowImages.for_directory(options.image_key, options.tokenizer, load_tokenizer(options.tokenizer))
+
+
+def _columns(kinds: Sequence[str], options: DatasetOptions) -> tuple[str, ...]:
+    """Return the columns whose messages have the places of a row's images."""
+    if "rl" in kinds:
+        return (options.prompt_key,)
+    return (options.messages_key,) if "sft" in kinds else (options.prompt_key, "chosen")
 
 
 def _gates(calls: checks.CallCheck, gates: Mapping[str, float]) -> Iterator[Finding]:
@@ -200,17 +219,22 @@ def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Fin
     return findings
 
 
-def _tokens(rows: list[Row], options: DatasetOptions, lengths: dict[str, list[int]]) -> list[Finding]:
+def _tokens(
+    rows: list[Row], options: DatasetOptions, lengths: dict[str, list[int]], images: checks.ImageCheck
+) -> list[Finding]:
     """Return the findings about lengths in tokens with the chat template, and record the lengths; none without a tokenizer."""
     if options.tokenizer is None:
         return []
-    from hone.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(options.tokenizer)
-    rows_with_prompt = [row for row in rows if row.values.get(options.prompt_key)]
+    tokenizer, key = load_tokenizer(options.tokenizer), options.prompt_key
+    numbered = [(number, row) for number, row in enumerate(rows) if row.values.get(key)]
+    extra = [images.extra_tokens.get(number, 0) for number, _ in numbered]
+    with_prompt = [
+        replace(row, values={**row.values, key: images.placed[number]}) if number in images.placed else row
+        for number, row in numbered
+    ]
     try:
-        measured = checks.prompt_lengths(rows_with_prompt, options.prompt_key, tokenizer, options.max_prompt_length)
-        all_lengths = checks.prompt_lengths(rows_with_prompt[:2000], options.prompt_key, tokenizer, 0)
+        measured = checks.prompt_lengths(with_prompt, key, tokenizer, options.max_prompt_length, extra=extra)
+        all_lengths = checks.prompt_lengths(with_prompt[:2000], key, tokenizer, 0, extra=extra)
     except HoneError as error:
         return [Finding(error, stops=True)]
     lengths["prompt_tokens"] = all_lengths.overlong

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hone.data.images import IMAGE_MARK, is_image, place_of
+from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, is_image, place_of
 from hone.insight.archive.schema import COLUMNS
 from hone.viewer.chains import loss_factors
 from hone.viewer.run import Archived, ViewedRun, number, numbers, plain
 
-_REST = "▪"
-"""Text of a token of an image after its first."""
 _NO_ID = -1
 """Id of all tokens of images for the page, whose numbers have 53 bits."""
 KEYS = {
@@ -58,7 +56,7 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
     )
     return {
         **{name: plain(record[name]) for name in facts},
-        "prompt_texts": [text for text in _texts(record["prompt_ids"] or [], vocabulary) if text != _REST],
+        "prompt_texts": [text for text in _texts(record["prompt_ids"] or [], vocabulary) if text != REST_OF_IMAGE],
         "texts": _texts(ids, vocabulary) if ids else [record["text"]],
         "ids": [max(token, _NO_ID) for token in ids],
         "columns": columns,
@@ -70,7 +68,7 @@ def _texts(ids: Sequence[int], vocabulary: Sequence[str] | None) -> list[str]:
     """Return the text of each token; of an image's tokens, the first one has the mark of an image."""
     texts = vocabulary or ()
     return [
-        (_REST if place_of(token) else IMAGE_MARK)
+        (REST_OF_IMAGE if place_of(token) else IMAGE_MARK)
         if is_image(token)
         else texts[token]
         if token < len(texts)

@@ -4,6 +4,7 @@
 names the first.
 """
 
+from hone.data.checks.images import ImageCheck, check_images
 from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_lengths
 from hone.data.checks.media import media
 from hone.data.checks.overlap import duplicates, overlap, rare_sources
@@ -15,11 +16,13 @@ from hone.data.checks.tools import agent_names, tool_names, tool_schemas
 
 __all__ = [
     "CallCheck",
+    "ImageCheck",
     "PromptLengths",
     "ToolResultLengths",
     "agent_names",
     "call_findings",
     "check_calls",
+    "check_images",
     "conversations",
     "duplicates",
     "ground_truths",

@@ -67,18 +67,25 @@ def prompt_lengths(
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
     chat_template_kwargs: dict[str, Any] | None = None,
+    extra: Sequence[int] | None = None,
 ) -> PromptLengths:
-    """Measure the prompts in column ``key`` against ``limit`` tokens, with their chat template."""
+    """Measure the prompts in column ``key`` against ``limit`` tokens, with their chat template.
+
+    ``extra`` are the tokens that each row's images take besides their placeholders.
+    """
+    extra = extra or [0] * len(rows)
     lengths = PromptLengths(len(rows), limit)
     frame = _frame(tokenizer, chat_template_kwargs)
-    bounds = [(_bytes(row.values.get(key), frame), number) for number, row in enumerate(rows)]
+    bounds = [(_bytes(row.values.get(key), frame) + extra[number], number) for number, row in enumerate(rows)]
     candidates = sorted((bound, number) for bound, number in bounds if bound > limit)[::-1]
     lengths.exact = len(candidates) <= MOST_TOKENIZED
-    chosen = [rows[number] for _, number in candidates[:MOST_TOKENIZED]]
+    numbers = [number for _, number in candidates[:MOST_TOKENIZED]]
+    chosen = [rows[number] for number in numbers]
+    texts = _lengths(chosen, key, tokenizer, chat_template_kwargs, lengths)
     measured = []
-    for row, length in zip(chosen, _lengths(chosen, key, tokenizer, chat_template_kwargs, lengths), strict=True):
-        if length is not None and length > limit:
-            measured.append((length, row))
+    for number, row, length in zip(numbers, chosen, texts, strict=True):
+        if length is not None and length + extra[number] > limit:
+            measured.append((length + extra[number], row))
     measured.sort(key=lambda pair: -pair[0])
     lengths.overlong = [length for length, _ in measured]
     lengths.longest = measured[0][1].where if measured else ""

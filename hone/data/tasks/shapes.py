@@ -91,13 +91,15 @@ class Shapes:
         while True:
             scene = [(generator.choice(colours), generator.choice(shapes)) for _ in CORNERS]
             content = _drawn(scene, options.side, generator)
-            question, answer = _asked(options.kind, scene, generator.randrange(len(CORNERS)), generator.choice(colours))
+            question, answer = _question(
+                options.kind, scene, generator.randrange(len(CORNERS)), generator.choice(colours)
+            )
             question = f"{IMAGE_MARK}{question}"
             key = f"{question} {hashlib.sha256(content).hexdigest()}"
             yield Problem(question, answer, answer, {"kind": options.kind}, key=key, images=(content,))
 
 
-def _asked(kind: str, scene: Sequence[tuple[str, str]], place: int, counted: str) -> tuple[str, str]:
+def _question(kind: str, scene: Sequence[tuple[str, str]], place: int, counted: str) -> tuple[str, str]:
     """Return question and answer."""
     corner, (colour, shape) = CORNERS[place], scene[place]
     return {

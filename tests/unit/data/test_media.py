@@ -63,6 +63,12 @@ def test_all_rows_are_counted_in_one_finding() -> None:
     assert "2 of 4" in finding.error.what and "3 images" in finding.error.what
 
 
+def test_kinds_that_are_not_refused_do_not_count() -> None:
+    rows = [Row("a:0", "a, row 0", {"images": [IMAGE]}), Row("a:1", "a, row 1", {"videos": ["a.mp4"]})]
+    (finding,) = checks.media(rows, ("video", "audio"))
+    assert finding.error.where == "a, row 1" and "1 of 2" in finding.error.what
+
+
 def test_the_reader_stops_at_the_first_row_with_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.parquet"
     images = [[IMAGE] if row >= 100 else None for row in range(6000)]
@@ -132,7 +138,7 @@ def test_data_check_stops(tmp_path: Path) -> None:
     row = {"prompt": ASKED, "data_source": "exact_match", "reward_model": {"ground_truth": "a cat"}}
     sound = write_rows(tmp_path / "text.jsonl", [row | {"extra_info": {"n": n}} for n in range(3)])
     assert CliRunner().invoke(app, ["data", "check", str(sound)]).exit_code == 0
-    file = write_rows(tmp_path / "train.jsonl", [row, row | {"images": ["cat.png"]}])
+    file = write_rows(tmp_path / "train.jsonl", [row, row | {"videos": ["cat.mp4"]}])
     result = CliRunner().invoke(app, ["data", "check", str(file)])
     assert result.exit_code == 2
     assert media.CODE in result.output and "1 of 2" in result.output

@@ -18,16 +18,21 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from hone.config.tree import RLConfig
 from hone.data.chat import render_prompt
+from hone.data.checks import check_images
 from hone.data.conversations import ConversationDataset
+from hone.data.files import read_all
 from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.images import ImageData, as_text_ids, keys_in, token_ids
+from hone.data.inspection import inspect_row
 from hone.data.overlong import shortened
 from hone.data.preferences import PreferenceDataset, preference_batch
 from hone.data.prompts import PromptDataset
+from hone.data.row_images import RowImages
 from hone.data.tokenizer import decoded, load_tokenizer
 from hone.data.trajectories import to_batch
 from hone.data.types import StopReason, Trajectory
 from hone.errors import DataError
+from hone.preflight.dataset import DatasetOptions, check_dataset
 from hone.trainers.sft import conversation_batch
 from hone.trainers.teacher_inputs import teacher_prompt
 
@@ -332,3 +337,35 @@ def test_the_prompt_of_a_teacher_keeps_its_images(reader: Reader, tmp_path: Path
     ids = teacher_prompt(sample, config, reader.tokenizer, reader.processor)
     shown = placed(None, "what colour is the ", None, " shape? It is red.")
     assert ids == reader.processor.expand(render_prompt(reader.tokenizer, shown), [RED, BLUE])
+
+
+def test_data_check_counts_images(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "damaged.png").write_bytes(RED.content[:60])
+    shown = [[data_url(RED), data_url(BLUE)], [data_url(RED)], ["damaged.png", data_url(RED)], ["none.png"] * 2, None]
+    rows = [{"prompt": ASKED, "images": images} for images in shown] + [{"prompt": "red", "images": []}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    for images in (RowImages("images", reader.processor), RowImages("images", None, any_model=True)):
+        check = check_images(read_all(file), ("prompt",), images)
+        assert check.rows == 4 and check.sizes == [image.open().size for image in (RED, BLUE)]
+        misplaced, unreadable = check.findings()
+        assert misplaced.error.where == f"{file}, row 1" and "1 of 4" in misplaced.error.what
+        assert unreadable.error.where == f"{file}, row 2" and "2 of 4" in unreadable.error.what
+        expected = [len(reader.processor.pixels(image).ids) for image in (RED, BLUE)] if images.processor else []
+        assert check.tokens == expected
+    report = check_dataset([str(file)], [], DatasetOptions(tokenizer=str(reader.folder), max_prompt_length=8))
+    whole = reader.prompts(write_rows(tmp_path / "one.jsonl", rows[:1]))[0].prompt_ids
+    assert max(report.lengths["prompt_tokens"]) == len(whole)
+    assert {finding.error.code for finding in report.findings if finding.stops} >= {"R86", "R45"}
+
+
+def test_inspected_rows_show_their_images(reader: Reader, tmp_path: Path) -> None:
+    row = {"prompt": ASKED, "messages": [*ASKED, ANSWER], "images": [data_url(RED), data_url(BLUE)]}
+    file = write_rows(tmp_path / "a.jsonl", [row])
+    images = RowImages("images", reader.processor)
+    prompt = inspect_row(read_all(file)[0], reader.tokenizer, images=images)
+    assert [piece.token for piece in prompt] == reader.prompts(file)[0].prompt_ids
+    assert [piece.text for piece in prompt].count("<image>") == 2
+    chat = inspect_row(read_all(file)[0], reader.tokenizer, images=images, conversation=True)
+    expected = reader.conversations(file)[0]
+    assert [piece.token for piece in chat] == expected.input_ids
+    assert [piece.learned for piece in chat] == [bool(bit) for bit in expected.loss_mask]
