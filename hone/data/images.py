@@ -22,13 +22,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
 
+Tokens = TypeVar("Tokens", "int", "Tensor")
 PLACE_BITS = 18
 """Bits of the number of a token within its image."""
 KEY_BITS = 44
@@ -185,12 +187,12 @@ def is_image(token: int) -> bool:
     return token < 0
 
 
-def key_of(token: int) -> int:
+def key_of(token: Tokens) -> Tokens:
     """Return the key of the image of a token; of tensors of tokens too."""
     return (-token - 1) >> PLACE_BITS
 
 
-def place_of(token: int) -> int:
+def place_of(token: Tokens) -> Tokens:
     """Return the number of a token within its image; of tensors of tokens too."""
     return (-token - 1) & ((1 << PLACE_BITS) - 1)
 

@@ -80,7 +80,7 @@ def images_by_key(rows: Iterable[Sequence[ImageData]]) -> dict[int, ImageData]:
             raise ModelError(
                 f"two images have the same key {image.key}",
                 why="their tokens would be confused; this happens once in trillions of pairs",
-                fix="encode one of them anew, for example with another compression",
+                fix="encode one of them again, for example with another compression",
             )
     return by_key
 

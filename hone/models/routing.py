@@ -89,11 +89,8 @@ def _configs(model: nn.Module) -> list[PretrainedConfig]:
 
 def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a model without those of its vision tower."""
-    towers = {id(module.config.vision_config) for module in model.modules() if _has_tower(module)}
+    configs: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    towers = {id(config.vision_config) for config in configs if getattr(config, _VISION, None) is not None}
     inside = [m for m in model.modules() if isinstance(m, PreTrainedModel) and id(m.config) in towers]
     hidden = {id(module) for tower in inside for module in tower.modules()}
     yield from (module for module in model.modules() if id(module) not in hidden)
-
-
-def _has_tower(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and getattr(module.config, _VISION, None) is not None
