@@ -54,9 +54,9 @@ class ParallelConfig:
         return f"{self.block_path}.{name}" if self.block_path else name
 
     strategy: str | None = named(None, "training backend")
-    """The training backend. local: one process holds the whole model; fsdp2 (or fsdp): the model is sharded over the processes.
-    null means local for one process, fsdp2 for more. A custom backend has an import path (my_backend:MyBackend); see
-    docs/extending.md. megatron and torchtitan are not supported yet."""
+    """The training backend. local: one process holds the whole model; fsdp2 (or fsdp): the model is sharded over the processes;
+    megatron: the layers of Megatron-core (extra megatron; see docs/cluster.md). null means local for one process, fsdp2 for more. A
+    custom backend has an import path (my_backend:MyBackend); see docs/extending.md. torchtitan is not supported yet."""
     tensor_model_parallel_size: int = number(1, low=1)
     """Ranks that share every matrix of a layer, according to the model's tensor-parallel plan. They process the same sequences;
     heads must divide."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,22 @@ class Head(Protocol):
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]: ...
 
 
+class Backbone(nn.Module, ABC):
+    """A model that is not a module of transformers and computes the inputs of a head itself. Its logits are plain projections."""
+
+    @abstractmethod
+    def hidden_states(self, packed: PackedSequences) -> Tensor:
+        """Return the last hidden states ``[U, H]`` at ``output_index``."""
+
+    @abstractmethod
+    def output_weights(self) -> dict[str, Any]:
+        """Return the output layer like :func:`output_weights`."""
+
+    @abstractmethod
+    def value_layer(self) -> nn.Linear:
+        """Return the output layer of a value model."""
+
+
 class PolicyHead:
     """``log_probs`` of the response tokens (and ``entropy``) under ``softmax(logits / temperature)``.
 
@@ -67,7 +84,7 @@ class PolicyHead:
         self.distance = distance
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
-        causal = causal_lm(model)
+        causal = transformers_or_backbone(model)
         teacher = packed.teacher if torch.is_grad_enabled() else None
         if not projects_plainly(causal):
             logits = causal_logits(causal, packed)
@@ -116,11 +133,19 @@ class ValueHead:
     """``values``: the value of the state before each response token."""
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
-        return {"values": value_head(model)(hidden_states(causal_lm(model), packed)).squeeze(-1).float()}
+        layer = model.value_layer() if isinstance(model, Backbone) else value_head(model)
+        return {"values": layer(hidden_states(transformers_or_backbone(model), packed)).squeeze(-1).float()}
+
+
+def transformers_or_backbone(model: nn.Module) -> Any:
+    """Return the Hugging Face model inside ``model``, or a :class:`Backbone` itself."""
+    return model if isinstance(model, Backbone) else causal_lm(model)
 
 
 def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Last hidden states ``[U, H]`` at ``output_index``, the positions that predict response tokens."""
+    if isinstance(model, Backbone):
+        return model.hidden_states(packed)
     if packed.images is not None:
         hidden = images.hidden_states(model, packed.input_ids, packed.images, packed.context)
     elif llama_train.supports_training(model):
@@ -150,11 +175,15 @@ def causal_logits(model: nn.Module, packed: PackedSequences) -> Tensor:
 
 def projects_plainly(model: Any) -> bool:
     """True if the logits are a linear layer of the last hidden states, with a soft cap at most."""
+    if isinstance(model, Backbone):
+        return True
     return type(model.get_output_embeddings()) is nn.Linear and not _scales_logits(model)
 
 
 def output_weights(model: Any) -> dict[str, Any]:
     """Weight, bias and soft cap of the output layer; of this rank's part if tensor parallelism divides it by vocabulary."""
+    if isinstance(model, Backbone):
+        return model.output_weights()
     output, softcap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
     weight, bias = output.weight, output.bias
     if not isinstance(weight, DTensor):

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from hone.algorithms.teacher import OutputLayer, chunked_top_k, top_k
 from hone.config.model import ModelConfig
 from hone.errors import ConfigError
-from hone.models.heads import causal_logits, hidden_states, output_weights, projects_plainly, whole_vocabulary
+from hone.models.heads import (
+    causal_logits,
+    hidden_states,
+    output_weights,
+    projects_plainly,
+    transformers_or_backbone,
+    whole_vocabulary,
+)
 from hone.models.inputs import PackedSequences
-from hone.models.loading import causal_lm, load_empty, policy_factory
+from hone.models.loading import load_empty, policy_factory
 
 TEACHER = "teacher"
 """Column ``[B]`` of the index of each row's teacher; missing if there is one teacher."""
@@ -35,7 +42,7 @@ class TopKHead:
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
         del with_entropy
-        causal = causal_lm(model)
+        causal = transformers_or_backbone(model)
         if not projects_plainly(causal):
             ids, log_probs = top_k(causal_logits(causal, packed), self.k, self.temperature, self.vocabulary)
         else:
@@ -54,7 +61,7 @@ class HiddenHead:
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
         del with_entropy
-        causal = causal_lm(model)
+        causal = transformers_or_backbone(model)
         if not projects_plainly(causal):
             raise _other_logits(str(causal.config.name_or_path))
         return {HIDDEN: hidden_states(causal, packed)}

@@ -54,7 +54,7 @@ def merged_weights(
                     in_buckets(((side, module.get_parameter("weight")) for side, module in sides), bucket_bytes)
                 )
                 value = value + layer.scaling[adapter] * (whole["B"] @ whole["A"])
-            value = _in_dtype(value, dtype)
+            value = in_dtype(value, dtype)
         yield name.replace(".base_layer.", "."), value
 
 
@@ -63,10 +63,11 @@ def _cast(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices in ``dtype``, except those that are named in ``but``."""
     for name, tensor in named:
-        yield name, tensor if name in but else _in_dtype(tensor.detach(), dtype)
+        yield name, tensor if name in but else in_dtype(tensor.detach(), dtype)
 
 
-def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a matrix of floating-point numbers in ``dtype``, and other tensors unchanged."""
     narrows = dtype is not None and tensor.is_floating_point() and tensor.dim() > 1
     return tensor.to(dtype) if narrows else tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hone.config.model import OptimConfig
-from hone.config.param_groups import assign_groups, read_param_groups
+from hone.config.param_groups import ParamGroup, assign_groups, read_param_groups
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import imported
 from hone.training import eight_bits, muon
@@ -119,7 +119,11 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
     Raises:
         ConfigError: the optimizer is unknown, or does not take an argument; or a parameter group has no parameters.
     """
-    groups = optimizer_groups(module, config)
+    return create_optimizer(optimizer_groups(module, config), config)
+
+
+def create_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
+    """Create the optimizer of torch's parameter groups; see :func:`build_optimizer`."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     cls = _optimizer_class(config.optimizer, parameters)
     try:
@@ -141,6 +145,23 @@ def optimizer_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, A
     trained = dict(_trained(module))
     settings = assign_groups(trained, read_param_groups(config.param_groups))
     matrices = muon.layer_matrices(module) if config.optimizer == muon.NAME else set()
+    return group_parameters(trained, settings, config, matrices)
+
+
+def group_parameters(
+    trained: Mapping[str, nn.Parameter],
+    settings: Mapping[str, ParamGroup],
+    config: OptimConfig,
+    matrices: Collection[nn.Parameter] = (),
+) -> list[dict[str, Any]]:
+    """Return torch's parameter groups of parameters with these settings.
+
+    Args:
+        trained: parameters by name.
+        settings: entries of ``param_groups`` by the name of their parameters.
+        config: optimizer settings.
+        matrices: parameters that Muon orthogonalises.
+    """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in trained.items():
         setting = settings.get(name)

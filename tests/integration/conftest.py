@@ -42,6 +42,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": save_model(root / "tied", "qwen3", tie_word_embeddings=True),
         "untied": save_model(root / "untied", "llama", tie_word_embeddings=False),
+        "qwen2": save_model(root / "qwen2", "qwen2", tie_word_embeddings=False),
         "odd": save_model(root / "odd", "qwen2", tie_word_embeddings=True, vocab_size=63),
         "olmo": save_model(root / "olmo", "olmo2", tie_word_embeddings=False),
         "experts": save_model(root / "experts", "qwen3_moe", tie_word_embeddings=False),

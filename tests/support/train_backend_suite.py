@@ -81,6 +81,8 @@ class TrainBackendConformance:
 
     strategy: ClassVar[str]
     layouts: ClassVar[dict[str, Ways]]
+    without: ClassVar[frozenset[str]] = frozenset()
+    """What the backend refuses: ``adapters``, ``other optimizers`` than Adam, ``averages`` of the weights."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Each test runs with each layout; those of several processes are long."""
@@ -90,6 +92,18 @@ class TrainBackendConformance:
                 for name, ways in self.layouts.items()
             ]
             metafunc.parametrize("layout", values)
+        if "what" in metafunc.fixturenames:
+            metafunc.parametrize("what", [name for name, changes in CASES.items() if self.supports(**changes)])
+
+    @classmethod
+    def supports(
+        cls, model_settings: dict[str, Any] | None = None, optim: dict[str, Any] | None = None, **_: Any
+    ) -> bool:
+        """Whether the backend trains with these settings of a case."""
+        needs = {"adapters"} if "lora_rank" in (model_settings or {}) else set()
+        needs |= {"other optimizers"} if "optimizer" in (optim or {}) else set()
+        needs |= {"averages"} if "ema_decay" in (optim or {}) else set()
+        return not needs & cls.without
 
     @pytest.fixture
     def run(self, layout: str, request: pytest.FixtureRequest) -> Run:
@@ -103,7 +117,6 @@ class TrainBackendConformance:
         """A training of ``model`` by the backend under test."""
         return Case(model, parallel={"strategy": self.strategy, **self.layouts[layout].parallel}, **changes)
 
-    @pytest.mark.parametrize("what", CASES)
     def test_training_equals_the_oracle(self, what: str, layout: str, run: Run, tiny_models: dict[str, Path]) -> None:
         """Losses, gradient norms, weights and log-probs (or values)."""
         case = self.case(layout, tiny_models["tied"], **CASES[what])
@@ -140,6 +153,8 @@ class TrainBackendConformance:
         check()
 
     def test_reference_mode_is_the_model_without_its_adapter(self, layout, run: Run, tiny_models) -> None:
+        if not self.supports(model_settings=LORA):
+            pytest.skip("no adapters")
         base = alone(Case(tiny_models["tied"], updates=0)).columns["log_probs"]
         case = self.case(layout, tiny_models["tied"], model_settings=LORA)
         for before, reference, after in run(checks.with_and_without_adapter, case):
@@ -178,6 +193,8 @@ class TrainBackendConformance:
     def test_a_resumed_training_goes_on_as_if_nothing_had_happened(
         self, settings, optim, layout, run: Run, tiny_models, tmp_path
     ) -> None:
+        if not self.supports(settings, optim):
+            pytest.skip("not supported")
         case = self.case(layout, tiny_models["untied"], model_settings=settings, optim=optim, updates=2)
         for (weights, losses), (found, again) in zip(
             run(checks.uninterrupted, case), run(checks.interrupted, case, tmp_path), strict=True

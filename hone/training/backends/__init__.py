@@ -12,3 +12,11 @@ BACKENDS.register("local")(BackendEntry("hone.training.backends.local:LocalBacke
 BACKENDS.register("fsdp2", "fsdp")(
     BackendEntry("hone.training.backends.fsdp2.backend:Fsdp2Backend", fewest_processes=2)
 )
+BACKENDS.register("megatron")(
+    BackendEntry(
+        "hone.training.backends.megatron.backend:MegatronBackend",
+        package="megatron-core",
+        module="megatron",
+        extra="megatron",
+    )
+)

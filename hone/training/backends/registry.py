@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hone.config.parallel import ParallelConfig
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from hone.training.backends.protocol import TrainBackend
 
 KEY = "actor_rollout_ref.actor.strategy"
-_PLANNED = ("megatron", "torchtitan")
+_PLANNED = ("torchtitan",)
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,39 @@ class BackendEntry:
         path: ``module:Class``, imported at the first use.
         fewest_processes: with fewer processes ``local`` is used instead.
         most_processes: maximum of processes that share a model; None for any number.
+        package: optional package that it imports, as the name of a distribution; its module is ``module``.
+        module: top-level module of ``package``.
+        extra: extra of Hone that installs ``package``.
     """
 
     path: str
     fewest_processes: int = 1
     most_processes: int | None = None
+    package: str = ""
+    module: str = ""
+    extra: str = ""
 
     def load(self) -> type[TrainBackend]:
         """Import the class.
 
         Raises:
-            ConfigError: the path has no such class.
+            ConfigError: the path has no such class, or the package is not installed.
         """
+        self.require_package()
         return imported(self.path, KEY)
+
+    def require_package(self, key: str = KEY) -> None:
+        """Check that the optional package is installed.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if self.package and find_spec(self.module) is None:
+            raise ConfigError(
+                f"{key} names a training backend that needs the package {self.package}, which is not installed",
+                where=key,
+                fix=f"pip install 'hone-rl[{self.extra}]', or {key}=fsdp2",
+            )
 
 
 def _entry(backend: Any, path: str) -> BackendEntry:

@@ -65,7 +65,7 @@ class ModelStager:
                 tensors |= _average_tensors(self._average)
                 averaged = checkpoint / f"{name}_ema"
                 writes.append(stage_weights(self._model, averaged, tokenizer, values=self._average.values))
-            writes.append(self._shards.stage(tensors, about, checkpoint / _optimizer_folder(name)))
+            writes.append(self._shards.stage(tensors, about, checkpoint / optimizer_folder(name)))
         rank = dist_rank()
 
         def write() -> None:
@@ -83,7 +83,7 @@ class ModelStager:
         """
         if self._optimizer is None:
             raise RuntimeError("this model was built without an optimizer")
-        storage = Storage(location) / _optimizer_folder(name)
+        storage = Storage(location) / optimizer_folder(name)
         try:
             load_state(self._model, self._optimizer, storage)
             if self._loss_scale is not None:
@@ -105,5 +105,6 @@ def _average_tensors(average: WeightAverage) -> dict[str, Tensor]:
     return {f"{AVERAGE}{name}": value for name, value in average.values.items()}
 
 
-def _optimizer_folder(name: str) -> str:
+def optimizer_folder(name: str) -> str:
+    """Return the folder of a model's optimizer state in a checkpoint."""
     return f"{name}_optimizer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None
         CheckpointError: the state is of another optimizer or other parameters, or damaged.
     """
     index = read_index(storage)
-    _check(index.values, model, optimizer, storage)
+    check_saved(index.values, {name for name, _ in _trained(model)}, type(optimizer).__name__, storage)
     parameters = dict(_trained(model))
     fused = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     tensors: dict[str, Tensor] = {}
@@ -82,15 +82,19 @@ def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None
         optimizer.state[parameters[name]][key] = value
 
 
-def _check(saved: dict[str, Any], model: nn.Module, optimizer: Optimizer, storage: Storage) -> None:
-    kind = type(optimizer).__name__
+def check_saved(saved: Mapping[str, Any], names: Set[str], kind: str, storage: Storage) -> None:
+    """Check that a saved state is of an optimizer of class ``kind`` and of the parameters with these names.
+
+    Raises:
+        CheckpointError: it is not.
+    """
     if saved["optimizer"] != kind:
         raise CheckpointError(
             f"'{storage}' has the state of {saved['optimizer']}, but this run uses {kind}",
             why="its averages have another meaning",
             fix=f"optim.optimizer={saved['optimizer']}, or a new run from the weights: model.path=<checkpoint>/actor",
         )
-    names, saved_names = {name for name, _ in _trained(model)}, set(saved["trained"])
+    saved_names = set(saved["trained"])
     if names != saved_names:
         different = sorted(names ^ saved_names)
         raise CheckpointError(

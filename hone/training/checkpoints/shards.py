@@ -106,13 +106,54 @@ class ShardStager:
             self._index = {"tensors": _index(plans)}
 
 
-def load_shards(tensors: Mapping[str, Tensor], storage: Storage) -> None:
+def stage_whole(named: Iterable[tuple[str, Tensor]], values: Values, storage: Storage) -> Callable[[], None]:
+    """Copy the tensors that this rank writes, of a stream of whole tensors; every rank of the default process group calls it.
+
+    Args:
+        named: the same names and tensors on all ranks; each tensor is kept by one of them, in balanced amounts.
+        values: plain values for the index, equal on all ranks.
+        storage: directory for the state.
+
+    Returns:
+        A function that writes the files, in any thread and without communication.
+    """
+    rank, loads = dist_rank(), [0] * _world()
+    kept: dict[str, Tensor] = {}
+    index: dict[str, Any] = {}
+    for name, tensor in named:
+        spec = TensorSpec.from_tensor(tensor)
+        owner = loads.index(min(loads))
+        loads[owner] += spec.size
+        place = [shard_file(owner), [0] * len(spec.shape), list(spec.shape)]
+        index[name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "pieces": [place]}
+        if owner == rank:
+            kept[name] = to_host(tensor)
+    wait_for_copies(kept.values())
+
+    def write() -> None:
+        if kept:
+            specs = {name: TensorSpec.from_tensor(tensor) for name, tensor in kept.items()}
+            places = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in kept.items()}
+            with storage.create(shard_file(rank)) as file:
+                write_tensors(file, specs, kept.__getitem__, {"DCP_SHARDING_INFO": json.dumps(places)})
+        if rank == 0:
+            storage.write_text(INDEX, json.dumps({"tensors": index, "values": values}))
+
+    return write
+
+
+def load_shards(tensors: Mapping[str, Tensor], storage: Storage, index: ShardIndex | None = None) -> None:
     """Load ``tensors`` in place by their names, from any layout and without communication.
+
+    Args:
+        tensors: by name.
+        storage: directory of the state.
+        index: its index, if it has been read.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or the files are damaged.
     """
-    index = read_index(storage)
+    index = index or read_index(storage)
     missing = [name for name in tensors if name not in index.tensors]
     if missing:
         raise CheckpointError(

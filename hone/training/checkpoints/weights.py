@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 import shutil
@@ -51,11 +52,34 @@ def stage_weights(
     Returns:
         A function that writes the files, in any thread and without communication.
     """
+    return stage_layers(whole_layers(model, values or {}), model, storage, tokenizer, largest_file=largest_file)
+
+
+def stage_layers(
+    layers: Iterable[Mapping[str, Tensor]],
+    model: nn.Module,
+    storage: Storage,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    largest_file: int = LARGEST_FILE,
+) -> Callable[[], None]:
+    """Copy the tensors that this rank writes; every rank of the default process group calls it with the same tensors.
+
+    Args:
+        layers: whole tensors of one layer after the other, by their names in files.
+        model: its settings are saved.
+        storage: directory for the model.
+        tokenizer: saved with the model.
+        largest_file: maximum of bytes in a safetensors file, unless a single tensor is larger.
+
+    Returns:
+        A function that writes the files, in any thread and without communication.
+    """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     adapter = isinstance(model, PeftModel)
     layout = FileLayout("adapter_model" if adapter else "model", 1 if adapter else ranks, largest_file)
     kept: dict[str, Tensor] = {}
-    for layer in whole_layers(model, values or {}):
+    for layer in layers:
         for name, tensor in layer.items():
             if layout.add(name, TensorSpec.from_tensor(tensor)) == rank:
                 kept[name] = to_host(tensor)
@@ -91,9 +115,21 @@ def whole_layers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dic
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(inner, PreTrainedModel)
-    for names in _by_layer(tensors := _saved_tensors(model, values)):
+    tensors = _saved_tensors(model, values)
+    for names in _by_layer(tensors):
         whole = {name: _whole(tensors[name]) for name in names}
         yield whole if isinstance(model, PeftModel) else revert_weight_conversion(inner, whole)
+
+
+def in_layers(named: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors of a model by their names in files, one layer at a time.
+
+    Args:
+        named: whole parameters by their names in the module, in the module's order.
+        model: of the parameters.
+    """
+    for _, layer in itertools.groupby(named, lambda pair: _layer_of(pair[0])):
+        yield revert_weight_conversion(model, dict(layer))
 
 
 class FileLayout:
@@ -155,9 +191,13 @@ def _by_layer(names: Iterable[str]) -> list[list[str]]:
     """Group names by their prefix up to the first number ("model.layers.3."); other names are separate groups."""
     layers: dict[str, list[str]] = {}
     for name in names:
-        prefix = re.match(r".*?\.\d+\.", name)
-        layers.setdefault(prefix[0] if prefix else name, []).append(name)
+        layers.setdefault(_layer_of(name), []).append(name)
     return list(layers.values())
+
+
+def _layer_of(name: str) -> str:
+    prefix = re.match(r".*?\.\d+\.", name)
+    return prefix[0] if prefix else name
 
 
 def _whole(tensor: Tensor) -> Tensor:

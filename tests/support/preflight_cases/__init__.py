@@ -3,8 +3,9 @@
 from support.preflight_cases.files import FILE_CASES
 from support.preflight_cases.keys import KEY_CASES
 from support.preflight_cases.machines import MACHINE_CASES
+from support.preflight_cases.megatron import MEGATRON_CASES
 from support.preflight_cases.world import Case, World
 
 __all__ = ["CASES", "Case", "World"]
 
-CASES = [*KEY_CASES, *FILE_CASES, *MACHINE_CASES]
+CASES = [*KEY_CASES, *FILE_CASES, *MACHINE_CASES, *MEGATRON_CASES]

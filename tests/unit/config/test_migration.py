@@ -208,7 +208,7 @@ def test_lines_of_supervised_fine_tuning_work_too(line: str, key: str, value: An
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("actor_rollout_ref.actor.strategy=megatron", ["megatron", "strategy=fsdp2"]),
+        ("actor_rollout_ref.actor.strategy=torchtitan", ["torchtitan", "strategy=fsdp2"]),
         ("actor_rollout_ref.model.use_remove_padding=False", ["use_remove_padding"]),
     ],
 )

@@ -84,7 +84,7 @@ def test_valid_layouts_have_no_findings(rl: RLConfig, changes: dict[str, Any]) -
         ),
         ({**FOUR, f"{ACTOR}.fsdp_config.fsdp_size": 3}, "R70", ["3 of 4 ranks", "fsdp_size=<one of 1, 2, 4"]),
         ({**FOUR, f"{ACTOR}.strategy": "local"}, "R70", ["'local'", "4", f"{ACTOR}.strategy=fsdp2"]),
-        ({**FOUR, f"{ACTOR}.strategy": "megatron"}, "R70", ["'megatron'", "strategy=fsdp2"]),
+        ({**FOUR, f"{ACTOR}.strategy": "torchtitan"}, "R70", ["'torchtitan'", "strategy=fsdp2"]),
         (
             {
                 **TWO,

@@ -44,7 +44,6 @@ def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tenso
         (8, {}, 3, ("over 3 of 8 ranks", "1, 2, 4, 8")),
         (8, {"ulysses_sequence_parallel_size": 4}, 2, ("over 2 of 8 ranks", "4, 8")),
         (4, {"expert_parallel_size": 3}, -1, ("4 ranks", "groups of 3", "divisor of 4")),
-        (4, {"strategy": "megatron"}, -1, ("megatron", "strategy=fsdp2")),
         (4, {"strategy": "torchtitan"}, -1, ("torchtitan", "strategy=fsdp2")),
         (2, {"strategy": "local"}, -1, (1, 2, "strategy=fsdp2")),
     ],

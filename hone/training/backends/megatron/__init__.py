@@ -1,0 +1,1 @@
+"""Training backend that builds models with Megatron-core (extra ``megatron``): tensor, pipeline and expert parallelism."""

@@ -1,0 +1,83 @@
+"""Process groups of a layout in the form that Megatron-core takes; no global state of Megatron is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+
+from hone.config.parallel_layout import Layout
+from hone.training.layout import Meshes, build_meshes
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank.
+
+    Attributes:
+        layout: parallel sizes.
+        tensor: ranks that share every matrix.
+        pipeline: one rank of each stage.
+        data: ranks with different rows.
+        expert: ranks that share the experts of a layer.
+        expert_data: ranks with the same experts.
+        collection: the same groups for Megatron.
+    """
+
+    layout: Layout
+    tensor: ProcessGroup
+    pipeline: ProcessGroup
+    data: ProcessGroup
+    expert: ProcessGroup
+    expert_data: ProcessGroup
+    collection: ProcessGroupCollection
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self.pipeline.rank()
+
+    @property
+    def first_stage(self) -> bool:
+        """True if this rank has the embedding."""
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """True if this rank has the output layer."""
+        return self.stage == self.pipeline.size() - 1
+
+
+def build_groups(meshes: Meshes | None, device: torch.device) -> Groups:
+    """Return the groups of a layout; None is one process, for which a group of one rank is created. Collective."""
+    if meshes is None:
+        if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        meshes = build_meshes(Layout(), device.type)
+    alone, tensor, data = meshes.sequence_group, meshes.tensor_group, meshes.data_group
+    pipeline = alone
+    expert, expert_data = alone, data
+    if meshes.experts is not None:
+        expert, expert_data = meshes.experts.get_group("expert"), meshes.experts.get_group("expert_shard")
+    collection = ProcessGroupCollection(
+        tp=tensor,
+        pp=pipeline,
+        cp=alone,
+        tp_cp=tensor,
+        embd=alone,
+        pos_embd=alone,
+        dp=data,
+        dp_cp=data,
+        intra_dp_cp=data,
+        ep=expert,
+        expt_tp=alone,
+        tp_ep=expert,
+        expt_dp=expert_data,
+        intra_expt_dp=expert_data,
+        tp_dp_cp=data,
+    )
+    return Groups(meshes.layout, tensor, pipeline, data, expert, expert_data, collection)

@@ -1,0 +1,146 @@
+"""This rank's pipeline stage of a model, built from Megatron-core's layers, with Hone's attention and positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hone.models.heads import Backbone
+from hone.models.inputs import PackedSequences
+from hone.models.loading import value_head
+from hone.training.backends.megatron.attention import PackedAttention
+from hone.training.backends.megatron.groups import Groups
+
+
+class Stage(Backbone):
+    """Embedding, layers and output layer of this rank's pipeline stage.
+
+    Args:
+        skeleton: the Hugging Face model without storage; its config and its rotary frequencies are used.
+        groups: process groups.
+        device: of the parameters, which are not initialised.
+        valued: whether the output layer is a value head instead of the vocabulary's.
+
+    Attributes:
+        config: Megatron's configuration of the model.
+        gpt: Megatron's model.
+        padding: token whose embedding is not trained as an input, or None.
+        score: the value head on the last stage, else None.
+    """
+
+    def __init__(self, skeleton: PreTrainedModel, groups: Groups, device: torch.device, *, valued: bool) -> None:
+        super().__init__()
+        settings = skeleton.config
+        self.config = transformer_config(settings, groups, device)
+        self.groups = groups
+        embedding: Any = skeleton.get_input_embeddings()
+        self.padding: int | None = embedding.padding_idx
+        tied = not valued and bool(settings.tie_word_embeddings)
+        self.gpt: Any = GPTModel(
+            self.config,
+            _layer_spec(self.config),
+            settings.vocab_size,
+            max_sequence_length=settings.max_position_embeddings,
+            pre_process=groups.first_stage,
+            post_process=groups.last_stage,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="none",
+            pg_collection=groups.collection,
+        )
+        self.score = None
+        if valued and groups.last_stage:
+            self.gpt.output_layer = None
+            bias = value_head(skeleton).bias is not None
+            self.score = nn.Linear(settings.hidden_size, 1, bias=bias, device=device)
+        decoder: Any = skeleton.get_decoder()
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", decoder.rotary_emb.inv_freq.to(device), persistent=False)
+
+    def set_input_tensor(self, hidden: Any) -> None:
+        """Set the hidden states that the stage before sent; Megatron's schedules call it."""
+        self.gpt.set_input_tensor(hidden)
+
+    def forward(self, packed: PackedSequences) -> Tensor:
+        """Return the hidden states ``[N, 1, H]`` after this stage's layers, and on the last stage after the norm."""
+        positions = packed.context.position_ids
+        angles = positions.squeeze(0)[:, None].float() * self.frequencies
+        angles = torch.cat([angles, angles], -1)[:, None, None]
+        embedded = None
+        if self.groups.first_stage:
+            embedded = self.gpt.embedding(packed.input_ids, positions)
+            if self.padding is not None:  # transformers gives this token's embedding no gradient
+                padding = (packed.input_ids == self.padding).transpose(0, 1)[..., None]
+                embedded = torch.where(padding, embedded.detach(), embedded)
+        return self.gpt.decoder(hidden_states=embedded, attention_mask=packed.context, rotary_pos_emb=angles)
+
+    def hidden_states(self, packed: PackedSequences) -> Tensor:
+        """Return the last hidden states ``[U, H]`` at the positions that predict response tokens."""
+        return self(packed).squeeze(1).index_select(0, packed.output_index)
+
+    def output_weights(self) -> dict[str, Any]:
+        """Return this rank's rows of the output layer."""
+        if self.gpt.share_embeddings_and_output_weights:
+            weight = self.gpt.shared_embedding_or_output_weight()
+        else:
+            weight = self.gpt.output_layer.weight
+        weights: dict[str, Any] = {"weight": weight, "bias": None, "softcap": None}
+        if self.groups.tensor.size() > 1:
+            weights |= {"group": self.groups.tensor, "start": self.groups.tensor.rank() * len(weight)}
+        return weights
+
+    def value_layer(self) -> nn.Linear:
+        """Return the value head."""
+        assert self.score is not None
+        return self.score
+
+
+def transformer_config(settings: PreTrainedConfig, groups: Groups, device: torch.device) -> TransformerConfig:
+    """Return Megatron's configuration of a Hugging Face model."""
+    heads = settings.num_attention_heads
+    layout = groups.layout
+    return TransformerConfig(
+        num_layers=settings.num_hidden_layers,
+        hidden_size=settings.hidden_size,
+        ffn_hidden_size=settings.intermediate_size,
+        num_attention_heads=heads,
+        num_query_groups=settings.num_key_value_heads,
+        kv_channels=getattr(settings, "head_dim", None) or settings.hidden_size // heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=settings.rms_norm_eps,
+        qk_layernorm=settings.model_type in ("qwen3", "qwen3_moe"),
+        add_bias_linear=False,
+        add_qkv_bias=settings.model_type == "qwen2",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True,  # gradients are summed over data-parallel ranks, because losses are shares
+        perform_initialization=False,
+        use_cpu_initialization=device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Return the modules of a layer: those of Megatron-core without Transformer Engine, with Hone's attention."""
+    spec: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    attention = spec.submodules.self_attention
+    attention.submodules = dataclasses.replace(attention.submodules, core_attention=PackedAttention)
+    return spec
