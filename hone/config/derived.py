@@ -365,7 +365,8 @@ def pool_line(pool: Pool) -> Derived:
         ConfigError: the parallel sizes do not divide the processes.
     """
     layout = pool.layout
-    sizes = {"data": layout.dp_size, "tensor": layout.tensor, "sequence": layout.sequence, "expert": layout.expert}
+    sizes = {"data": layout.dp_size, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    sizes |= {"sequence": layout.sequence, "expert": layout.expert}
     cut = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
     return Derived(
         f"pool {pool.name}",

@@ -23,6 +23,7 @@ class Layout:
         sequence: ranks that share the tokens of a row (Ulysses).
         tensor: ranks that share every matrix.
         expert: ranks that share the experts.
+        pipeline: stages of layers.
 
     Raises:
         ConfigError: the sizes do not multiply to ``world``.
@@ -34,12 +35,13 @@ class Layout:
     sequence: int = 1
     tensor: int = 1
     expert: int = 1
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
-        if self.dp_replicate * self.dp_shard * self.sequence * self.tensor != self.world:
+        if self.dp_size * self.ranks_a_shard != self.world:
             raise ConfigError(
-                f"{self.dp_replicate} copies x {self.dp_shard} data x {self.sequence} sequence x {self.tensor} tensor "
-                f"parallel ranks are not {self.world} processes"
+                f"{self.dp_replicate} copies x {self.dp_shard} data x {self.pipeline} pipeline x {self.sequence} sequence "
+                f"x {self.tensor} tensor parallel ranks are not {self.world} processes"
             )
 
     @classmethod
@@ -50,16 +52,19 @@ class Layout:
             ConfigError: a size does not divide; the message has the numbers.
         """
         tensor, sequence = config.tensor_model_parallel_size, config.ulysses_sequence_parallel_size
+        pipeline = config.pipeline_model_parallel_size
         expert, shard = config.expert_parallel_size, config.fsdp_config.fsdp_size
-        if world % (tensor * sequence):
+        if world % (tensor * sequence * pipeline):
+            stages = f" x {pipeline} pipeline" if pipeline > 1 else ""
+            keys = ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"]
+            keys += ["pipeline_model_parallel_size"] * (pipeline > 1)
             raise ConfigError(
-                f"{world} processes cannot be divided into groups of {tensor} tensor x {sequence} sequence parallel ranks",
+                f"{world} processes cannot be divided into groups of {tensor} tensor x {sequence} sequence{stages} parallel ranks",
                 why="every process must be in exactly one such group",
                 where=config.key("tensor_model_parallel_size"),
-                fix=f"{config.key('tensor_model_parallel_size')} x {config.key('ulysses_sequence_parallel_size')} must divide {world} "
-                "= trainer.nnodes x trainer.n_gpus_per_node",
+                fix=f"{' x '.join(map(config.key, keys))} must divide {world} = trainer.nnodes x trainer.n_gpus_per_node",
             )
-        ranks = world // tensor
+        ranks = world // (tensor * pipeline)
         shard = ranks if shard == -1 else shard
         if shard < 1 or ranks % shard or shard % sequence:
             sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size % sequence == 0]
@@ -77,7 +82,7 @@ class Layout:
                 where=config.key("expert_parallel_size"),
                 fix=f"{config.key('expert_parallel_size')}=<a divisor of {shard}>",
             )
-        return cls(world, ranks // shard, shard // sequence, sequence, tensor, expert)
+        return cls(world, ranks // shard, shard // sequence, sequence, tensor, expert, pipeline)
 
     @property
     def dp_size(self) -> int:
@@ -87,7 +92,7 @@ class Layout:
     @property
     def ranks_a_shard(self) -> int:
         """Number of ranks that process the same rows."""
-        return self.sequence * self.tensor
+        return self.pipeline * self.sequence * self.tensor
 
     def dp_rank(self, rank: int) -> int:
         """Return the shard of a batch that a rank processes."""

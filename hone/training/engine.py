@@ -106,7 +106,7 @@ class MicroBatchLoop:
         """
         outputs = Outputs(batch.ragged("response_ids"))
         with torch.no_grad(), self._own_routing_after():
-            for rows, micro in self._micro_batches(batch, max_tokens or self._settings.max_tokens):
+            for rows, micro in self.micro_batches(batch, max_tokens or self._settings.max_tokens):
                 packed = pack(micro, self._device)
                 with self.computing(), autocast(self._device, self._settings.dtype):
                     outputs.add(rows, packed.outputs_by_row(self._forward(head, packed, with_entropy)))
@@ -152,8 +152,7 @@ class MicroBatchLoop:
         outputs_seen: Outputs | None,
     ) -> list[Statistics]:
         statistics: list[Statistics] = []
-        for rows, micro in self._micro_batches(batch, self._settings.max_tokens):
-            lengths = micro.ragged("response_ids").lengths
+        for rows, micro in self.micro_batches(batch, self._settings.max_tokens):
             packed = pack(micro, self._device)
             recorder, self.recorder = self.recorder, None
             recording = contextlib.nullcontext() if recorder is None else recorder.forward(packed)
@@ -166,12 +165,8 @@ class MicroBatchLoop:
                 recorder.keep_gradients(outputs)
             if outputs_seen is not None:
                 outputs_seen.add(rows, outputs)
-            ragged = {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}
-            if rows:
-                loss, micro_statistics = loss_fn(ragged, micro, totals)
-                statistics.append(micro_statistics)
-            else:  # an empty micro-batch, because other ranks have more rows
-                loss = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
+            loss, micro_statistics = micro_batch_loss(rows, micro, outputs, loss_fn, totals)
+            statistics += micro_statistics
             factor = 1.0 if self._loss_scale is None else self._loss_scale.value
             with self.computing():
                 (loss if factor == 1.0 else loss * factor).backward()
@@ -209,7 +204,8 @@ class MicroBatchLoop:
         """Return the seconds of computation since the last call."""
         return self._clock.take()
 
-    def _micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
+    def micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
+        """Yield the rows of each micro-batch with their indices. Ranks with fewer get fillers, with no indices."""
         max_tokens = micro_batch_tokens(max_tokens, on_cpu=self._device.type == "cpu")
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         together = batch.tensor("unit") if "unit" in batch else None  # the sides of a preference stay together
@@ -226,6 +222,26 @@ class MicroBatchLoop:
         if len(plan) == count and self._ranks.size == 1:
             return plan
         return plan_micro_batches(prompts, responses, max_tokens, limit, together, count=count, cost=self._cost)
+
+
+def micro_batch_loss(
+    rows: list[int], micro: Batch, outputs: dict[str, Tensor], loss_fn: LossFn, totals: Totals
+) -> tuple[Tensor, list[Statistics]]:
+    """Return the loss of a micro-batch with its statistics; a filler has a loss of zero and none.
+
+    Args:
+        rows: indices of the rows; none for a filler.
+        micro: the rows.
+        outputs: of the head, ``[R]`` each.
+        loss_fn: returns the micro-batch's share of the loss.
+        totals: of the mini-batch.
+    """
+    if not rows:
+        return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0, []
+    lengths = micro.ragged("response_ids").lengths
+    ragged = {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}
+    loss, statistics = loss_fn(ragged, micro, totals)
+    return loss, [statistics]
 
 
 def router_statistics(counts: RouterCounts) -> Statistics:

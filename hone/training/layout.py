@@ -2,11 +2,11 @@
 
 Ranks that communicate most are neighbours. There are three grids over the same ranks, with tensor-parallel ranks innermost:
 
-    data        [data, sequence, tensor]                     rows of each rank, ranks that share a row's tokens
+    data        [data, pipeline, sequence, tensor]           rows of each rank, ranks that share a row's tokens or layers
     parameters  [replicate, shard, tensor]                   FSDP: one copy is sharded over `shard` = data x sequence ranks
     experts     [replicate, expert_shard, expert, tensor]    the same ranks, with `shard` = expert_shard x expert
 
-So 8 ranks with tensor 2 and sequence 2 get two different shards of a batch: ranks 0-3 the first, 4-7 the second.
+The second and third grid have a dimension `pipeline` before `tensor` if there are several stages. So 8 ranks with tensor 2 and sequence 2 get two different shards of a batch: ranks 0-3 the first, 4-7 the second.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ class Meshes:
         return self.data.get_group("sequence")
 
     @property
+    def pipeline_group(self) -> ProcessGroup:
+        """One rank of every pipeline stage."""
+        if self.layout.pipeline == 1:  # a group of this rank
+            return self.sequence_group
+        return self.data.get_group("pipeline")
+
+    @property
     def tensor_group(self) -> ProcessGroup:
         """Ranks that share every matrix."""
         return self.data.get_group("tensor")
@@ -70,14 +77,16 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
     def grid(**sizes: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    data = grid(data=layout.dp_size, sequence=layout.sequence, tensor=layout.tensor)
-    parameters = grid(replicate=layout.dp_replicate, shard=shard, tensor=layout.tensor)
+    stages = {"pipeline": layout.pipeline} if layout.pipeline > 1 else {}
+    data = grid(data=layout.dp_size, **stages, sequence=layout.sequence, tensor=layout.tensor)
+    parameters = grid(replicate=layout.dp_replicate, shard=shard, **stages, tensor=layout.tensor)
     experts = None
     if layout.expert > 1:
         experts = grid(
             replicate=layout.dp_replicate,
             expert_shard=shard // layout.expert,
             expert=layout.expert,
+            **stages,
             tensor=layout.tensor,
         )
     return Meshes(layout, data, parameters, experts)

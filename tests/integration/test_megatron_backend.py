@@ -14,6 +14,7 @@ from support.train_backend_suite import Run, TrainBackendConformance, Ways
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra megatron)")
 
 TENSOR = {"tensor_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
 
 
 class TestMegatron(TrainBackendConformance):
@@ -22,6 +23,7 @@ class TestMegatron(TrainBackendConformance):
         "one process": Ways(),
         "data": Ways(2),
         "tensor": Ways(2, TENSOR),
+        "pipeline": Ways(2, PIPELINE),
     }
     without = frozenset({"adapters", "other optimizers", "averages"})
 

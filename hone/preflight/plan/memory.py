@@ -136,7 +136,7 @@ def checkpoint_bytes(work: Work) -> float:
 def shards_of(pool: Pool) -> int:
     """Return the ranks over which one copy of a model is divided."""
     layout = pool.layout
-    return layout.dp_shard * layout.sequence * layout.tensor if pool.divided else 1
+    return layout.dp_shard * layout.ranks_a_shard if pool.divided else 1
 
 
 def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:

@@ -15,6 +15,7 @@ BACKENDS.register("fsdp2", "fsdp")(
 BACKENDS.register("megatron")(
     BackendEntry(
         "hone.training.backends.megatron.backend:MegatronBackend",
+        pipelines=True,
         package="megatron-core",
         module="megatron",
         extra="megatron",

@@ -25,6 +25,7 @@ class BackendEntry:
         path: ``module:Class``, imported at the first use.
         fewest_processes: with fewer processes ``local`` is used instead.
         most_processes: maximum of processes that share a model; None for any number.
+        pipelines: whether it divides layers into pipeline stages.
         package: optional package that it imports, as the name of a distribution; its module is ``module``.
         module: top-level module of ``package``.
         extra: extra of Hone that installs ``package``.
@@ -33,6 +34,7 @@ class BackendEntry:
     path: str
     fewest_processes: int = 1
     most_processes: int | None = None
+    pipelines: bool = False
     package: str = ""
     module: str = ""
     extra: str = ""
@@ -93,5 +95,13 @@ def backend_of(config: ParallelConfig, processes: int) -> BackendEntry:
             why="their gradients would not be summed",
             where=key,
             fix=f"{key}=fsdp2, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
+        )
+    stages, stages_key = config.pipeline_model_parallel_size, config.key("pipeline_model_parallel_size")
+    if stages > 1 and not entry.pipelines:
+        raise ConfigError(
+            f"strategy '{name}' has no pipeline parallelism, but {stages_key}={stages}",
+            why="every process would compute all layers",
+            where=stages_key,
+            fix=f"{key}=megatron, or {stages_key}=1",
         )
     return BACKENDS.get("local") if processes < entry.fewest_processes else entry

@@ -115,7 +115,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         f"{ROLLOUT}.multi_turn.enable": True,
         "data.train_batch_size": 256,
     },
-    "megatron": {f"{ACTOR}.tensor_model_parallel_size": 4, f"{ACTOR}.strategy": "megatron", "trainer.device": "cuda"},
+    "megatron": {
+        f"{ACTOR}.tensor_model_parallel_size": 4,
+        f"{ACTOR}.pipeline_model_parallel_size": 2,
+        f"{ACTOR}.strategy": "megatron",
+        "trainer.device": "cuda",
+    },
     "reinforce_plus_plus_slurm": {
         "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
         "data.seed": 7,
@@ -181,7 +186,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 UNSUPPORTED = {
-    "megatron": {f"{ACTOR}.megatron.pipeline_model_parallel_size"},
     "sft_peft_torchrun": {"data.prompt_key", "data.response_dict_keys"},
 }
 """What is refused, where it is more than the engine."""

@@ -18,20 +18,22 @@ from hone.training.backends.registry import backend_of
     shard=st.integers(1, 4),
     sequence=st.integers(1, 4),
     tensor=st.integers(1, 4),
+    pipeline=st.integers(1, 3),
 )
-def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tensor):
-    world = replicate * shard * sequence * tensor
+def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tensor, pipeline):
+    world = replicate * shard * sequence * tensor * pipeline
     config = ParallelConfig(
         tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
         ulysses_sequence_parallel_size=sequence,
         expert_parallel_size=shard,
         fsdp_config=FsdpConfig(fsdp_size=shard * sequence),
     )
     layout = Layout.plan(world, config)
-    assert layout == Layout(world, replicate, shard, sequence, tensor, shard)
+    assert layout == Layout(world, replicate, shard, sequence, tensor, shard, pipeline)
     shards = [layout.dp_rank(rank) for rank in range(world)]
     assert shards == sorted(shards)
-    assert [shards.count(share) for share in range(layout.dp_size)] == [sequence * tensor] * layout.dp_size
+    assert [shards.count(share) for share in range(layout.dp_size)] == [sequence * tensor * pipeline] * layout.dp_size
     assert [shards.index(share) for share in range(layout.dp_size)] == [r for r in range(world) if layout.leads(r)]
     assert all(rank in layout.ranks_of(layout.dp_rank(rank)) for rank in range(world))
 
@@ -44,6 +46,8 @@ def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tenso
         (8, {}, 3, ("over 3 of 8 ranks", "1, 2, 4, 8")),
         (8, {"ulysses_sequence_parallel_size": 4}, 2, ("over 2 of 8 ranks", "4, 8")),
         (4, {"expert_parallel_size": 3}, -1, ("4 ranks", "groups of 3", "divisor of 4")),
+        (4, {"pipeline_model_parallel_size": 3}, -1, ("pipeline_model_parallel_size=3", "strategy=megatron")),
+        (4, {"strategy": "megatron", "pipeline_model_parallel_size": 3}, -1, ("4 processes", "3 pipeline")),
         (4, {"strategy": "torchtitan"}, -1, ("torchtitan", "strategy=fsdp2")),
         (2, {"strategy": "local"}, -1, (1, 2, "strategy=fsdp2")),
     ],

@@ -24,6 +24,7 @@ from hone.training.backends.megatron.checkpoint import restore_optimizer, stage_
 from hone.training.backends.megatron.groups import Groups, build_groups
 from hone.training.backends.megatron.loading import LoadedStage, load_stage
 from hone.training.backends.megatron.optimizer import ShardedOptimizer
+from hone.training.backends.megatron.pipeline import PipelineLoop
 from hone.training.backends.megatron.support import require_model, require_settings
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.engine import MicroBatchLoop, TrainSettings
@@ -54,7 +55,11 @@ class MegatronBackend:
             self._stage.requires_grad_(False)
         self._ranks = ProcessRanks(groups.data, settings.device)
         cost = CostModel.from_config(loaded.skeleton.config.to_dict())
-        self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks, cost=cost)
+        if groups.layout.pipeline > 1:
+            chunk = self.optimizer and self.optimizer.chunk
+            self._loop = PipelineLoop(loaded.stage, chunk, groups, settings, ranks=self._ranks, cost=cost)
+        else:
+            self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks, cost=cost)
 
     @classmethod
     def build(

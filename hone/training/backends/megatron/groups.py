@@ -59,7 +59,7 @@ def build_groups(meshes: Meshes | None, device: torch.device) -> Groups:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         meshes = build_meshes(Layout(), device.type)
     alone, tensor, data = meshes.sequence_group, meshes.tensor_group, meshes.data_group
-    pipeline = alone
+    pipeline = meshes.pipeline_group
     expert, expert_data = alone, data
     if meshes.experts is not None:
         expert, expert_data = meshes.experts.get_group("expert"), meshes.experts.get_group("expert_shard")
@@ -68,7 +68,7 @@ def build_groups(meshes: Meshes | None, device: torch.device) -> Groups:
         pp=pipeline,
         cp=alone,
         tp_cp=tensor,
-        embd=alone,
+        embd=_embedding_group(meshes.layout, pipeline),
         pos_embd=alone,
         dp=data,
         dp_cp=data,
@@ -81,3 +81,19 @@ def build_groups(meshes: Meshes | None, device: torch.device) -> Groups:
         tp_dp_cp=data,
     )
     return Groups(meshes.layout, tensor, pipeline, data, expert, expert_data, collection)
+
+
+def _embedding_group(layout: Layout, pipeline: ProcessGroup) -> ProcessGroup | None:
+    """Return the first and the last stage of this rank's pipeline, which share tied embeddings; None in between. Collective."""
+    if layout.pipeline <= 2:
+        return pipeline
+    within: ProcessGroup | None = None
+    for first in range(layout.world):
+        stage = first // (layout.sequence * layout.tensor) % layout.pipeline
+        if stage:
+            continue
+        ends = [first, first + (layout.pipeline - 1) * layout.sequence * layout.tensor]
+        group = dist.new_group(ends)
+        if isinstance(group, ProcessGroup):  # this rank is in it
+            within = group
+    return within

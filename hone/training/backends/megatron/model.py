@@ -33,6 +33,9 @@ class Stage(Backbone):
     Attributes:
         config: Megatron's configuration of the model.
         gpt: Megatron's model.
+        model_type: Megatron's; its schedules read this attribute, and its gradient reduction the next two.
+        pre_process: whether this is the first stage.
+        share_embeddings_and_output_weights: whether the embedding is the output layer too.
         padding: token whose embedding is not trained as an input, or None.
         score: the value head on the last stage, else None.
     """
@@ -56,6 +59,8 @@ class Stage(Backbone):
             position_embedding_type="none",
             pg_collection=groups.collection,
         )
+        self.model_type, self.pre_process = self.gpt.model_type, groups.first_stage
+        self.share_embeddings_and_output_weights = tied
         self.score = None
         if valued and groups.last_stage:
             self.gpt.output_layer = None
@@ -68,6 +73,10 @@ class Stage(Backbone):
     def set_input_tensor(self, hidden: Any) -> None:
         """Set the hidden states that the stage before sent; Megatron's schedules call it."""
         self.gpt.set_input_tensor(hidden)
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """Return the tied embedding of the first or the last stage; Megatron's gradient reduction calls it."""
+        return self.gpt.shared_embedding_or_output_weight()
 
     def forward(self, packed: PackedSequences) -> Tensor:
         """Return the hidden states ``[N, 1, H]`` after this stage's layers, and on the last stage after the norm."""
@@ -88,8 +97,8 @@ class Stage(Backbone):
 
     def output_weights(self) -> dict[str, Any]:
         """Return this rank's rows of the output layer."""
-        if self.gpt.share_embeddings_and_output_weights:
-            weight = self.gpt.shared_embedding_or_output_weight()
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
         else:
             weight = self.gpt.output_layer.weight
         weights: dict[str, Any] = {"weight": weight, "bias": None, "softcap": None}
@@ -107,7 +116,7 @@ def transformer_config(settings: PreTrainedConfig, groups: Groups, device: torch
     """Return Megatron's configuration of a Hugging Face model."""
     heads = settings.num_attention_heads
     layout = groups.layout
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=settings.num_hidden_layers,
         hidden_size=settings.hidden_size,
         ffn_hidden_size=settings.intermediate_size,
@@ -124,6 +133,8 @@ def transformer_config(settings: PreTrainedConfig, groups: Groups, device: torch
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        deallocate_pipeline_outputs=layout.pipeline > 1,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         calculate_per_token_loss=True,  # gradients are summed over data-parallel ranks, because losses are shares
@@ -136,6 +147,10 @@ def transformer_config(settings: PreTrainedConfig, groups: Groups, device: torch
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+    config.variable_seq_lengths = (
+        layout.pipeline > 1
+    )  # between stages; the constructor refuses it with all-gathered experts
+    return config
 
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:

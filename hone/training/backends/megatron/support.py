@@ -104,8 +104,8 @@ def model_obstacles(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def size_obstacles(settings: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[str]:
     """Yield which sizes of a model the parallel sizes do not divide; heads and experts have rules of their own."""
-    tensor = parallel.tensor_model_parallel_size
-    divisors = {"vocab_size": tensor, "intermediate_size": tensor}
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    divisors = {"vocab_size": tensor, "intermediate_size": tensor, "num_hidden_layers": stages}
     for key, ranks in divisors.items():
         if (size := settings.get(key)) and size % ranks:
             yield f"{key}={size} does not divide by {ranks}"
