@@ -18,6 +18,10 @@ LEARN = ("data.train_batch_size=12", "actor_rollout_ref.rollout.n=8", "trainer.v
 LORA = ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32")
 CASES = {
     "grpo": ("grpo", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
+    "grpo-megatron": (
+        *("grpo", "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.use_kl_loss=true"),
+        *("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
+    ),
     "grpo-lora": (
         *("grpo", *LORA, "actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=30"),
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
