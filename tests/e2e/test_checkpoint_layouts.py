@@ -1,6 +1,8 @@
 """A run on two processes goes on from its checkpoint on one, as if nothing had happened."""
 
 import functools
+from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -18,17 +20,37 @@ def command(world: World, run, steps: int, *layout: str) -> list[str]:
     return rl_command(world, run, "ppo", *rates, *ends, "data.train_batch_size=6", *layout)
 
 
-def test_a_run_changes_its_layout(forked_ray_workers, world: World, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert hone(*command(world, whole, 4), log=tmp_path / "log").code == 0
-    prepare = functools.partial(set_environment, forked_ray_workers)
-    first = Command(command(world, parts, 2, *TWO), tmp_path / "log1", prepare=prepare).wait()
+def start_on_two(world: World, folder: Path, workers: Any, *layout: str) -> Path:
+    """Run two steps on two processes; returns the run's directory."""
+    parts = folder / "parts"
+    prepare = functools.partial(set_environment, workers)
+    first = Command(command(world, parts, 2, *TWO, *layout), folder / "log1", prepare=prepare).wait()
     assert first.code == 0, first.output
+    return parts
+
+
+def test_a_run_changes_its_layout(forked_ray_workers, world: World, tmp_path):
+    parts = start_on_two(world, tmp_path, forked_ray_workers)
     for model in ("actor", "critic"):
         held = [set(load_file(file)) for file in parts.glob(f"checkpoints/step_2/{model}_optimizer/rank_*.safetensors")]
         assert len(held) == 2
         assert held[0] & held[1], "each rank wrote a piece of the same tensors"
-    second = hone(*command(world, parts, 4), log=tmp_path / "log2")
+    goes_on_in_one_process(world, tmp_path, parts)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_changes_its_backend(forked_ray_workers, world: World, tmp_path, stages: int):
+    """Two steps with Megatron-core, policy and critic in so many stages; then two in one process without it."""
+    actor = "actor_rollout_ref.actor"
+    layout = (f"{actor}.strategy=megatron", f"{actor}.pipeline_model_parallel_size={stages}")
+    goes_on_in_one_process(world, tmp_path, start_on_two(world, tmp_path, forked_ray_workers, *layout))
+
+
+def goes_on_in_one_process(world: World, folder: Path, parts: Path) -> None:
+    """Resume the run in one process; its metrics are those of a run in one process from the first step on."""
+    whole = folder / "whole"
+    assert hone(*command(world, whole, 4), log=folder / "log").code == 0
+    second = hone(*command(world, parts, 4), log=folder / "log2")
     assert second.code == 0, second.output
     assert steps_saved(parts) == [2, 4]
     for name in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/score/mean"):
