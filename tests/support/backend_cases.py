@@ -66,6 +66,7 @@ class Case:
         trees: whether rows share prefixes at any depth, sampled tokens included; otherwise at most their prompts.
         replayed: whether the tokens of a mixture of experts (two layers, two of four experts) come with experts to follow.
         restricted: whether every other response token was sampled from a support.
+        dtype: of the computation.
         shift: added to the old and the reference log-probs, as if the policy's own were off by as much.
     """
 
@@ -84,6 +85,7 @@ class Case:
     trees: bool = False
     replayed: bool = False
     restricted: bool = False
+    dtype: str = "float32"
     shift: float = 0.0
 
     def model_config(self) -> ModelConfig:
@@ -131,7 +133,7 @@ def backend_of(case: Case) -> tuple[TrainBackend, Layout]:
         case.kind,
         case.model_config(),
         ValueHead() if case.kind == "value" else PolicyHead(TEMPERATURE),
-        TrainSettings(torch.device(case.device), optim=optim, max_tokens=case.budget, total_steps=10),
+        TrainSettings(torch.device(case.device), optim=optim, dtype=case.dtype, max_tokens=case.budget, total_steps=10),
         parallel=parallel,
         meshes=build_meshes(layout, case.device) if dist.is_initialized() else None,
         seed=SEED,

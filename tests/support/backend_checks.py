@@ -68,15 +68,25 @@ def uninterrupted(case: Case) -> tuple[dict[str, Tensor], list[float]]:
 
 def interrupted(case: Case, directory: Path) -> tuple[dict[str, Tensor], list[float]]:
     """The same, saved after half of it and taken up by a new backend; training goes on before the files are written."""
+    saved(case, directory)
+    return resumed(case, directory)
+
+
+def saved(case: Case, directory: Path) -> None:
+    """Save a checkpoint after half of the training."""
     backend, layout, *_ = trained(case, range(case.updates))
     write = backend.stage(str(directory), "actor")
     continued(backend, layout, case, range(case.updates, case.updates + 1))
     write()
     if dist.is_initialized():
         dist.barrier()
-    saved = saved_model(case.model_config(), directory / "actor")
-    settings = {key: value for key, value in vars(saved).items() if key != "path"}
-    backend, layout = backend_of(dataclasses.replace(case, model=Path(str(saved.path)), model_settings=settings))
+
+
+def resumed(case: Case, directory: Path) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses of the other half, from a checkpoint."""
+    model = saved_model(case.model_config(), directory / "actor")
+    settings = {key: value for key, value in vars(model).items() if key != "path"}
+    backend, layout = backend_of(dataclasses.replace(case, model=Path(str(model.path)), model_settings=settings))
     backend.restore(str(directory), "actor")
     losses, _ = continued(backend, layout, case, range(case.updates, 2 * case.updates))
     return weights_of(backend) | averages_of(backend), losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Self
@@ -16,11 +17,12 @@ from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.errors import ConfigError
-from hone.models.heads import Head
+from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.memory import heap_watch
 from hone.models.loading import adapter_off, model_settings
 from hone.training.backends.megatron.checkpoint import restore_optimizer, stage_checkpoint
+from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups, build_groups
 from hone.training.backends.megatron.loading import LoadedStage, load_stage
 from hone.training.backends.megatron.optimizer import ShardedOptimizer
@@ -101,7 +103,8 @@ class MegatronBackend:
     ) -> dict[str, Ragged]:
         """Run the forward pass without gradient; every rank gets the columns of its rows. Collective."""
         self._stage.eval()
-        return self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
+        with self._passes():
+            return self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
 
     def train_batch(
         self,
@@ -115,9 +118,10 @@ class MegatronBackend:
         """Run one optimizer update; ``batch`` has this rank's rows of the mini-batch (possibly none). Collective."""
         self.begin_update()
         self._stage.train()
-        statistics = self._loop.accumulate_gradients(
-            batch, self.head, loss_fn, with_entropy=with_entropy, outputs_seen=outputs_seen
-        )
+        with self._passes():
+            statistics = self._loop.accumulate_gradients(
+                batch, self.head, loss_fn, with_entropy=with_entropy, outputs_seen=outputs_seen
+            )
         return self._apply(step, statistics)
 
     def begin_update(self) -> None:
@@ -131,7 +135,8 @@ class MegatronBackend:
     ) -> None:
         """Run forward and backward passes over this rank's rows of a part of a mini-batch; gradients add up. Collective."""
         self._stage.train()
-        self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
+        with self._passes():
+            self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
 
     def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
         """Apply the gradients of all parts. Collective."""
@@ -175,6 +180,17 @@ class MegatronBackend:
         if self.optimizer is None:
             raise RuntimeError("this backend was built without an optimizer")
         restore_optimizer(self._loaded, self.optimizer, location, name)
+
+    @contextlib.contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Run forward and backward passes of Megatron's layers within the block on the device of the settings."""
+        device, dtype = self.settings.device, self.settings.dtype
+        with contextlib.ExitStack() as stack:
+            if self._stage.config.num_moe_experts is not None:  # other layers do not name the CUDA device
+                stack.enter_context(on_device(device))
+            if device.type == "cpu":  # Megatron's linear layers restore autocast in their backward pass on CUDA only
+                stack.enter_context(autocast(device, dtype))
+            yield
 
     def _forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
         return head(self._stage, packed, with_entropy=with_entropy)

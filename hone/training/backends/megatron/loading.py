@@ -53,6 +53,8 @@ def load_stage(kind: ModelKind, model: ModelConfig, groups: Groups, device: torc
         skeleton, files = load_empty(AutoModelForCausalLM, model)
     with on_device(device):
         stage = Stage(skeleton, groups, device, valued=valued)
+    if kind != "frozen" and model.enable_gradient_checkpointing:
+        stage.checkpoint_layers(model.gradient_checkpointing_keeps)
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
     weights = WeightMap(skeleton.config, shapes, groups)
     parameters = dict(stage.named_parameters())

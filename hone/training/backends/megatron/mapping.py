@@ -92,10 +92,15 @@ def pieces(settings: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], gr
             made += _outside(name, shape, groups)
             continue
         number, inner = int(match[1]), match[2]
+        place, stage = f"gpt.decoder.layers.{number % layers}.", number // layers
+        if (matrix := _EXPERTS.get(inner)) is not None:
+            local = range(shape[0] // groups.expert.size())
+            sources = tuple(f"{place}mlp.experts.local_experts.{expert}.{matrix}.weight" for expert in local)
+            made.append(Piece(name, shape, stage, sources, _all, 0, groups.expert))
+            continue
         source, select, dim = _inside(settings, inner, groups)
-        place = f"gpt.decoder.layers.{number % layers}."
         group = None if dim is None else groups.tensor
-        made.append(Piece(name, shape, number // layers, (place + source,), select, dim, group))
+        made.append(Piece(name, shape, stage, (place + source,), select, dim, group))
     if stages > 1 and "lm_head.weight" not in shapes and "score.weight" not in shapes:
         name, last = "model.embed_tokens.weight", stages - 1
         sources = ("gpt.output_layer.weight",)
@@ -109,8 +114,11 @@ _NAMES = {
     "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
     "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
     "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "mlp.gate.weight": "mlp.router.weight",
 }
 """Whole parameters of a layer."""
+_EXPERTS = {"mlp.experts.gate_up_proj": "linear_fc1", "mlp.experts.down_proj": "linear_fc2"}
+"""Parameters of all experts of a layer, and the matrix of an expert."""
 
 
 def _all(tensor: Tensor) -> Tensor:

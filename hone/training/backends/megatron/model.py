@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hone.models.activations import checkpointing_arguments
 from hone.models.heads import Backbone
 from hone.models.inputs import PackedSequences
 from hone.models.loading import value_head
 from hone.training.backends.megatron.attention import PackedAttention
+from hone.training.backends.megatron.experts import PaddedExperts, Router
 from hone.training.backends.megatron.groups import Groups
 
 
@@ -50,7 +54,7 @@ class Stage(Backbone):
         tied = not valued and bool(settings.tie_word_embeddings)
         self.gpt: Any = GPTModel(
             self.config,
-            _layer_spec(self.config),
+            _layer_spec(self.config, groups),
             settings.vocab_size,
             max_sequence_length=settings.max_position_embeddings,
             pre_process=groups.first_stage,
@@ -69,6 +73,11 @@ class Stage(Backbone):
         decoder: Any = skeleton.get_decoder()
         self.frequencies: Tensor
         self.register_buffer("frequencies", decoder.rotary_emb.inv_freq.to(device), persistent=False)
+
+    def checkpoint_layers(self, keeps: str) -> None:
+        """Recompute each layer in the backward pass; ``keeps`` as in ``model.gradient_checkpointing_keeps``."""
+        for layer in self.gpt.decoder.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, **checkpointing_arguments(keeps))
 
     def set_input_tensor(self, hidden: Any) -> None:
         """Set the hidden states that the stage before sent; Megatron's schedules call it."""
@@ -114,7 +123,19 @@ class Stage(Backbone):
 
 def transformer_config(settings: PreTrainedConfig, groups: Groups, device: torch.device) -> TransformerConfig:
     """Return Megatron's configuration of a Hugging Face model."""
-    heads = settings.num_attention_heads
+    heads, experts = settings.num_attention_heads, {}
+    if settings.model_type == "qwen3_moe":
+        experts = {
+            "num_moe_experts": settings.num_experts,
+            "moe_ffn_hidden_size": settings.moe_intermediate_size,
+            "moe_router_topk": settings.num_experts_per_tok,
+            "moe_router_pre_softmax": not settings.norm_topk_prob,  # over the chosen experts alone, it is normalised
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "allgather",
+            "expert_model_parallel_size": groups.layout.expert,
+            "expert_tensor_parallel_size": 1,
+        }
     layout = groups.layout
     config = TransformerConfig(
         num_layers=settings.num_hidden_layers,
@@ -146,6 +167,7 @@ def transformer_config(settings: PreTrainedConfig, groups: Groups, device: torch
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **experts,
     )
     config.variable_seq_lengths = (
         layout.pipeline > 1
@@ -153,9 +175,15 @@ def transformer_config(settings: PreTrainedConfig, groups: Groups, device: torch
     return config
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, groups: Groups) -> ModuleSpec:
     """Return the modules of a layer: those of Megatron-core without Transformer Engine, with Hone's attention."""
-    spec: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     attention = spec.submodules.self_attention
     attention.submodules = dataclasses.replace(attention.submodules, core_attention=PackedAttention)
+    if config.num_moe_experts is not None:
+        experts = spec.submodules.mlp
+        experts.module, experts.params = PaddedExperts, {"pg_collection": groups.collection}
+        experts.submodules = dataclasses.replace(experts.submodules, router=Router)
     return spec
