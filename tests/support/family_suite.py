@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.drafters import mixed
 from support.families import make_engine, serve
 from support.prefix_trees import tree_batch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.models.attention.packed import PackedContext
 from hone.models.heads import PolicyHead
@@ -152,6 +154,21 @@ class ModelFamilySuite:
         torch.testing.assert_close(
             torch.tensor(sampled), torch.tensor(log_probs(subject, requests, together)), **TOLERANCE
         )
+
+    def test_drafts_change_no_token(self, subject):
+        """A family whose cache is one state a sequence has no drafts, because rejected tokens could not be taken back."""
+        requests = [request(str(i), prompt(i % 2, 6), 9 + i) for i in range(4)]
+        expected = serve(make_engine(subject), requests)
+        engine = make_engine(subject, speculation=Speculation(mixed(expected, seed=2), num_tokens=3))
+        done = serve(engine, requests)
+        for name, completion in expected.items():
+            assert done[name].token_ids == completion.token_ids
+            torch.testing.assert_close(done[name].log_probs, completion.log_probs, atol=1e-5, rtol=0)
+        family = family_of(subject.config.model_type)
+        per_token = all(
+            family.layer_cache(subject.config, i).per_token for i in range(subject.config.num_hidden_layers)
+        )
+        assert (engine.describe().stats["accepted_tokens"] > 0) == per_token
 
     def test_a_next_turn_reuses_the_cache_and_draws_the_same(self, subject):
         engine, fresh = make_engine(subject), make_engine(subject)

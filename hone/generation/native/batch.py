@@ -84,20 +84,33 @@ class RowState:
             rope_offset=vector(rope_offsets or [0] * len(requests)),
         )
 
-    def record(self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor) -> None:
-        """Append one sampled token per row."""
-        place = self.generated[:, None]
-        self.tokens.scatter_(1, place, tokens[:, None])
-        self.log_probs.scatter_(1, place, log_probs[:, None])
-        self.sampling_log_probs.scatter_(1, place, sampling_log_probs[:, None])
+    def record(
+        self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor, counts: Tensor | None = None
+    ) -> None:
+        """Append sampled tokens: all of row 0, then all of row 1.
+
+        Args:
+            tokens: ``[N]``.
+            log_probs: ``[N]``.
+            sampling_log_probs: ``[N]``.
+            counts: ``[A]`` tokens of each row, at least 1; None means one.
+        """
+        rows, place = torch.arange(len(self.generated), device=tokens.device), self.generated
+        if counts is not None:
+            rows = rows.repeat_interleave(counts)
+            first = counts.cumsum(0) - counts
+            place = (place - first)[rows] + torch.arange(len(tokens), device=tokens.device)
+        self.tokens[rows, place] = tokens
+        self.log_probs[rows, place] = log_probs
+        self.sampling_log_probs[rows, place] = sampling_log_probs
         if self.seen.shape[1]:
-            self.seen.scatter_(1, tokens[:, None], True)
+            self.seen[rows, tokens] = True
         if self.counts.shape[1]:
-            ones = torch.ones_like(tokens[:, None], dtype=torch.int32)
-            self.counts.scatter_add_(1, tokens[:, None], ones)
-        self.generated = self.generated + 1
-        self.length = self.length + 1
-        self.next_token = tokens
+            ones = torch.ones_like(tokens, dtype=torch.int32)
+            self.counts.index_put_((rows, tokens), ones, accumulate=True)
+        self.generated = self.generated + (1 if counts is None else counts)
+        self.length = self.length + (1 if counts is None else counts)
+        self.next_token = tokens if counts is None else tokens[counts.cumsum(0) - 1]
 
     @property
     def stopped(self) -> Tensor:

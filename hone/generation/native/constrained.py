@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from hone.errors import RequestError
 from hone.generation.grammars import Grammars, RowGrammar
@@ -50,11 +49,11 @@ class ConstrainedRows:
         rows = torch.tensor([row for row, _, _ in self._rows], device=self._device)
         return Allowed(rows, self._grammars.allowed(masks.to(self._device)))
 
-    def follow(self, tokens: Tensor, is_full: Callable[[Job], bool]) -> dict[int, Exception | None]:
+    def follow(self, tokens: Sequence[Sequence[int]], is_full: Callable[[Job], bool]) -> dict[int, Exception | None]:
         """Append the sampled tokens to constrained responses.
 
         Args:
-            tokens: ``[A]`` sampled token of every row.
+            tokens: of every row; one for each constrained row.
             is_full: function that returns whether a job has its maximum of tokens.
 
         Returns:
@@ -63,8 +62,8 @@ class ConstrainedRows:
         ends: dict[int, Exception | None] = {}
         continuing: dict[Job, RowGrammar] = {}
         row_of = {job: row for row, job, _ in self._rows}
-        sampled = tokens[list(row_of.values())].tolist()
-        for (row, job, grammar), token in zip(self._rows, sampled, strict=True):
+        for row, job, grammar in self._rows:
+            (token,) = tokens[row]
             if token in grammar.stops:
                 continue
             try:

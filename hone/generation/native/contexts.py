@@ -187,6 +187,9 @@ class DecodeContext(_CachedContext):
         rope_offset: ``[A]`` added to the number of the new token in its sequence for its rotary position.
     """
 
+    _tokens = 1
+    """Query tokens of each row, ``Q``."""
+
     def __init__(
         self,
         cache: KVCache,
@@ -223,12 +226,20 @@ class DecodeContext(_CachedContext):
         Query heads that share a key head are the rows of one matmul, so keys are read once.
         """
         del key, value
-        keys, values = cache.keys, cache.values
         rows, heads, _, width = query.shape
-        kv_heads = keys.shape[1]
-        past_keys = keys[:rows].flatten(0, 1)[:, : self._columns]
-        past_values = values[:rows].flatten(0, 1)[:, : self._columns]
-        queries = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
+        kv_heads = cache.keys.shape[1]
+        mixed = self._mixed(cache, layer, query.reshape(rows * kv_heads, heads // kv_heads, width), scoring)
+        return mixed.view(rows, 1, heads, mixed.shape[-1])
+
+    def _mixed(self, cache: KVLayerCache, layer: int, queries: Tensor, scoring: Scoring) -> Tensor:
+        """Compute attention of ``queries [A * kv_heads, n, d]`` over prefixes and rows, ``[A * kv_heads, n, d_v]``.
+
+        The ``n`` queries of a key head are those of each query head, and within it of each new token of the row.
+        """
+        rows, kv_heads = len(self.past), cache.keys.shape[1]
+        past_keys = cache.keys[:rows].flatten(0, 1)[:, : self._columns]
+        past_values = cache.values[:rows].flatten(0, 1)[:, : self._columns]
+        queries = queries.to(past_keys.dtype)
         scale = scoring.scale if scoring.plain else 1.0
         scores = query_scores(queries, past_keys, scale)
         if self._groups and self._before:
@@ -239,7 +250,7 @@ class DecodeContext(_CachedContext):
         mixed = torch.bmm(row_probabilities.to(past_values.dtype), past_values)
         if self._groups and self._before:
             mixed += self._groups.mix(layer, prefix_probabilities.to(past_values.dtype).contiguous(), kv_heads)
-        return mixed.view(rows, 1, heads, past_values.shape[-1])
+        return mixed
 
     def write(self, kv: Tensor, states: Tensor) -> None:
         """Write ``states [A, kv_heads, 1, d]`` after each row's tokens."""
@@ -254,32 +265,34 @@ class DecodeContext(_CachedContext):
         kv.view(-1, kv.shape[3]).index_copy_(0, self._new[kv_heads], flat.to(kv.dtype))
 
     def _probabilities(self, scores: Tensor, scoring: Scoring, rows: int) -> Tensor:
-        """Return the softmax of ``scores [A * kv_heads, query heads of one, prefix + row]``, already scaled if scoring is plain."""
+        """Return the softmax of ``scores [A * kv_heads, n, prefix + row]``, already scaled if scoring is plain."""
         window = scoring.window
         if window is not None and window >= self._before + self._longest:
             window = None
         if not scoring.plain:
-            hidden = self._hidden(window)[:, None, None]
-            joint = scores.reshape(rows, -1, 1, scores.shape[-1])
+            hidden = self._hidden(window)[:, None]
+            joint = scores.reshape(rows, -1, self._tokens, scores.shape[-1])
             return attention_probabilities(joint, hidden, scoring).view(scores.shape)
         if self._full and window is None:
             scores[..., self._before + self._longest :] = float("-inf")
         else:
-            scores += self._hidden_bias(window, scores.shape[0] // rows)
+            scores.unflatten(1, (-1, self._tokens)).add_(self._hidden_bias(window, scores.shape[0] // rows))
         return scores.softmax(-1)
 
     def _hidden(self, window: int | None) -> Tensor:
-        """Return a mask ``[A, prefix + row]``: True after the end of prefix and row, and before the new token's window."""
-        device, shared, past = self.past.device, self._shared[:, None], self.past[:, None]
-        before = torch.arange(self._before, device=device).expand(len(past), -1)
+        """Return a mask ``[A, Q, prefix + row]``: True after the end of the prefix, after the new token, and before its window."""
+        device, shared = self.past.device, self._shared[:, None, None]
+        place = (self.past[:, None] + torch.arange(self._tokens, device=device))[..., None]
+        before = torch.arange(self._before, device=device).expand(*place.shape[:2], -1)
         in_row = torch.arange(self._columns, device=device)
-        hidden = torch.cat([before >= shared, in_row > past], 1)
+        hidden = torch.cat([before >= shared, in_row > place], -1)
         if window is None:
             return hidden
-        return hidden | (torch.cat([before, shared + in_row], 1) <= shared + past - window)
+        position = torch.cat([before, (shared + in_row).expand(*place.shape[:2], -1)], -1)
+        return hidden | (position <= shared + place - window)
 
     def _hidden_bias(self, window: int | None, kv_heads: int) -> Tensor:
-        """Return ``[A * kv_heads, 1, prefix + row]`` float32: minus infinity where hidden, else 0; computed once a step."""
+        """Return ``[A * kv_heads, 1, Q, prefix + row]`` float32: minus infinity where hidden, else 0; computed once a step."""
         if (window, kv_heads) not in self._bias:
             hidden = self._hidden(window)
             bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hone.config.limits import PREFILL_TOKENS
 from hone.data.image_processor import ImageProcessor
@@ -20,10 +22,13 @@ from hone.generation.native.contexts import DecodeContext, RowExtent
 from hone.generation.native.images import rope_offsets
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
-from hone.generation.native.rows import End, HostWork, not_finite
-from hone.generation.native.sampler import RowSampling, sample
+from hone.generation.native.rows import End, HostWork, LastToken, not_finite
+from hone.generation.native.sampler import Draws, RowSampling, sample
 from hone.generation.native.scheduler import Job, RectangleAdmission, Sampled
 from hone.generation.native.sessions import CachedTurn, SessionCache
+from hone.generation.native.speculative import Speculation
+from hone.generation.native.speculative.context import DraftedContext
+from hone.generation.native.speculative.verification import Verification, all_of_row
 from hone.models.module_forward import Forward
 from hone.models.registry import family_of
 
@@ -41,6 +46,7 @@ class ContiguousRows:
         max_cache_tokens: capacity of the cache; the session KV cache has the same capacity in addition.
         keeps_experts: whether ``forward`` passes the experts of each token to its context.
         processor: of the model's images; None for a model of text.
+        speculation: drafts tokens, which a step verifies; None for one token a step.
 
     Attributes:
         cache: the tokens of each row: all of them, or those after a shared prefix.
@@ -63,9 +69,11 @@ class ContiguousRows:
         max_cache_tokens: int,
         keeps_experts: bool = False,
         processor: ImageProcessor | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._forward, self._vocabulary, self._stats, self._device = forward, vocabulary, stats, device
-        self.max_cache_tokens, self.keeps_experts, self._processor = max_cache_tokens, keeps_experts, processor
+        self.max_cache_tokens, self.keeps_experts = max_cache_tokens, keeps_experts
+        self._processor, self._speculation = processor, speculation
         new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
         self.per_token = all(new_layer(layer).per_token for layer in range(config.num_hidden_layers))
         self.cache = KVCache(device, dtype, new_layer)
@@ -151,7 +159,7 @@ class ContiguousRows:
             else:
                 self._stats["prefix_hits"] += 1
                 self._stats["cached_tokens"] += len(job.request.prompt_ids) - 1
-        self._reserve(self.running, jobs, used_slots)
+        self._reserve(self.running, jobs, used_slots, self._longest_row((*self.running, *jobs)) + 1)
         cache = self.cache if in_rows else self.prefixes.cache
         self._prefill.fill(cache, [(job.request, place) for job, place in entering], version)
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
@@ -166,22 +174,28 @@ class ContiguousRows:
             job.in_row = False
             job.slot, _ = self.prefixes.take(job.prompt, job.version, job.shared)
         self._extent_before = None
-        self._reserve([], self.running, 0)
+        self._reserve([], self.running, 0, self._longest_row(self.running) + 1)
         for row, (job, entries) in enumerate(zip(self.running, rows, strict=True)):
             self.prefixes.cache.write_row(job.slot, job.shared, entries)
             sampled = {layer: tuple(kv[:, job.shared :] for kv in tensors) for layer, tensors in entries.items()}
             self.cache.write_row(row, self.num_sampled(job), sampled)
         self.state = self.state.with_shared_prefixes(moved_tokens)
 
-    def _reserve(self, cached: Sequence[Job], entering: Sequence[Job], slots: int) -> None:
+    def _longest_row(self, jobs: Sequence[Job]) -> int:
+        """Return the tokens in the longest row of the cache."""
+        return max(map(self.row_tokens, jobs))
+
+    def _reserve(self, cached: Sequence[Job], entering: Sequence[Job], slots: int, needed: int) -> None:
         """Grow both caches for ``cached`` rows, ``entering`` jobs, and the prefixes after ``slots`` used slots.
+
+        The longest row of the next pass has ``needed`` tokens.
 
         On the CPU the capacity grows with the rows. Elsewhere rows get the capacity of their longest possible sequence at once,
         which avoids fragmentation.
         """
         jobs, limit, prefix_cache = (*cached, *entering), self.max_cache_tokens, self.prefixes.cache
         longest = max(job.max_row_tokens for job in jobs)
-        generous = with_spare(max(self.row_tokens(job) for job in jobs) + 1 if self._device.type == "cpu" else longest)
+        generous = with_spare(needed if self._device.type == "cpu" else longest)
         wanted = (len(jobs), min(generous, longest)), (self.prefixes.count, self.prefixes.longest)
         self.cache.reserve(*wanted[0], used=len(cached), generous=generous, limit=limit - prefix_cache.tokens)
         prefix_cache.reserve(*wanted[1], used=slots, generous=self.prefixes.longest, limit=limit - self.cache.tokens)
@@ -194,7 +208,7 @@ class ContiguousRows:
         """Set the capacity of rows to at least ``longest`` tokens, and on the CPU little more."""
         capacity = self.cache.capacity
         if longest > capacity:
-            self._reserve(self.running, [], self.prefixes.count)
+            self._reserve(self.running, [], self.prefixes.count, longest)
             self._groups = None  # the slots may have moved
         elif self._device.type == "cpu" and columns(longest, capacity) < capacity:
             self.cache.resize(self.cache.rows, with_spare(longest), used=len(self.running))
@@ -202,37 +216,109 @@ class ContiguousRows:
     # one step --------------------------------------------------------------------------------------------------------
 
     def step(self, work: HostWork) -> list[End]:
-        """Sample one token for every row; return the rows that end with it."""
+        """Sample a token for every row, and more where drafts are right; return the rows that end."""
+        assert self.state is not None
+        verification = self._draft()
+        logits, sampling, draws = self._sample(work, verification)
+        self.steps += 1
+        self._stats["steps"] += 1
+        rows, counts, last = range(len(self.running)), None, {}
+        if self._speculation is not None or work.follow is not None:
+            tokens, last = self._keep(draws.tokens.tolist(), verification, work)
+            if verification is not None:
+                counts = torch.tensor(list(map(len, tokens)), device=self._device)
+                index = verification.index(counts)
+                logits, sampling, draws = logits[index], sampling.select(index), draws.select(index)
+                rows = [row for row, new in enumerate(tokens) for _ in new]
+        if work.keep_alternatives:
+            work.keep_alternatives(rows, logits, sampling)
+        if work.keep_support and draws.support is not None:
+            work.keep_support(rows, draws.support)
+        self.state.record(draws.tokens, draws.log_probs, draws.sampling_log_probs, counts)
+        self._stats["decode_tokens"] += len(rows)
+        finite = (draws.log_probs + draws.sampling_log_probs).isfinite()
+        return self._ends(finite if counts is None else all_of_row(finite, counts), last)
+
+    def _draft(self) -> Verification | None:
+        """Return the drafts of the rows, to be verified in this step; None if there are none."""
+        if self._speculation is None or not self.per_token:
+            return None
+        drafts = self._speculation.drafts(self.running, self.num_sampled)
+        return Verification(drafts, self._device) if any(drafts) else None
+
+    def _sample(self, work: HostWork, verification: Verification | None) -> tuple[Tensor, RowSampling, Draws]:
+        """Compute the logits of every row's next token, or of all tokens that are verified, and sample from them.
+
+        Returns:
+            Logits, sampling parameters and samples of the ``N`` tokens, one per row without a verification.
+        """
         state, sampling = self.state, self.sampling
         assert state is not None and sampling is not None
         extent = self._extent()
-        self._fit_rows(extent.longest + 1)
+        longest = extent.longest + 1 if verification is None else self._longest_with(verification)
+        self._fit_rows(longest)
         if self._groups is None and not self.running[0].in_row:
             self._groups = PrefixGroups([job.slot for job in self.running], self.prefixes)
-        context = DecodeContext(self.cache, state.length, state.shared, extent, self._groups, state.rope_offset)
-        logits = self._forward.logits(state.next_token[:, None], context)[:, -1]
         seen, counts = state.seen if sampling.penalises else None, state.counts if sampling.counts else None
         allowed = work.allowed() if work.allowed else None
-        tokens, log_probs, sampling_log_probs, support = sample(
-            logits, sampling, state.generated, seen, counts, allowed
+        if verification is None:
+            context = DecodeContext(self.cache, state.length, state.shared, extent, self._groups, state.rope_offset)
+            logits = self._forward.logits(state.next_token[:, None], context)[:, -1]
+            return logits, sampling, sample(logits, sampling, state.generated, seen, counts, allowed)
+        places = verification.places
+        context = DraftedContext(
+            self.cache, state.length, state.shared, longest, self._groups, places, state.rope_offset
         )
-        if work.keep_alternatives:
-            work.keep_alternatives(logits, sampling)
-        if work.keep_support and support is not None:
-            work.keep_support(support)
-        state.record(tokens, log_probs, sampling_log_probs)
-        finite = (log_probs + sampling_log_probs).isfinite()
-        self.steps += 1
-        self._stats["steps"] += 1
-        self._stats["decode_tokens"] += len(self.running)
-        stopped, failed = state.stopped, work.follow(tokens) if work.follow else {}
-        ended = stopped | state.full | ~finite
-        if failed:
-            ended = ended.index_fill(0, torch.tensor(list(failed), device=self._device), True)
+        logits = self._forward.logits(verification.input_ids(state.next_token), context)[0]
+        sampling, counters = sampling.select(places.row), state.generated[places.row] + places.offset
+        # a row with penalties or a constraint has one token, so what occurred in it, and what it allows, is that of this token
+        seen, counts = (None if marks is None else marks[places.row] for marks in (seen, counts))
+        if allowed is not None:
+            allowed = replace(allowed, rows=places.first[allowed.rows])
+        return logits, sampling, sample(logits, sampling, counters, seen, counts, allowed)
+
+    def _longest_with(self, verification: Verification) -> int:
+        """Return the tokens of the longest row with the tokens that are verified."""
+        return max(self.row_tokens(job) + new for job, new in zip(self.running, verification.lengths, strict=True))
+
+    def _keep(
+        self, sampled: list[int], verification: Verification | None, work: HostWork
+    ) -> tuple[list[list[int]], Mapping[int, LastToken]]:
+        """Return which of the sampled tokens each row keeps, and the rows that stop strings and constraints end."""
+        tokens = [[token] for token in sampled]
+        if verification is not None:
+            params = [job.request.sampling for job in self.running]
+            tokens = verification.accept(sampled, [() if p.ignore_eos else p.stop_token_ids for p in params])
+        last = work.follow(tokens) if work.follow else {}
+        tokens = [new[: last[row].kept] if row in last else new for row, new in enumerate(tokens)]
+        if verification is not None:
+            drafted, right = verification.counts(tokens)
+            self._stats["drafted_tokens"] += drafted
+            self._stats["accepted_tokens"] += right
+            for job, new in zip(self.running, tokens, strict=True):
+                job.entered -= len(new) - 1
+            self._extent_before = None
+        if self._speculation is not None:
+            self._speculation.append(self.running, tokens)
+        return tokens, last
+
+    def _ends(self, finite: Tensor, last: Mapping[int, LastToken]) -> list[End]:
+        """Return the rows that end with their last token.
+
+        Args:
+            finite: ``[A]`` whether the row's new log-probs are finite.
+            last: the rows that stop strings and constraints end.
+        """
+        assert self.state is not None
+        stopped = self.state.stopped
+        ended = stopped | self.state.full | ~finite
+        if last:
+            ended = ended.index_fill(0, torch.tensor(list(last), device=self._device), True)
         if not bool(ended.any()):
             return []
         rows = ended.nonzero()[:, 0].tolist()
         errors: dict[int, Exception | None] = {row: not_finite() for row in (~finite).nonzero()[:, 0].tolist()}
+        failed = {row: entry.error for row, entry in last.items()}
         errors |= {row: error for row, error in failed.items() if error is not None}
         return _ends(rows, stopped.tolist(), failed, errors)
 
@@ -286,6 +372,8 @@ class ContiguousRows:
         if len(rows) == len(self.running):
             self.clear()
             return
+        if self._speculation is not None:
+            self._speculation.end([self.running[row] for row in rows])
         gaps, movers = closing_moves(len(self.running), rows)
         self.cache.copy_rows(movers, gaps, max((self.row_tokens(self.running[row]) for row in movers), default=0))
         order = list(range(len(self.running) - len(rows)))
@@ -306,12 +394,16 @@ class ContiguousRows:
     def begin_version(self) -> None:
         """Drop the kept turns of all sessions: other weights computed them."""
         self.sessions.clear()
+        if self._speculation is not None:
+            self._speculation.drafter.begin_version()
 
     def release(self) -> None:
         """Do nothing: no address of a weight is kept."""
 
     def clear(self) -> None:
         """Drop all rows."""
+        if self._speculation is not None:
+            self._speculation.end(self.running)
         self.running, self.state, self.sampling = [], None, None
         self._groups = self._extent_before = None
         self.prefixes.clear()
@@ -321,6 +413,8 @@ class ContiguousRows:
         self.cache.free()
         self.prefixes.cache.free()
         self.sessions.clear()
+        if self._speculation is not None:
+            self._speculation.drafter.free()
 
 
 def _ends(

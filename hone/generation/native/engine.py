@@ -19,6 +19,7 @@ from hone.generation.limits import RequestLimits
 from hone.generation.native.rows import CacheLimits
 from hone.generation.native.runner import Outcome, Runner
 from hone.generation.native.scheduler import Job, Scheduler
+from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
 from hone.insight import activity
 
@@ -42,6 +43,7 @@ class NativeEngine:
         shares_weights: whether ``model`` is the module that is trained; otherwise :meth:`load_weights` copies.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache together.
         report_experts: whether completions have the experts of each token, of a model with routers (:mod:`hone.models.experts`).
+        speculation: drafts tokens, which the model verifies; None for one token a step.
     """
 
     def __init__(
@@ -57,11 +59,18 @@ class NativeEngine:
         shares_weights: bool = True,
         gpu_memory_utilization: float = 0.5,
         report_experts: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model, self.device, self.dtype, self.shares_weights = model, device, dtype, shares_weights
         limits = CacheLimits(max_num_seqs, max_model_len, max_cache_tokens, gpu_memory_utilization)
         self._runner = Runner(
-            model, tokenizer, device=device, dtype=dtype, limits=limits, report_experts=report_experts
+            model,
+            tokenizer,
+            device=device,
+            dtype=dtype,
+            limits=limits,
+            report_experts=report_experts,
+            speculation=speculation,
         )
         self._scheduler = Scheduler(max_num_seqs)
         self._limits = RequestLimits(max_model_len, limits.tokens, self._runner.vocabulary, self._runner.reads_images)

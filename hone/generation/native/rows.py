@@ -17,21 +17,33 @@ from hone.generation.native.sampler import Allowed, RowSampling
 from hone.generation.native.scheduler import Admission, Job, Sampled
 
 
+class LastToken(NamedTuple):
+    """A row that ends with one of the tokens of a step.
+
+    Attributes:
+        kept: tokens of the step up to that one.
+        error: why the row failed, or None.
+    """
+
+    kept: int
+    error: Exception | None = None
+
+
 @dataclass(frozen=True)
 class HostWork:
     """Work of the host in every step for some rows; None where no row needs it.
 
     Attributes:
         allowed: returns the tokens that constraints allow.
-        keep_alternatives: gets the logits ``[A, V]`` and the sampling parameters.
-        keep_support: gets the tokens that could be sampled, ``[A, V]`` bool.
-        follow: gets the sampled tokens ``[A]``; returns the rows that end with them, with an error or None.
+        keep_alternatives: gets the row of each sampled token in order, the logits ``[N, V]`` and the sampling parameters.
+        keep_support: gets the row of each sampled token in order, and the tokens that could be sampled, ``[N, V]`` bool.
+        follow: gets the sampled tokens of each row; returns the rows that end with them. Rows with a constraint have one token.
     """
 
     allowed: Callable[[], Allowed] | None = None
-    keep_alternatives: Callable[[Tensor, RowSampling], None] | None = None
-    keep_support: Callable[[Tensor], None] | None = None
-    follow: Callable[[Tensor], Mapping[int, Exception | None]] | None = None
+    keep_alternatives: Callable[[Sequence[int], Tensor, RowSampling], None] | None = None
+    keep_support: Callable[[Sequence[int], Tensor], None] | None = None
+    follow: Callable[[Sequence[Sequence[int]]], Mapping[int, LastToken]] | None = None
 
 
 class End(NamedTuple):

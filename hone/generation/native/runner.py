@@ -18,9 +18,10 @@ from hone.generation.native.constrained import ConstrainedRows
 from hone.generation.native.contiguous import ContiguousRows
 from hone.generation.native.paged import support
 from hone.generation.native.paged.rows import PagedRows
-from hone.generation.native.rows import CacheLimits, End, HostWork, RowStore
+from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, RowStore
 from hone.generation.native.sampler import RowSampling, likeliest
 from hone.generation.native.scheduler import Job, Sampled
+from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import Alternatives, Completion
 from hone.generation.stop_strings import ends_with_stop, window
 from hone.models.images import find_processor
@@ -31,6 +32,7 @@ from hone.models.module_forward import Forward, ModuleForward
 STATS = (
     *("prefill_tokens", "decode_tokens", "steps", "peak_sequences", "peak_cache_tokens"),
     *("prefix_hits", "session_hits", "session_tokens", "cached_tokens", "preemptions"),
+    *("drafted_tokens", "accepted_tokens"),
 )
 
 
@@ -48,6 +50,7 @@ class Runner:
         dtype: compute dtype: float32, bfloat16 or float16.
         limits: of the KV cache.
         report_experts: whether completions have the experts of each token.
+        speculation: drafts tokens; None for one token a step.
 
     Attributes:
         rows: the running rows and their KV cache.
@@ -68,6 +71,7 @@ class Runner:
         dtype: str,
         limits: CacheLimits,
         report_experts: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model, self.tokenizer, self._device = model, tokenizer, device
         compute_dtype: torch.dtype = getattr(torch, dtype)
@@ -81,16 +85,18 @@ class Runner:
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
         forward = self._forward
         self._report_experts = report_experts and isinstance(forward, ModuleForward) and forward.keep_experts()
-        self.rows = self._rows_of(causal, limits, compute_dtype)
+        self.rows = self._rows_of(causal, limits, compute_dtype, speculation)
         self.preempted: list[Job] = []
         self._fresh: list[Job] = []
         self._constrained = ConstrainedRows(self.grammars, device)
         self._work = HostWork()
 
-    def _rows_of(self, causal: Any, limits: CacheLimits, dtype: torch.dtype) -> RowStore:
-        """Return rows with a paged cache where model and device allow it, else rows of one tensor."""
+    def _rows_of(
+        self, causal: Any, limits: CacheLimits, dtype: torch.dtype, speculation: Speculation | None
+    ) -> RowStore:
+        """Return rows with a paged cache where model and device allow it and nothing is drafted, else rows of one tensor."""
         device = self._device
-        reason = support.obstacle(causal, device, dtype)
+        reason = "rows of pages have no drafts" if speculation else support.obstacle(causal, device, dtype)
         if reason is None:
             sizes = [p.numel() * (p.element_size() + dtype.itemsize) for p in causal.parameters()]
             return PagedRows(
@@ -115,6 +121,7 @@ class Runner:
             max_cache_tokens=limits.tokens,
             keeps_experts=self._report_experts,
             processor=find_processor(causal),
+            speculation=speculation,
         )
 
     @property
@@ -234,50 +241,56 @@ class Runner:
             follow=self._follow if constrained or stops else None,
         )
 
-    def _follow(self, tokens: Tensor) -> dict[int, Exception | None]:
-        """Follow stop strings and constraints with the sampled ``tokens [A]``; return the rows that end, with an error or None."""
+    def _follow(self, tokens: Sequence[Sequence[int]]) -> dict[int, LastToken]:
+        """Follow stop strings and constraints with the sampled tokens of each row; return the rows that end."""
         ends = self._search_stop_strings(tokens)
-        return self._constrained.follow(tokens, self._is_full) | ends if self._constrained else ends
+        if not self._constrained:
+            return ends
+        constrained = self._constrained.follow(tokens, self._is_full)
+        return {row: LastToken(1, error) for row, error in constrained.items()} | ends
 
     def _is_full(self, job: Job) -> bool:
         """Return whether a job has as many tokens as its request allows."""
         return self.rows.num_sampled(job) >= job.request.sampling.max_tokens
 
-    def _search_stop_strings(self, tokens: Tensor) -> dict[int, Exception | None]:
-        """Search the responses for their stop strings, after the sampled ``tokens [A]``; the host waits once for all rows.
+    def _search_stop_strings(self, tokens: Sequence[Sequence[int]]) -> dict[int, LastToken]:
+        """Search the responses for their stop strings, after the sampled tokens of each row.
 
         Returns:
-            The rows whose token completes a stop string, and those in which the search failed, with the error.
+            The rows of which a token completes a stop string, and those in which the search failed, with the error.
         """
-        if not any(job.request.sampling.stop for job in self.running):
-            return {}
-        ends: dict[int, Exception | None] = {}
-        for row, (job, token) in enumerate(zip(self.running, tokens.tolist(), strict=True)):
-            if stops := job.request.sampling.stop:
+        ends: dict[int, LastToken] = {}
+        for row, (job, sampled) in enumerate(zip(self.running, tokens, strict=True)):
+            stops = job.request.sampling.stop
+            for count, token in enumerate(sampled if stops else (), 1):
                 job.tail = [*job.tail, token][-window(stops) :]
                 try:
-                    if ends_with_stop(self.tokenizer, job.tail, stops):
-                        ends[row] = None
+                    if not ends_with_stop(self.tokenizer, job.tail, stops):
+                        continue
+                    ends[row] = LastToken(count)
                 except Exception as error:  # noqa: BLE001 - the error is the request's answer
-                    ends[row] = error
+                    ends[row] = LastToken(count, error)
+                break
         return ends
 
-    def _keep_alternatives(self, logits: Tensor, sampling: RowSampling) -> None:
+    def _keep_alternatives(self, rows: Sequence[int], logits: Tensor, sampling: RowSampling) -> None:
         """Keep the likeliest tokens of the requests that ask for them."""
         most = max(job.request.sampling.top_log_probs for job in self.running)
         top = [values.tolist() for values in likeliest(logits, sampling, most)]
-        for job, *pairs in zip(self.running, *top, strict=True):
+        for row, *pairs in zip(rows, *top, strict=True):
+            job = self.running[row]
             if number := job.request.sampling.top_log_probs:
                 job.alternatives.append(list(zip(*pairs, strict=True))[:number])
 
-    def _keep_support(self, support: Tensor) -> None:
-        """Keep the support ``[A, V]`` of the tokens of the requests that ask for it."""
+    def _keep_support(self, rows: Sequence[int], support: Tensor) -> None:
+        """Keep the support ``[N, V]`` of the tokens of the requests that ask for it."""
         sizes = support.sum(-1).tolist()
         ids = iter(support.nonzero()[:, 1].split(sizes))
-        for job, size, row in zip(self.running, sizes, ids, strict=True):
+        for row, size, tokens in zip(rows, sizes, ids, strict=True):
+            job = self.running[row]
             if job.request.sampling.wants_support:
                 job.support_sizes.append(size)
-                job.support_ids += row.tolist()
+                job.support_ids += tokens.tolist()
 
     # leaving ---------------------------------------------------------------------------------------------------------
 

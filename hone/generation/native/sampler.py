@@ -172,6 +172,10 @@ class Draws(NamedTuple):
     sampling_log_probs: Tensor
     support: Tensor | None
 
+    def select(self, index: Tensor) -> Draws:
+        """Return the given rows in the given order."""
+        return Draws(*(None if values is None else values[index] for values in self))  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class Allowed:

@@ -36,7 +36,7 @@ class Job:
         earlier: version and number of tokens at each change of the weights since.
         started: when it entered (``time.perf_counter``).
         first_token: when its first token was sampled.
-        entered: number of decode steps before it entered.
+        entered: number of decode steps so far, less the tokens sampled for it; a step without drafts changes neither.
         in_row: whether its prompt is cached in its row; this is the same for all running jobs.
         slot: of its shared prefix otherwise.
         aborted: whether to end it with the tokens sampled so far.

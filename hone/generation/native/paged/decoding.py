@@ -70,9 +70,9 @@ class Decoder:
             logits, sampling, table.generated(rows), seen, counts, allowed
         )
         if work is not None and work.keep_alternatives is not None:
-            work.keep_alternatives(logits, sampling)
+            work.keep_alternatives(range(rows), logits, sampling)
         if work is not None and work.keep_support is not None and support is not None:
-            work.keep_support(support)
+            work.keep_support(range(rows), support)
         if occurrences is not None:
             occurrences.add(tokens)
         table.record(tokens)

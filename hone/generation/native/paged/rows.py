@@ -41,7 +41,7 @@ from hone.generation.native.paged.prompts import Prompts
 from hone.generation.native.paged.support import number_of_pages
 from hone.generation.native.paged.table import RowTable
 from hone.generation.native.paged.transfer import Arriving, Readback
-from hone.generation.native.rows import CacheLimits, End, HostWork, not_finite
+from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, not_finite
 from hone.generation.native.sampler import RowSampling
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.native.sessions import CachedTurn, SessionCache
@@ -230,16 +230,19 @@ class PagedRows:
         if jobs is not self.running:
             rows = {job: row for row, job in enumerate(self.running)}
         self._stats["decode_tokens"] += len(jobs) if rows is None else sum(job in rows for job in jobs)
-        failed = work.follow(results[TOKEN, : len(jobs)].long()) if work and work.follow else {}
+        ended: Mapping[int, LastToken] = {}
+        if work and work.follow:
+            ended = work.follow([[token] for token in results[TOKEN, : len(jobs)].tolist()])
         reasons = results[REASONS, : len(jobs)]
-        places = {*reasons.nonzero()[:, 0].tolist(), *failed}
+        places = {*reasons.nonzero()[:, 0].tolist(), *ended}
         ends = []
         for place in sorted(places):
             row = place if rows is None else rows.get(jobs[place])
             if row is None:
                 continue
-            bits, complete = int(reasons[place]), place in failed and failed[place] is None
-            error = failed.get(place) or (not_finite() if bits & NOT_FINITE else None)
+            bits, last = int(reasons[place]), ended.get(place)
+            complete = last is not None and last.error is None
+            error = (last.error if last else None) or (not_finite() if bits & NOT_FINITE else None)
             ends.append(End(row, StopReason.STOP if bits & STOPPED or complete else StopReason.LENGTH, error))
         return ends
 
