@@ -45,12 +45,19 @@ class Weights(Enum):
 
 
 SERVING = "replica/serving"
+DRAFTED, ACCEPTED, ACCEPTANCE = "rollout/drafted_tokens", "rollout/accepted_tokens", "rollout/draft_acceptance"
 
 
 def merged_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of all workers; the number of serving replicas is that of all."""
+    """Merge the metrics of all workers; the numbers of serving replicas, drafted and accepted tokens are those of all."""
     merged = {name: value for part in parts for name, value in part.items()}
-    return merged | ({SERVING: sum(part[SERVING] for part in parts)} if merged else {})
+    merged |= {name: sum(part[name] for part in parts) for name in (SERVING, DRAFTED, ACCEPTED) if name in merged}
+    return merged | _acceptance(merged)
+
+
+def _acceptance(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the share of accepted drafts; empty without drafts."""
+    return {ACCEPTANCE: metrics[ACCEPTED] / metrics[DRAFTED]} if metrics.get(DRAFTED) else {}
 
 
 def joined(parts: Sequence[list[Any]]) -> list[Any]:
@@ -89,6 +96,7 @@ class RolloutWorker(WeightTarget):
         if not self._lends:
             self.engine = engine or self._build()
         self._validation_share: float | None = None
+        self._drafts: dict[str, int] = {}
 
     def _source(self) -> Weights:
         actor = self.context.roles.get("actor")
@@ -181,9 +189,9 @@ class RolloutWorker(WeightTarget):
 
     @dispatch(Split.ALL, merged_metrics)
     async def take_engine_metrics(self) -> dict[str, float]:
-        """Return metrics of every replica since the last call; empty for an engine without replicas."""
+        """Return metrics of every replica, and the drafts of an engine without replicas, since the last call."""
         if not isinstance(self.engine, EnginePool):
-            return {}
+            return self._take_drafts()
         metrics = await self.engine.take_metrics()
         serving = sum(replica.serves for replica in self.engine.replicas)
         return {SERVING: serving} | {
@@ -191,6 +199,16 @@ class RolloutWorker(WeightTarget):
             for i, values in enumerate(metrics)
             for name, value in values.items()
         }
+
+    def _take_drafts(self) -> dict[str, float]:
+        """Return how many tokens were drafted and accepted since the last call; empty without speculative decoding."""
+        if self.context.config.actor_rollout_ref.rollout.speculative.method is None:
+            return {}
+        stats = self.engine.describe().stats
+        now = {DRAFTED: stats["drafted_tokens"], ACCEPTED: stats["accepted_tokens"]}
+        new = {name: count - self._drafts.get(name, 0) for name, count in now.items()}
+        self._drafts = now
+        return new | _acceptance(new)
 
     def _number(self, index: int) -> int:
         """Return the number of a replica among those of all workers; it stays when the pools change their sizes."""

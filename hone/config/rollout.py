@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hone.config.agents import AgentConfig, MultiTurnConfig
 from hone.config.engines import EngineConfig
-from hone.config.fields import block, choice, named, number
+from hone.config.fields import block, choice, model_path, named, number
 
 
 @dataclass
@@ -38,6 +38,32 @@ class ConstraintConfig:
 
 
 @dataclass
+class SpeculativeConfig:
+    """Speculative decoding: drafted tokens that the policy verifies, several in one forward pass. It changes no token's distribution.
+
+    Engines native, whose tokens stay the same, and vllm (only ngram). See docs/engines.md.
+    """
+
+    method: str | None = choice(None, "ngram", "draft_model")
+    """Source of the drafts; null means none: ngram (what followed the last tokens where they occurred before in prompt or response),
+    draft_model (a small model of the same tokenizer, at `model`)."""
+    num_speculative_tokens: int = number(4, low=1)
+    """Most drafted tokens of a response in one forward pass."""
+    prompt_lookup_min: int = number(2, low=1)
+    """ngram: tokens of the shortest n-gram that is looked up."""
+    prompt_lookup_max: int = number(4, low=1)
+    """ngram: tokens of the longest one, which is tried first."""
+    model: str | None = model_path()
+    """draft_model: directory of the draft model, or a name of the hub."""
+    learning_rate: float = number(0.0, low=0)
+    """draft_model, native engine: learning rate at which it is trained between steps on the tokens that the policy sampled; 0 keeps it
+    as it is. Its trained weights are not saved: a resumed run starts from `model` again, which changes no token."""
+    disable_by_batch_size: int | None = number(None, low=1)
+    """native engine: number of running responses above which nothing is drafted; null means no limit. Many responses fill the
+    device without drafts, the last long ones of a step do not."""
+
+
+@dataclass
 class RolloutConfig(EngineConfig):
     """Generation of responses."""
 
@@ -66,6 +92,8 @@ class RolloutConfig(EngineConfig):
     """Sample up to max_response_length even after an end-of-sequence token; for benchmarks."""
     constraint: ConstraintConfig = block(ConstraintConfig)
     """Constraint on the text of every response."""
+    speculative: SpeculativeConfig = block(SpeculativeConfig)
+    """Speculative decoding."""
     max_num_seqs: int = number(256, low=1)
     """Most sequences decoded at once."""
     max_cache_tokens: int | None = number(None, low=1)

@@ -59,6 +59,7 @@ def build_engine(
     if rollout.name == "native":
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["report_experts"] = RunSpec(config).follows_engine_experts
+        arguments["speculation"] = _speculation(config, device)
     if not shares_weights and rollout.name != "native":
         raise ConfigError(
             f"engine '{rollout.name}' can only read the trainer's weights, but here it needs a copy",
@@ -75,6 +76,18 @@ def build_engine(
         max_cache_tokens=rollout.max_cache_tokens,
         max_model_len=longest_sequence(config),
         **arguments,
+    )
+
+
+def _speculation(config: RLConfig, device: Device) -> Any:
+    """Return the speculation of a native engine in this process; None without one."""
+    settings, model = config.actor_rollout_ref.rollout.speculative, config.actor_rollout_ref.model
+    if settings.method is None:
+        return None
+    from hone.generation.native.speculative.build import speculation_from_config
+
+    return speculation_from_config(
+        settings, device=device, dtype=engine_dtype(config), trust_remote_code=model.trust_remote_code
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hone.config.model import ModelConfig
-from hone.config.rollout import RolloutConfig
+from hone.config.rollout import RolloutConfig, SpeculativeConfig
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 
@@ -32,6 +33,7 @@ def engine_options(rollout: RolloutConfig, *, report_experts: bool = False) -> d
             where="actor_rollout_ref.rollout.engine_kwargs",
         )
     _check_sizes(rollout)
+    check_speculation(rollout)
     devices, expert = rollout.devices_per_engine, rollout.expert_parallel_size
     if expert not in (1, devices):
         raise ConfigError(
@@ -46,6 +48,8 @@ def engine_options(rollout: RolloutConfig, *, report_experts: bool = False) -> d
     return _merge(_OPTIONS[rollout.name](rollout) | experts, user_options)
 
 
+SPECULATES = {"native": ("ngram", "draft_model"), "vllm": ("ngram",)}
+"""Methods of speculative decoding by engine."""
 _SIZES = {
     "tensor_model_parallel_size": ("tensor_parallel_size", "tp_size"),
     "data_parallel_size": ("data_parallel_size", "dp_size"),
@@ -71,6 +75,32 @@ def _check_sizes(rollout: RolloutConfig) -> None:
             )
 
 
+def check_speculation(rollout: RolloutConfig) -> None:
+    """Check that the engine drafts as configured, and that ``engine_kwargs`` do not configure it a second time.
+
+    Raises:
+        ConfigError: one of both.
+    """
+    block, method = "actor_rollout_ref.rollout.speculative", rollout.speculative.method
+    name = {"vllm": "speculative_config", "native": "speculative"}.get(rollout.name)
+    if name in (rollout.engine_kwargs.get(rollout.name) or {}):
+        where = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{name}"
+        raise ConfigError(
+            f"{where} is set, but rollout.speculative configures speculative decoding",
+            why="its keys are the same for all engines",
+            fix=f"{block}={{method: ngram, num_speculative_tokens: 4}}, and remove {where}",
+            where=where,
+        )
+    if method is not None and method not in SPECULATES.get(rollout.name, ()):
+        others = ", ".join(f"{engine} ({', '.join(methods)})" for engine, methods in SPECULATES.items())
+        raise ConfigError(
+            f"engine '{rollout.name}' has no speculative decoding with method={method}; these engines have: {others}",
+            why="its drafts are not verified to leave the log-probs of the policy as they are",
+            fix=f"{block}.method=null, or actor_rollout_ref.rollout.name=native",
+            where=f"{block}.method",
+        )
+
+
 def _merge(options: dict[str, Any], user_options: dict[str, Any]) -> dict[str, Any]:
     """Return Hone's arguments overridden by the user's; dictionaries are merged key by key."""
     both = [
@@ -94,7 +124,16 @@ def _vllm(rollout: RolloutConfig) -> dict[str, Any]:
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         enforce_eager=rollout.enforce_eager,
         enable_chunked_prefill=rollout.enable_chunked_prefill,
+        speculative_config=_drafts_of_vllm(rollout.speculative),
     )
+
+
+def _drafts_of_vllm(settings: SpeculativeConfig) -> dict[str, Any] | None:
+    """Return vLLM's ``speculative_config``; its keys have the same names."""
+    if settings.method is None:
+        return None
+    names = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    return {name: getattr(settings, name) for name in names}
 
 
 def _sglang(rollout: RolloutConfig) -> dict[str, Any]:
@@ -144,7 +183,8 @@ def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _native(rollout: RolloutConfig) -> dict[str, Any]:
-    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+    speculative = asdict(rollout.speculative) if rollout.speculative.method is not None else None
+    return _without_none(gpu_memory_utilization=rollout.gpu_memory_utilization, speculative=speculative)
 
 
 _REPORTS_EXPERTS = {

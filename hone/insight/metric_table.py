@@ -327,6 +327,25 @@ _SAMPLES = (
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
     MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),
     MetricSpec(
+        "rollout/drafted_tokens",
+        "tokens",
+        _SUM,
+        "Tokens that speculative decoding drafted in a native engine in the trainer's process, validation included.",
+    ),
+    MetricSpec(
+        "rollout/accepted_tokens",
+        "tokens",
+        _SUM,
+        "Drafted tokens that the policy sampled; each saves its response a forward pass.",
+    ),
+    MetricSpec(
+        "rollout/draft_acceptance",
+        "share of tokens",
+        _MEAN,
+        "rollout/accepted_tokens / rollout/drafted_tokens."
+        " Look when it falls during a run: the policy has moved away from the draft model, raise speculative.learning_rate.",
+    ),
+    MetricSpec(
         "forks/turns", "turns", _MEAN, "Turns from which episodes were continued (adv_estimator=turn_value_by_forks)."
     ),
     MetricSpec("forks/continued_tokens", "tokens", _MEAN, "Tokens sampled or replayed in these continuations."),

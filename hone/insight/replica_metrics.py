@@ -64,7 +64,7 @@ REPLICA_METRICS = (
         "replica/<n>/draft_acceptance",
         "share of tokens",
         Reduction.MEAN,
-        "Tokens that speculative decoding drafted and the policy accepted; only with speculative_config.",
+        "Tokens that speculative decoding drafted and the policy accepted; only with rollout.speculative.",
     ),
     MetricSpec(
         "replica/<n>/weights_sent_mb",

@@ -30,6 +30,7 @@ from hone.preflight import (
     preference,
     rewards,
     rows,
+    speculative,
     template,
 )
 from hone.preflight.evidence import Evidence
@@ -69,6 +70,7 @@ __all__ = [
     "preference",
     "rewards",
     "rows",
+    "speculative",
     "template",
     "training_rows",
 ]

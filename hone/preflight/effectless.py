@@ -64,6 +64,7 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
         *_loss_switches(config),
         *_sampling_switches(config),
         *_engine_switches(config),
+        *_speculative_switches(config),
         Switch(
             ("actor_rollout_ref.actor.loss_scale_factor",),
             actor.loss_agg_mode == "seq-mean-token-sum-norm",
@@ -170,6 +171,31 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
             is_served(rollout),
             reason,
             f"{block}.num_replicas=1",
+        ),
+    ]
+
+
+def _speculative_switches(config: RLConfig) -> list[Switch]:
+    """Return the keys of speculative decoding by its method, and those that only the native engine has."""
+    rollout, block = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.speculative"
+    method, native = rollout.speculative.method, rollout.name == "native"
+    reason = f"{block}.method={yaml_value(method)}"
+    return [
+        Switch((f"{block}.num_speculative_tokens",), method is not None, reason, f"{block}.method=ngram"),
+        Switch(
+            (f"{block}.prompt_lookup_min", f"{block}.prompt_lookup_max"),
+            method == "ngram",
+            reason,
+            f"{block}.method=ngram",
+        ),
+        Switch(
+            (f"{block}.model", f"{block}.learning_rate"), method == "draft_model", reason, f"{block}.method=draft_model"
+        ),
+        Switch(
+            (f"{block}.disable_by_batch_size",),
+            method is not None and native,
+            reason if method is None else f"engine '{rollout.name}' has no such limit",
+            f"{block}.method=ngram" if method is None else "actor_rollout_ref.rollout.name=native",
         ),
     ]
 

@@ -424,7 +424,8 @@ class RLTrainer:
         self.metrics.add("training/epoch", self.sampler.epoch)
         self.metrics.update(self.sampler.metrics())
         memory_metrics(self.metrics)
-        if is_served(self.config.actor_rollout_ref.rollout):
+        rollout = self.config.actor_rollout_ref.rollout
+        if is_served(rollout) or rollout.speculative.method is not None:
             self.metrics.update(await self.runtime.group("rollout").take_engine_metrics())
         overhead_metrics(self.metrics, time.perf_counter() - started, await self._busy_seconds())
         metrics = self.metrics.reduce()

@@ -243,7 +243,7 @@ class ContiguousRows:
         """Return the drafts of the rows, to be verified in this step; None if there are none."""
         if self._speculation is None or not self.per_token:
             return None
-        drafts = self._speculation.drafts(self.running, self.num_sampled)
+        drafts = self._speculation.drafts(self.running, self.num_sampled, self._vocabulary)
         return Verification(drafts, self._device) if any(drafts) else None
 
     def _sample(self, work: HostWork, verification: Verification | None) -> tuple[Tensor, RowSampling, Draws]:

@@ -16,20 +16,20 @@ from hone.generation.protocol import GenerationRequest
 from hone.models.module_forward import Forward
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Tokens to compute.
 
     Attributes:
-        request: they belong to its prompt.
         row: of the cache.
-        past: tokens of the prompt that are cached.
+        past: tokens cached in it.
         ids: new tokens.
+        request: they belong to its prompt; None for text of no request.
     """
 
-    request: GenerationRequest
     row: int
     past: int
     ids: list[int]
+    request: GenerationRequest | None = None
 
 
 class Prefill:
@@ -65,14 +65,16 @@ class Prefill:
             requests: (request, row).
             version: of the weights.
         """
-        new: list[_Part] = []
-        continued: list[_Part] = []
+        parts: list[Part] = []
         for request, row in requests:
             ids, kept = request.prompt_ids[:-1], self._resume(request, cache, row, version)
-            if kept < len(ids):
-                (continued if kept else new).append(_Part(request, row, kept, ids[kept:]))
-        self._whole_prompts(cache, new)
-        self._extend(cache, continued)
+            parts.append(Part(row, kept, ids[kept:], request))
+        self.extend(cache, parts)
+
+    def extend(self, cache: KVCache, parts: Sequence[Part]) -> None:
+        """Compute new tokens of rows of ``cache``."""
+        self._whole_prompts(cache, [part for part in parts if part.past == 0 and part.ids])
+        self._extend(cache, [part for part in parts if part.past > 0 and part.ids])
 
     def _resume(self, request: GenerationRequest, cache: KVCache, row: int, version: int) -> int:
         """Copy the cached turn of the request's session into a row and return its number of tokens."""
@@ -86,7 +88,7 @@ class Prefill:
         self._stats["cached_tokens"] += shared
         return shared
 
-    def _whole_prompts(self, cache: KVCache, prompts: list[_Part]) -> None:
+    def _whole_prompts(self, cache: KVCache, prompts: list[Part]) -> None:
         """Compute whole prompts."""
         while prompts:
             count, tokens = 1, len(prompts[0].ids)
@@ -97,7 +99,7 @@ class Prefill:
             lengths = torch.tensor([len(part.ids) for part in chunk])
             self._run(PrefillContext(cache, torch.tensor([part.row for part in chunk]), lengths), chunk)
 
-    def _extend(self, cache: KVCache, added: list[_Part]) -> None:
+    def _extend(self, cache: KVCache, added: list[Part]) -> None:
         """Compute new tokens of rows. Similar lengths share a padded tile."""
         added = sorted(added, key=lambda part: len(part.ids))
         while added:
@@ -111,12 +113,11 @@ class Prefill:
             )
             self._run(ExtendContext(cache, rows, past, lengths), chunk)
 
-    def _run(self, context: PrefillContext | ExtendContext, chunk: Sequence[_Part]) -> None:
+    def _run(self, context: PrefillContext | ExtendContext, chunk: Sequence[Part]) -> None:
         """Run the forward pass of some parts."""
         if self._processor is not None:
-            context.images = prompt_images(
-                self._processor, [part.request for part in chunk], [part.past for part in chunk]
-            )
+            prompts = [(part.request, part.past) for part in chunk if part.request is not None]
+            context.images = prompt_images(self._processor, *zip(*prompts, strict=True))
         ids = torch.tensor([[token for part in chunk for token in part.ids]], device=self._device)
         self._forward.hidden(ids, context)
         self._stats["prefill_tokens"] += ids.shape[1]

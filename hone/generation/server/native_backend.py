@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hone.config.rollout import SpeculativeConfig
 from hone.generation.native.engine import NativeEngine
+from hone.generation.native.speculative.build import speculation_from_config
 from hone.generation.protocol import Completion, GenerationRequest
 from hone.generation.remote.gpus import uuid_of
 from hone.generation.remote.transports import Mappings, open_chunk
@@ -17,7 +19,7 @@ from hone.generation.server.backend import BackendSettings
 from hone.models.routing import use_hone_attention
 from hone.threads import compute_here
 
-_ARGUMENTS = ("gpu_memory_utilization", "report_experts")
+_ARGUMENTS = ("gpu_memory_utilization", "report_experts", "speculative")
 """Arguments of the engine besides those of all engines."""
 
 
@@ -34,6 +36,9 @@ class NativeBackend:
         self._mappings, self._version = Mappings(), 0
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens
         self.gpus = [uuid_of(device)] if device.type == "cuda" else []
+        options = dict(settings.options)
+        drafts = SpeculativeConfig(**options.pop("speculative", {}))
+        speculation = speculation_from_config(drafts, device=device, dtype=settings.dtype)
         self._engine = NativeEngine(
             model,
             AutoTokenizer.from_pretrained(settings.tokenizer),
@@ -43,7 +48,8 @@ class NativeBackend:
             max_cache_tokens=settings.max_cache_tokens,
             max_model_len=settings.max_model_len,
             shares_weights=False,
-            **settings.options,
+            speculation=speculation,
+            **options,
         )
 
     async def generate(self, request: GenerationRequest) -> Completion:

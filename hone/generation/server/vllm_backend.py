@@ -161,7 +161,7 @@ class VllmBackend:
             raise RequestError(
                 f"vLLM cannot serve min_p={request.sampling.min_p:g} with speculative decoding",
                 why="it verifies drafts without min_p",
-                fix="actor_rollout_ref.rollout.min_p=0, or remove engine_kwargs.vllm.speculative_config",
+                fix="actor_rollout_ref.rollout.min_p=0, or actor_rollout_ref.rollout.speculative.method=null",
                 field="min_p",
             )
         final = None

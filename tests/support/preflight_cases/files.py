@@ -113,6 +113,14 @@ DIRECTORIES = [
         repairs=same_tokenizer,
     ),
     Case(
+        "R90 speculative.draft_model_shares_the_tokenizer",
+        f"{ROLLOUT}.speculative.method=draft_model {ROLLOUT}.speculative.model=TMP/teacher",
+        ("'teacher'", "1 tokens of the draft model"),
+        advice="method=ngram",
+        breaks=other_tokenizer,
+        repairs=same_tokenizer,
+    ),
+    Case(
         "R84 distillation.every_row_has_a_teacher",
         "distillation.enable=true distillation.teacher_prompt='{prompt}{hint}'",
         ("hint", "ground_truth"),

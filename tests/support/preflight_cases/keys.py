@@ -323,6 +323,12 @@ NAMES = [
         also=("R32",),
     ),
     Case(
+        "R90 speculative.engine_drafts_as_configured",
+        f"{ROLLOUT}.name=hf {ROLLOUT}.speculative.method=ngram",
+        ("'hf'", "method=ngram", "native"),
+        fix=f"{ROLLOUT}.name=native",
+    ),
+    Case(
         "R76 engines.engine_takes_the_adapter",
         f"{ROLLOUT}.merge_lora=false",
         ("'native'",),

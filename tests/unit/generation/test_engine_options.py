@@ -12,10 +12,10 @@ from support.messages import raises
 from torch import nn
 
 from hone.config import RLConfig, load_config
-from hone.config.rollout import RolloutConfig
+from hone.config.rollout import RolloutConfig, SpeculativeConfig
 from hone.errors import ConfigError
 from hone.generation.build import engine_start
-from hone.generation.options import engine_options
+from hone.generation.options import check_speculation, engine_options
 from hone.generation.remote import ServedEngine
 from hone.generation.server import native_backend
 from hone.generation.server.arguments import check_names
@@ -57,6 +57,33 @@ def test_keys_have_the_names_of_each_engine(keys, vllm, sglang):
         options = engine_options(RolloutConfig(name=name, **keys))
         assert {key: value for key, value in options.items() if default.get(key) != value} == wanted
         assert None not in options.values()
+
+
+def test_keys_of_speculative_decoding_reach_each_engine():
+    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=5)
+    vllm = engine_options(RolloutConfig(name="vllm", speculative=ngram))["speculative_config"]
+    assert vllm == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 5}
+    native = engine_options(RolloutConfig(name="native", speculative=ngram))["speculative"]
+    assert SpeculativeConfig(**native) == ngram
+    for name in ("vllm", "native"):
+        assert not {"speculative", "speculative_config"} & engine_options(RolloutConfig(name=name)).keys()
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [("hf", "ngram"), ("sglang", "ngram"), ("trtllm", "ngram"), ("vllm", "draft_model")],
+)
+def test_an_engine_without_the_method_is_refused(engine, method):
+    rollout = RolloutConfig(name=engine, speculative=SpeculativeConfig(method=method))
+    with raises(ConfigError, engine, method, where="actor_rollout_ref.rollout.speculative.method"):
+        check_speculation(rollout)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("vllm", "speculative_config"), ("native", "speculative")])
+def test_speculative_decoding_has_one_set_of_keys(engine, name):
+    where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
+    with raises(ConfigError, "actor_rollout_ref.rollout.speculative", where=where):
+        engine_options(RolloutConfig(name=engine, engine_kwargs={engine: {name: {"method": "ngram"}}}))
 
 
 def test_the_native_engine_gets_its_share_of_a_gpu(monkeypatch):

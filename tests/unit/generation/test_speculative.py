@@ -13,12 +13,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.drafters import mixed, right, wrong
 from support.examples import examples
-from support.families import model_of, tiny_config
+from support.families import model_of, tiny_config, tiny_model
 from support.templates import tokenizer
+from torch import nn
 
 from hone.data.types import StopReason
 from hone.generation.native.scheduler import Job
 from hone.generation.native.speculative import DraftRow, Speculation
+from hone.generation.native.speculative.draft_model import ModelDrafter
 from hone.generation.native.speculative.drafts import accepted
 from hone.generation.native.speculative.ngram import NgramDrafter
 from hone.generation.protocol import (
@@ -29,6 +31,15 @@ from hone.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
+from hone.models.routing import use_hone_attention
+
+CPU = torch.device("cpu")
+
+
+def draft_model(name: str, seed: int) -> nn.Module:
+    model = tiny_model(name, seed=seed)
+    use_hone_attention(model)
+    return model
 
 
 def request(name: str, prompt: list[int], seed: int = 0, **sampling: object) -> GenerationRequest:
@@ -308,3 +319,18 @@ def test_ngram_drafts_equal_a_search(ids, prompt, sizes, most):
 )
 def test_tokens_are_kept_up_to_the_first_that_differs_or_ends(tokens, drafts, stops, count):
     assert accepted(tokens, drafts, stops) == count
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("groups", [None, 3], ids=["rows", "shared prompts"])
+@pytest.mark.parametrize("which", ["itself", "another"])
+def test_drafts_of_a_model_change_nothing(make_model, make_engine, serve, name, groups, which):
+    """A draft model that equals the policy drafts its tokens with the same draws, so that all drafts are right."""
+    policy, asked = make_model(name), crowd(groups=groups)
+    drafter = ModelDrafter(draft_model(name, 0 if which == "itself" else 1), device=CPU, dtype=torch.float32)
+    expected = serve(make_engine(policy, max_num_seqs=6), asked)
+    engine = make_engine(policy, max_num_seqs=6, speculation=Speculation(drafter, num_tokens=4))
+    for _ in range(2):
+        check_same(serve(engine, asked), expected)
+    _, _, drafted, kept = counters(engine)
+    assert 0 < kept < drafted if which == "another" else kept > 0.9 * drafted

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import check_message
 from support.preflight import change
 
 from hone.config import RLConfig
-from hone.preflight import Stage, engines, findings
+from hone.models import registry
+from hone.models.attention.cache import KVLayerCache
+from hone.preflight import Stage, engines, findings, speculative
+from hone.preflight.evidence import Evidence
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -122,3 +127,67 @@ def test_a_separate_adapter_needs_an_engine_that_computes_with_it(
     change(rl, {f"{ROLLOUT}.merge_lora": False, **changes})
     finding = [finding.error.render() for finding in engines.engine_takes_the_adapter(rl)]
     assert len(finding) == (message is not None) and (message is None or message in finding[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "mentions"),
+    [
+        (
+            {"speculative.method": "ngram", "speculative.prompt_lookup_min": 6},
+            "speculative.prompt_lookup_min",
+            ("6", "4"),
+        ),
+        ({"speculative.method": "draft_model"}, "speculative.model", ("draft_model",)),
+        ({"name": "vllm", "min_p": 0.1, "speculative.method": "ngram"}, "min_p", ("0.1",)),
+        ({"name": "vllm", "speculative.method": "draft_model"}, "speculative.method", ("vllm", "native")),
+    ],
+)
+def test_keys_of_speculative_decoding_fit_each_other(
+    rl: RLConfig, changes: dict[str, Any], key: str, mentions: tuple[str, ...]
+):
+    change(rl, {f"{ROLLOUT}.{name}": value for name, value in changes.items()})
+    (finding,) = speculative.engine_drafts_as_configured(rl)
+    assert finding.stops and finding.error.where == f"{ROLLOUT}.{key}"
+    check_message(finding.error, *mentions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "idle"),
+    [
+        ({"speculative.num_speculative_tokens": 7}, {"num_speculative_tokens"}),
+        ({"speculative.method": "ngram", "speculative.learning_rate": 1e-4}, {"learning_rate"}),
+        (
+            {"speculative.method": "draft_model", "speculative.model": "m", "speculative.prompt_lookup_max": 5},
+            {"prompt_lookup_max"},
+        ),
+        (
+            {"name": "vllm", "speculative.method": "ngram", "speculative.disable_by_batch_size": 8},
+            {"disable_by_batch_size"},
+        ),
+        (
+            {"speculative.method": "ngram", "speculative.disable_by_batch_size": 8, "speculative.prompt_lookup_max": 5},
+            set(),
+        ),
+    ],
+)
+def test_keys_of_another_method_have_no_effect(rl: RLConfig, changes: dict[str, Any], idle: set[str]):
+    change(rl, {f"{ROLLOUT}.{name}": value for name, value in changes.items()})
+    effectless = {f.error.where for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"}
+    assert effectless == {f"{ROLLOUT}.speculative.{key}" for key in idle}
+
+
+class StateCache(KVLayerCache):
+    """A cache of one state a sequence."""
+
+    per_token = False
+
+
+def test_a_model_with_one_state_a_sequence_has_no_drafts(rl: RLConfig, monkeypatch: pytest.MonkeyPatch):
+    change(rl, {f"{ROLLOUT}.speculative.method": "ngram"})
+    evidence = Evidence(rl)
+    evidence.model_settings = {"model_type": "qwen3", "num_hidden_layers": 2}
+    assert list(speculative.draft_model_shares_the_tokenizer(rl, evidence)) == []
+    family = dataclasses.replace(registry.family_of("qwen3"), layer_cache=lambda config, layer: StateCache())
+    monkeypatch.setattr(registry, "family_of", lambda model_type: family)
+    (finding,) = speculative.draft_model_shares_the_tokenizer(rl, evidence)
+    assert finding.stops and finding.error.where == f"{ROLLOUT}.speculative.method"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from hone.generation.native.scheduler import Job
@@ -55,10 +56,16 @@ class Speculation:
         self.drafter, self.num_tokens, self._max_rows = drafter, num_tokens, max_rows
         self._ids: dict[Job, list[int]] = {}
 
-    def drafts(self, jobs: Sequence[Job], num_sampled: Callable[[Job], int]) -> list[list[int]]:
+    def drafts(self, jobs: Sequence[Job], num_sampled: Callable[[Job], int], vocabulary: int) -> list[list[int]]:
         """Return the drafts of each running job for the next step; empty lists where it has none.
 
-        A row gets no more drafts than its request has tokens left, less the one that every step samples.
+        A row gets no more drafts than its request has tokens left, less the one that every step samples, and none from the first
+        that the policy does not have.
+
+        Args:
+            jobs: of the rows.
+            num_sampled: function that returns how many tokens were sampled for a job.
+            vocabulary: number of tokens of the policy.
         """
         drafts: list[list[int]] = [[] for _ in jobs]
         if self._max_rows is not None and len(jobs) > self._max_rows:
@@ -69,7 +76,7 @@ class Speculation:
             if left > 0 and _may_draft(job):
                 rows[row] = DraftRow(job, self._sequence(job), min(left, self.num_tokens))
         for row, tokens in zip(rows, self.drafter.draft(list(rows.values())), strict=True):
-            drafts[row] = tokens[: rows[row].most]
+            drafts[row] = list(takewhile(lambda token: token < vocabulary, tokens[: rows[row].most]))
         return drafts
 
     def append(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> None:
