@@ -37,9 +37,11 @@ from support.engine_cases import (
 from support.messages import check_message, raises
 from support.patience import SOON
 
+from hone.config.rollout import SpeculativeConfig
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.environments import interpreter_of
+from hone.generation.native.speculative.build import speculation_from_config
 from hone.generation.protocol import Constraint, ConstraintKind, GenerationRequest, SamplingParams
 from hone.generation.remote import EngineLost, ServedEngine
 from hone.generation.remote.delta import Differences
@@ -676,11 +678,17 @@ async def _sleep_and_wake(engine):
 
 def test_drafted_tokens_are_the_policys_and_have_both_log_probs(kind, models, tmp_path):
     """Speculative decoding: drafts are looked up in the sequence so far, which repeats itself here, and some are wrong."""
-    if kind != "vllm":
+    if kind not in ("vllm", "native", "served"):
         return
     old, new, path = models["tied"]
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    subject = start(kind, path, tmp_path / "drafts.log", speculative_config=drafts)
+    if kind == "native":
+        settings = SpeculativeConfig(**drafts)
+        speculation = speculation_from_config(settings, device=torch.device("cpu"), dtype="float32")
+        options = {"speculation": speculation}
+    else:
+        options = {"speculative_config" if kind == "vllm" else "speculative": drafts}
+    subject = start(kind, path, tmp_path / "drafts.log", **options)
     samplings = [SAMPLINGS[name] for name in ("plain", "top-k", "top-p", "penalty")]
 
     def ask(sampling):
@@ -711,8 +719,9 @@ def test_drafted_tokens_are_the_policys_and_have_both_log_probs(kind, models, tm
         assert [serve(subject.engine, [one])[one.request_id].token_ids for one in asked[-2:]] == crowd[-2:]
         stats = subject.engine.describe().stats
         assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
-        with raises(GenerationError, "actor_rollout_ref.rollout.min_p=0"):
-            serve(subject.engine, requests(SAMPLINGS["min-p"], 1))
+        if kind == "vllm":
+            with raises(GenerationError, "actor_rollout_ref.rollout.min_p=0"):
+                serve(subject.engine, requests(SAMPLINGS["min-p"], 1))
         asyncio.run(subject.take(new, 1))
         check(new)
         assert_drafts_do_not_bend_the_distribution(subject, new)

@@ -121,6 +121,7 @@ def start(kind: str, path: Path, log: Path, **options: object) -> Subject:
             max_cache_tokens=None,
             max_model_len=MAX_MODEL_LEN,
             **copies,
+            **options,
         )
         return Subject(kind, engine, model)
     return Subject(kind, ServedEngine.start(plan(kind, path, log, **options)))

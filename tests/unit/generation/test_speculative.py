@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from hone.generation.native.speculative import DraftRow, Speculation
 from hone.generation.native.speculative.draft_model import ModelDrafter
 from hone.generation.native.speculative.drafts import accepted
 from hone.generation.native.speculative.ngram import NgramDrafter
+from hone.generation.native.speculative.training import DraftTrainer, Example
 from hone.generation.protocol import (
     Completion,
     Constraint,
@@ -31,7 +32,7 @@ from hone.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
-from hone.models.routing import use_hone_attention
+from hone.models.routing import attention_of, use_hone_attention
 
 CPU = torch.device("cpu")
 
@@ -334,3 +335,117 @@ def test_drafts_of_a_model_change_nothing(make_model, make_engine, serve, name, 
         check_same(serve(engine, asked), expected)
     _, _, drafted, kept = counters(engine)
     assert 0 < kept < drafted if which == "another" else kept > 0.9 * drafted
+
+
+def test_a_draft_model_catches_up_after_steps_without_drafts(make_model, make_engine, serve):
+    """Above ``max_rows`` nothing is drafted; afterwards the draft model computes what it lacks, and its drafts are right."""
+    policy = make_model("qwen3")
+    asked = [request(str(i), [5, 6 + i], seed=i, max_tokens=8 if i < 3 else 60, ignore_eos=True) for i in range(5)]
+    expected = serve(make_engine(policy), asked)
+    drafter = ModelDrafter(draft_model("qwen3", 0), device=CPU, dtype=torch.float32)
+    engine = make_engine(policy, speculation=Speculation(drafter, num_tokens=4, max_rows=3))
+    check_same(serve(engine, asked), expected)
+    tokens, steps, drafted, kept = counters(engine)
+    assert tokens == 3 * 8 + 2 * 60 and drafted == kept > 0
+    assert steps == 8 + -(-52 // 5)  # three short responses without drafts, then five tokens a step
+
+
+def test_a_draft_model_with_fewer_or_more_tokens_drafts_those_of_both(make_engine, serve):
+    """Also next to a request with a logit bias for a token that the draft model does not have."""
+    config = tiny_config("qwen3")
+    for policy_size, draft_size in ((61, 40), (40, 61)):
+        config.vocab_size = policy_size
+        policy = model_of(config)
+        config.vocab_size = draft_size
+        small = model_of(config, seed=1)
+        use_hone_attention(small)
+        asked = [
+            request(str(i), [5, 6 + i], seed=i, logit_bias=((policy_size - 1, 4.0),) if i % 2 else ()) for i in range(6)
+        ]
+        expected = serve(make_engine(policy), asked)
+        drafter = ModelDrafter(small, device=CPU, dtype=torch.float32)
+        engine = make_engine(policy, speculation=Speculation(drafter, num_tokens=4))
+        check_same(serve(engine, asked), expected)
+        assert counters(engine)[2] > 0
+
+
+def entropy_of(model: nn.Module, examples: Sequence[Example]) -> float:
+    """Mean cross-entropy of the sampled tokens, by one forward pass for each response."""
+    losses = []
+    for ids, first, temperature in examples:
+        with attention_of(model, "eager"), torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, first - 1 : -1].float()
+        chosen = (logits / (temperature or 1.0)).log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])
+        losses.append(-chosen[:, 0])
+    return float(torch.cat(losses).mean())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_the_loss_of_a_draft_model_is_the_cross_entropy_of_the_policys_tokens(temperature):
+    model = draft_model("qwen3", 0)
+    examples = [Example([3 + (7 * i + j) % 50 for j in range(9 + i)], 4, temperature) for i in range(5)]
+    trainer = DraftTrainer(model, learning_rate=1e-2, device=CPU, dtype="float32")
+    for example in examples:
+        trainer.add(example)
+    before = entropy_of(model, examples)
+    assert trainer.train() == pytest.approx(before, rel=1e-5)
+    assert entropy_of(model, examples) < before
+    assert trainer.train() is None and not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_trainer_keeps_the_newest_responses(monkeypatch):
+    trained = []
+    model = draft_model("qwen3", 0)
+    trainer = DraftTrainer(model, learning_rate=1e-2, device=CPU, dtype="float32", max_tokens=25)
+    monkeypatch.setattr(trainer, "_loss", lambda part: trained.extend(part) or next(model.parameters()).sum())
+    examples = [Example([i] * length, 2, 1.0) for i, length in enumerate((10, 10, 26, 2, 10, 5))]
+    for example in examples:
+        trainer.add(example)
+    trainer.train()
+    assert trained == [examples[1], examples[4], examples[5]]  # 2 is too long, 3 has no sampled token, 0 is the oldest
+
+
+def test_training_between_versions_raises_the_acceptance_and_changes_no_token(make_model, make_engine, serve):
+    policy = make_model("qwen3")
+    asked = [request(str(i), [5, 6 + i % 4], seed=i, max_tokens=40, temperature=0.3) for i in range(24)]
+    expected = serve(make_engine(policy), asked)
+    small = draft_model("qwen3", 5)
+    trainer = DraftTrainer(small, learning_rate=3e-2, device=CPU, dtype="float32")
+    drafter = ModelDrafter(small, device=CPU, dtype=torch.float32, trainer=trainer)
+    engine = make_engine(policy, speculation=Speculation(drafter, num_tokens=3))
+    shares, earlier = [], (0, 0)
+    for version in range(1, 9):
+        check_same(serve(engine, asked), expected)
+        asyncio.run(engine.load_weights([], version))
+        _, _, drafted, kept = counters(engine)
+        shares.append((kept - earlier[1]) / (drafted - earlier[0]))
+        earlier = drafted, kept
+    assert shares[-1] > 1.7 * shares[0], shares
+
+
+def test_weights_that_change_during_a_response_train_no_half_of_it(make_model, make_engine):
+    """A response under way is trained on when it is complete; its tokens stay those of the policy."""
+    policy = make_model("qwen3")
+    examples: list[Example] = []
+    tokens = []
+    for trains in (False, True):
+        small = draft_model("qwen3", 5)
+        trainer = DraftTrainer(small, learning_rate=1e-2, device=CPU, dtype="float32") if trains else None
+        drafter = ModelDrafter(small, device=CPU, dtype=torch.float32, trainer=trainer)
+        engine = make_engine(policy, speculation=Speculation(drafter, num_tokens=3))
+
+        async def updated(engine: Engine = engine) -> Completion:
+            async def one() -> Completion:
+                return [c async for c in engine.generate([request("a", [5, 6], max_tokens=90)])][0]
+
+            task = asyncio.create_task(one())
+            while engine.describe().stats["steps"] == 0:
+                await asyncio.sleep(0)
+            await engine.load_weights([], 1)
+            return await task
+
+        completion = asyncio.run(updated())
+        assert completion.weight_versions == (0, 1)
+        tokens.append(completion.token_ids)
+        examples += trainer._examples if trainer else []
+    assert tokens[0] == tokens[1] and [example.ids for example in examples] == [[5, 6, *tokens[0]]]
