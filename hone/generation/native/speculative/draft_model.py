@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hone.config.limits import PREFILL_TOKENS
 from hone.generation.native.cache import KVCache, closing_moves, with_spare
 from hone.generation.native.contexts import DecodeContext, RowExtent
-from hone.generation.native.prefill import Prefill
+from hone.generation.native.prefill import Part, Prefill
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.native.sessions import SessionCache
@@ -147,7 +147,7 @@ class ModelDrafter:
         """Compute what a slot lacks, where that is more than the tokens of a step; equal prompts once."""
         first: dict[bytes, int] = {}
         copies: list[tuple[int, int]] = []
-        added: list[tuple[int, int, list[int]]] = []
+        added: list[Part] = []
         for index, slot in enumerate(self._slots):
             ids = rows[slot.job].ids
             slot.accept(ids)
@@ -157,7 +157,7 @@ class ModelDrafter:
             if prompt is not None and prompt in first:
                 copies.append((first[prompt], index))
             else:
-                added.append((index, slot.length, self._known(ids[slot.length : -1])))
+                added.append(Part(index, slot.length, self._known(ids[slot.length : -1])))
             if prompt is not None:
                 first.setdefault(prompt, index)
             slot.length = len(ids) - 1
