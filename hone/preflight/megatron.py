@@ -49,6 +49,9 @@ def megatron_supports_the_settings(config: AnyConfig) -> Iterator[Finding]:
     if isinstance(config, RLConfig) and RunSpec(config).follows_engine_experts:
         reason = "Megatron's routers choose the experts themselves"
         obstacles.append((parallel.block_path, support.Obstacle("router_replay.mode", "R3", reason, "disabled")))
+    if isinstance(config, RLConfig) and config.actor_rollout_ref.ref.fsdp_config.param_offload:
+        obstacle = support.Obstacle("fsdp_config.param_offload", "true", "it is a setting of FSDP", "false")
+        obstacles.append(("actor_rollout_ref.ref", obstacle))
     for block, obstacle in obstacles:
         yield Finding(support.setting_error(block, obstacle, strategy), stops=True)
 

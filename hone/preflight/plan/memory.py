@@ -30,6 +30,7 @@ from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes, fre
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.optimizer import average_bytes, state_bytes, step_bytes
 from hone.preflight.plan.work import TrainedModel, Work
+from hone.training.backends.megatron.support import NAME as MEGATRON
 
 CACHE, ENGINE = "KV cache", "colocated engine"
 _BUCKET_COPIES = 3
@@ -139,14 +140,22 @@ def shards_of(pool: Pool) -> int:
     return layout.dp_shard * layout.ranks_a_shard if pool.divided else 1
 
 
+def weight_shards_of(pool: Pool) -> int:
+    """Return the ranks over which weights and gradients of one copy are divided; with Megatron-core each data-parallel rank has all."""
+    if pool.divided and pool.parallel.strategy == MEGATRON:
+        return pool.layout.tensor * pool.layout.pipeline
+    return shards_of(pool)
+
+
 def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
     """Yield weights and optimizer state while none of them is in use: offloaded ones are on the host then."""
     shards, roles, parameters = shards_of(pool), pool.roles, work.actor.shape.parameters
+    whole = weight_shards_of(pool)
     offloaded = _offloaded(work, pool)
     for role, trained in (("actor", work.actor), ("critic", work.critic)):
         if role in roles and trained is not None:
             yield {
-                "weights": 0 if "weights" in offloaded else _weight_bytes(work, pool, trained) / shards,
+                "weights": 0 if "weights" in offloaded else _weight_bytes(work, pool, trained) / whole,
                 "optimizer": 0 if "optimizer" in offloaded else state_bytes(trained) / shards,
             }
     if "rollout" in roles and work.served and work.on_cpu:
@@ -156,10 +165,10 @@ def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
     is_base_model = "actor" in roles and work.actor.lora_rank > 0
     if work.reference and ("reference" in roles or work.rollout is None) and not is_base_model:
         held = parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, work.actor)
-        yield {"reference": 0 if "weights" in _offloaded(work, pool, "reference") else held / shards}
+        yield {"reference": 0 if "weights" in _offloaded(work, pool, "reference") else held / whole}
     if work.teachers and "teacher" in roles:
         held = sum(t.shape.parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, t) for t in work.teachers)
-        yield {"teachers": 0 if "weights" in _offloaded(work, pool, "teacher") else held / shards}
+        yield {"teachers": 0 if "weights" in _offloaded(work, pool, "teacher") else held / whole}
     if work.reward_model is not None and "reward_model" in roles:
         model = work.reward_model
         yield {"reward model": model.shape.parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, model)}
@@ -198,7 +207,7 @@ def _in_use(work: Work, pool: Pool, model: TrainedModel, role: str = "actor") ->
     """Return the bytes of offloaded weights that come back to the device while the model is in use."""
     offloaded = _offloaded(work, pool, role)
     returned = "weights" in offloaded and "policy" not in offloaded
-    return model.parameters * FROZEN_BYTES / shards_of(pool) if returned else 0.0
+    return model.parameters * FROZEN_BYTES / weight_shards_of(pool) if returned else 0.0
 
 
 def _scoring(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
@@ -229,7 +238,7 @@ def _updating(work: Work, pool: Pool, model: TrainedModel) -> Iterable[dict[str,
     passes, shape, count, shards = work.passes(model, pool), model.shape, model.trained_parameters, shards_of(pool)
     offloaded, embedding = _offloaded(work, pool), GRADIENT_BYTES * shape.embedding / passes.tensor
     policy_head, trains_embedding = not model.value, count >= shape.embedding
-    gradients = 0.0 if "policy" in offloaded else count * GRADIENT_BYTES / shards
+    gradients = 0.0 if "policy" in offloaded else count * GRADIENT_BYTES / weight_shards_of(pool)
     earlier = gradients if work.micro_batch(model, pool).per_update > 1 else 0.0
     weights = {"weights": _in_use(work, pool, model)}
     gathered = {**weights, "gathered weights": _gathered(work, pool, shape)}
@@ -261,7 +270,7 @@ def _updating(work: Work, pool: Pool, model: TrainedModel) -> Iterable[dict[str,
 
 def _gathered(work: Work, pool: Pool, shape: ModelShape) -> float:
     """Return the parameters that FSDP holds whole: those outside the layers, and the layers in flight."""
-    if not pool.divided:
+    if not pool.divided or pool.parallel.strategy == MEGATRON:
         return 0.0
     reshards = pool.parallel.fsdp_config.reshard_after_forward
     layers = _LAYERS_IN_FLIGHT[work.on_cpu] if reshards else shape.layers

@@ -164,6 +164,9 @@ def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
     assert less("update", "weights", **split) == less("update", "optimizer", **split) == 1 / 8
     tensor = {**split, f"{ACTOR}.tensor_model_parallel_size": 4}
     assert less("update", "weights", **tensor) == 1 / 8
+    stages = {**split, f"{ACTOR}.strategy": "megatron", f"{ACTOR}.pipeline_model_parallel_size": 2}
+    assert less("update", "weights", **stages) == less("update", "gradients", **stages) == 1 / 2
+    assert less("update", "optimizer", **stages) == 1 / 8
     change(big, split)
     sequence = {f"{ACTOR}.ulysses_sequence_parallel_size": 4}
     assert less("update", "activations", **sequence) == pytest.approx(0.25, abs=0.02)
