@@ -10,7 +10,7 @@ from support.messages import raises
 from hone.config.parallel import FsdpConfig, ParallelConfig
 from hone.config.parallel_layout import Layout
 from hone.errors import ConfigError
-from hone.training.backends.registry import backend_of
+from hone.training.backends.registry import BackendEntry, backend_of
 
 
 @given(
@@ -62,3 +62,9 @@ def test_sizes_that_do_not_divide_are_refused_with_their_numbers(world, changes,
 def test_sizes_must_multiply_to_the_world():
     with raises(ConfigError, "4 processes"):
         Layout(world=4, dp_shard=3)
+
+
+def test_a_backend_whose_package_is_missing_is_refused_with_the_command_that_installs_it():
+    entry = BackendEntry("anywhere:Backend", package="a-package", module="a_missing_module", extra="an-extra")
+    with raises(ConfigError, "a-package", "pip install 'hone-rl[an-extra]'", "strategy=fsdp2"):
+        entry.load()
