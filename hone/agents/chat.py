@@ -10,7 +10,7 @@ from hone.agents.budget import BudgetSpent
 from hone.agents.compaction import Compactor
 from hone.agents.context import EpisodeContext
 from hone.agents.episode import Episode
-from hone.agents.messages import AssistantTurn, Message, check_text
+from hone.agents.messages import AssistantTurn, Message, check_read
 from hone.data.episode_log import EpisodeEnd
 from hone.data.types import StopReason
 from hone.text import valid_data
@@ -50,7 +50,7 @@ class ChatLoop(AgentLoop):
         Raises:
             BudgetSpent: the new conversation leaves no space for a turn either.
         """
-        prompt_ids = self.renderer.prompt(messages, list(tools) or None)
+        prompt_ids = episode.shown.expand(self.renderer.prompt(messages, list(tools) or None), messages)
         limit = self.compactor.config.context_tokens
         if limit is not None and len(prompt_ids) >= limit:
             raise BudgetSpent(EpisodeEnd.CONTEXT)
@@ -75,32 +75,41 @@ class ChatLoop(AgentLoop):
 
         Raises:
             BudgetSpent: the messages do not fit.
-            DataError: the messages contain something other than text.
+            DataError: the messages contain something other than text, and images if the model reads them.
         """
-        messages = valid_data(list(messages))
-        check_text(messages, f"the answer to turn {episode.log.assistant_turns} of row {episode.sample.uid}")
+        messages, who = (
+            valid_data(list(messages)),
+            f"the answer to turn {episode.log.assistant_turns} of row {episode.sample.uid}",
+        )
+        check_read(messages, who, images=episode.shown.processor is not None)
+        messages, images = episode.shown.placed(messages, who)
         schemas, ledger = list(tools) or None, episode.ledger
         before, last = episode.messages, ledger.turns[-1]
         sampled = ledger.response_ids[last.start : last.stop]
         if self.compactor.config.strategy is not None:
-            following = len(ledger) + len(self.renderer.bridge(sampled, messages, schemas))
+            given = episode.shown.expand(self.renderer.bridge(sampled, messages, schemas), messages, images)
+            following = len(ledger) + len(given)
             if self.compactor.is_due(following, episode.sampling.max_tokens):
                 if not self.compactor.asks:
                     episode.log.messages += messages
+                    episode.shown.add(images)
                     self._rewrite(episode, self.compactor.without_results(episode.messages), tools)
                     return
                 messages = [*messages, self.compactor.instruction]
         episode.log.messages += messages
-        if self.renderer.split_reason(before, list(messages), schemas, history_ids=ledger.ids):
-            episode.begin(self.renderer.prompt(episode.messages, schemas))
+        history = episode.shown.fold(ledger.ids)
+        episode.shown.add(images)
+        if self.renderer.split_reason(before, list(messages), schemas, history_ids=history):
+            episode.begin(episode.shown.expand(self.renderer.prompt(episode.messages, schemas), episode.messages))
             return
-        episode.append(self.renderer.bridge(sampled, list(messages), schemas))
+        episode.append(episode.shown.expand(self.renderer.bridge(sampled, list(messages), schemas), messages))
 
     def check_tokens(self, episode: Episode, tools: Tools = ()) -> None:
         """Compare the last segment's tokens with a fresh rendering of its conversation, and log a difference."""
         mode = self.context.multi_turn.tokenization_sanity_check_mode
         if mode == "disable" or not episode.ledger.turns:
             return
-        difference = self.renderer.sanity_check(episode.ledger.ids, episode.messages, list(tools) or None, mode=mode)
+        ids = episode.shown.fold(episode.ledger.ids)
+        difference = self.renderer.sanity_check(ids, episode.messages, list(tools) or None, mode=mode)
         if difference is not None:
             episode.log.tokenization = difference.kind

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hone.agents.interactions.base import Interaction
     from hone.agents.rendering import Renderer
     from hone.agents.tools.toolbox import Toolbox
+    from hone.data.image_processor import ImageProcessor
 
 
 @dataclass
@@ -29,6 +30,7 @@ class EpisodeContext:
         agent: config block ``agent``.
         template_kwargs: extra arguments of the chat template.
         max_model_len: maximum tokens of prompt and responses in the engine; None means unlimited.
+        image_processor: of the policy; None for a model of text.
         at_end: cleanup functions that loops registered, called by :meth:`close`.
     """
 
@@ -37,14 +39,17 @@ class EpisodeContext:
     agent: AgentConfig = field(default_factory=AgentConfig)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
+    image_processor: ImageProcessor | None = None
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
-    def from_config(cls, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeContext:
+    def from_config(
+        cls, config: RLConfig, tokenizer: PreTrainedTokenizerBase, image_processor: ImageProcessor | None = None
+    ) -> EpisodeContext:
         """Return the context of a run."""
         rollout, data = config.actor_rollout_ref.rollout, config.data
         keywords = data.apply_chat_template_kwargs
-        return cls(tokenizer, rollout.multi_turn, rollout.agent, keywords, longest_sequence(config))
+        return cls(tokenizer, rollout.multi_turn, rollout.agent, keywords, longest_sequence(config), image_processor)
 
     @functools.cached_property
     def renderer(self) -> Renderer:

@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 
 from hone.agents.budget import Budget, BudgetSpent, Limits
 from hone.agents.client import EngineClient
+from hone.agents.images import EpisodeImages
 from hone.agents.ledger import TokenLedger
 from hone.data.episode_log import EpisodeEnd, EpisodeLog
+from hone.data.image_processor import ImageProcessor
+from hone.data.images import ImageData
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
@@ -40,7 +43,7 @@ class Episode:
         sampling: sampling parameters of each turn.
         session: name of the session KV cache in the engine, or None.
         log: record of everything except tokens; loops fill in messages, calls and rewards.
-        images: those of the prompt, and of tool results since.
+        shown: the images that the policy sees.
         answer: text to be scored; None means all text that the policy wrote.
     """
 
@@ -55,6 +58,7 @@ class Episode:
         seed: int,
         keeps_session: bool = True,
         attempt: int = 0,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.sample, self.index, self.seed, self.attempt = sample, index, seed, attempt
         self.name = f"{sample.uid}#{index}" + (f"~{attempt}" if attempt else "")
@@ -62,7 +66,7 @@ class Episode:
         self.budget = Budget(limits, self.started)
         self.ledger = TokenLedger(sample.prompt_ids)
         self.log = EpisodeLog(retries=attempt)
-        self.images = sample.images
+        self.shown = EpisodeImages(sample.images, image_processor)
         self.sampling, self.client = sampling, client
         self.session = self.name if keeps_session else None
         self.segments: list[TokenLedger] = [self.ledger]
@@ -72,6 +76,11 @@ class Episode:
         self._relatives: list[Episode] = [self]
         self._children: list[Episode] = []
         self._finished: list[Callable[[], Awaitable[None]]] = []
+
+    @property
+    def images(self) -> tuple[ImageData, ...]:
+        """Images of the prompt, and of tool results since."""
+        return self.shown.all
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -151,11 +160,18 @@ class Episode:
         """
         number = len(self._children)
         turn = self.log.assistant_turns
-        sample = dataclasses.replace(self.sample, messages=messages, prompt_ids=list(prompt_ids))
+        sample = dataclasses.replace(self.sample, messages=messages, prompt_ids=list(prompt_ids), images=())
         seed = derive_seed(self.seed, "child", turn, number)
         keeps = self.session is not None
         child = Episode(
-            sample, self.index, self.client, self.sampling, self.budget.limits, seed=seed, keeps_session=keeps
+            sample,
+            self.index,
+            self.client,
+            self.sampling,
+            self.budget.limits,
+            seed=seed,
+            keeps_session=keeps,
+            image_processor=self.shown.processor,
         )
         child.name = f"{self.name}/{turn}.{number}"
         child.session = child.name if keeps else None
@@ -178,6 +194,7 @@ class Episode:
             self.log.turn_times[place:place] = child.log.turn_times
             self.log.assistant_turns += child.log.assistant_turns
             self.log.calls += child.log.calls
+            self.shown.add(child.images)
             conversation = [*(child.sample.messages or []), *child.log.messages]
             self.log.conversations.append({"turn": place, "turns": child.log.assistant_turns, "messages": conversation})
             self.log.generate_seconds += child.log.generate_seconds

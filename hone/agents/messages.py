@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from hone.data.images import IMAGE_PARTS
 from hone.errors import DataError
 
 Message = dict[str, Any]
@@ -81,24 +82,26 @@ def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     return "\n".join(lines), sum(not isinstance(text, str) for text in texts)
 
 
-def check_text(messages: Sequence[Message], who: str) -> None:
-    """Check that messages contain only text.
+def check_read(messages: Sequence[Message], who: str, *, images: bool) -> None:
+    """Check that messages contain only text, and images where ``images`` says that the model reads them.
 
     Raises:
-        DataError: a message contains an image or another non-text part.
+        DataError: a message contains another part.
     """
     for message in messages:
         content = message.get("content")
-        if is_parts(content) and (left_out := text_of_parts(content)[1]):
-            kinds = sorted({str(part["type"]) for part in content if not isinstance(part.get("text"), str)})
+        parts = content if is_parts(content) else ()
+        others = [part for part in parts if not isinstance(part.get("text"), str)]
+        left_out = [str(part["type"]) for part in others if not (images and part["type"] in IMAGE_PARTS)]
+        if left_out:
             raise DataError(
-                f"{who} has {left_out} non-text parts ({', '.join(kinds)})",
-                why="Hone trains text-only models: the policy would be scored on input that it cannot see",
+                f"{who} has {len(left_out)} parts that the model does not read ({', '.join(sorted({*left_out}))})",
+                why="the policy would be scored on input that it cannot see",
                 fix="replace the parts by text, or remove these rows",
                 where="prompt",
             )
 
 
-def tool_message(call: ToolCall, content: str) -> Message:
+def tool_message(call: ToolCall, content: str | list[dict[str, Any]]) -> Message:
     """Return the message that answers ``call``."""
     return {"role": "tool", "tool_call_id": call.id, "name": call.name or "unknown", "content": content}

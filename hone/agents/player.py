@@ -126,7 +126,17 @@ class Player:
         sampling = dataclasses.replace(sampling, max_tokens=turn)
         seed = derive_seed(seed, "attempt", attempt) if attempt else seed
         keeps = self.loop_of(sample).several_turns
-        return Episode(sample, index, self.client, sampling, limits, seed=seed, keeps_session=keeps, attempt=attempt)
+        return Episode(
+            sample,
+            index,
+            self.client,
+            sampling,
+            limits,
+            seed=seed,
+            keeps_session=keeps,
+            attempt=attempt,
+            image_processor=self.context.image_processor,
+        )
 
     async def _play(self, episode: Episode) -> None:
         """Play one episode to its end and log the error of a failed one."""

@@ -10,7 +10,7 @@ from hone.agents.catalogue import AGENT_LOOPS, default_loop
 from hone.agents.context import EpisodeContext
 from hone.agents.environment_loop import EnvironmentLoop
 from hone.agents.environments.base import make_environment
-from hone.agents.messages import check_text
+from hone.agents.messages import check_read
 from hone.agents.tool_agent import ToolAgent
 from hone.agents.tools.delegate import SCHEMA as DELEGATE
 from hone.data.prompts import ToolsOf
@@ -39,7 +39,7 @@ def tools_of(context: EpisodeContext) -> ToolsOf:
             return ()
         if sample.messages is None:
             raise flat_prompt_error(sample)
-        check_text(sample.messages, f"the prompt of row {sample.uid}")
+        check_read(sample.messages, f"the prompt of row {sample.uid}", images=bool(sample.images))
         if issubclass(loop, EnvironmentLoop):
             spec = sample.extra_info.get("environment") or {}
             return make_environment(spec["name"], spec.get("options") or {}).tools if "name" in spec else ()

@@ -134,7 +134,9 @@ class RolloutWorker(WeightTarget):
     @functools.cached_property
     def player(self) -> Player:
         """Return the player of the episodes."""
-        return Player(self.engine, EpisodeContext.from_config(self.context.config, self.tokenizer))
+        return Player(
+            self.engine, EpisodeContext.from_config(self.context.config, self.tokenizer, self.context.image_processor)
+        )
 
     @functools.cached_property
     def validation_client(self) -> LimitedClient:

@@ -79,7 +79,8 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     max_model_len = request.max_prompt_length + request.max_response_length
     actor, keys = find_actor(request.model), request.episodes
     tokenizer = load_tokenizer(str(actor))
-    context = EpisodeContext(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, max_model_len)
+    images = load_image_processor(weights_of(request.model), tokenizer)
+    context = EpisodeContext(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, max_model_len, images)
     report_contract(trained_contract(request.model), agent_contract(context), "the evaluation plays")
     dataset = PromptDataset(
         local_files(request.files, "val"),
@@ -92,7 +93,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         chat_template_kwargs=keys.template_kwargs,
         tools_of=tools_of(context),
         all_columns=reads_columns(request.reward),
-        image_processor=load_image_processor(weights_of(request.model), tokenizer),
+        image_processor=images,
     )
     engine, _ = open_model(str(actor), max_model_len, request.dtype)
     samples = [dataset[row] for row in range(len(dataset))]

@@ -16,6 +16,7 @@ from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
 from hone.agents.replay import RecordedTurn, ReplayClient, change_last_message, recorded_turns
 from hone.config import RLConfig, load_config
+from hone.data.image_processor import load_image_processor
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample, Trajectory, row_of
 from hone.errors import ConfigError, HoneError
@@ -26,7 +27,7 @@ from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.rewards.score import Score
 from hone.rewards.stored import stored_episodes
-from hone.trainers.evaluation import open_model
+from hone.trainers.evaluation import open_model, weights_of
 from hone.trainers.inputs import file_list, prompt_dataset, training_sampling
 from hone.training.export import find_actor
 
@@ -136,7 +137,8 @@ def fork(request: ForkRequest) -> ForkedEpisode:
         )
     limit = config.data.max_prompt_length + config.data.max_response_length
     engine, tokenizer = open_model(request.model or str(folder), limit)
-    context = EpisodeContext.from_config(config, tokenizer)
+    images = load_image_processor(weights_of(request.model or str(folder)), tokenizer)
+    context = EpisodeContext.from_config(config, tokenizer, images)
     try:
         sample = _sample(config, tokenizer, segments[0])
         sampling = training_sampling(_with_model(config, request.model or str(folder)), tokenizer)

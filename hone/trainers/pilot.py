@@ -21,7 +21,7 @@ import torch
 from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
 from hone.algorithms import advantage_estimators
-from hone.cluster.context import prepare_torch
+from hone.cluster.context import prepare_torch, run_image_processor
 from hone.config.tree import RLConfig
 from hone.data.episode_log import CallStatus
 from hone.data.seeding import derive_seed
@@ -152,7 +152,7 @@ async def _pilot(config: RLConfig, samples: list[Sample], engine: Any, tokenizer
 
     begun = time.monotonic()
     sampling = training_sampling(config, tokenizer)
-    context = EpisodeContext.from_config(config, tokenizer)
+    context = EpisodeContext.from_config(config, tokenizer, run_image_processor(config, tokenizer))
     try:
         played = await Player(engine, context).play(samples, sampling, n=n, seed_of=seed_of)
     finally:

@@ -36,8 +36,13 @@ def conversation_as_text(
     introduction = _INTRODUCTION.format(schemas=schemas)
     first = converted[0] if converted else None
     if first is not None and (first["role"] == "system" or not system):
-        converted[0] = {**first, "content": f"{first['content']}\n\n{introduction}" if first["role"] == "system" else
-                   f"{introduction}\n\n{first['content']}"}  # fmt: skip
+        if isinstance(first["content"], list):
+            content: Any = [{"type": "text", "text": f"{introduction}\n\n"}, *first["content"]]
+        elif first["role"] == "system":
+            content = f"{first['content']}\n\n{introduction}"
+        else:
+            content = f"{introduction}\n\n{first['content']}"
+        converted[0] = {**first, "content": content}
         return converted
     return [{"role": "system", "content": introduction}, *converted]
 
@@ -45,10 +50,10 @@ def conversation_as_text(
 def messages_as_text(messages: Sequence[Message]) -> list[Message]:
     """Write calls into message contents, and each run of results into one user message."""
     converted: list[Message] = []
-    results: list[str] = []
+    results: list[Any] = []
     for message in messages:
         if message["role"] == "tool":
-            results.append(f"<tool_response>\n{message.get('content') or ''}\n</tool_response>")
+            results.append(message.get("content") or "")
             continue
         _append_results(converted, results)
         calls = message.get("tool_calls")
@@ -60,10 +65,19 @@ def messages_as_text(messages: Sequence[Message]) -> list[Message]:
     return converted
 
 
-def _append_results(converted: list[Message], results: list[str]) -> None:
-    if results:
-        converted.append({"role": "user", "content": "\n".join(results)})
-        results.clear()
+def _append_results(converted: list[Message], results: list[Any]) -> None:
+    """Append the results, texts or parts, as one message of the user."""
+    if results and all(isinstance(result, str) for result in results):
+        text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+        converted.append({"role": "user", "content": text})
+    elif results:
+        parts: list[dict[str, Any]] = []
+        for number, result in enumerate(results):
+            content = [{"type": "text", "text": result}] if isinstance(result, str) else result
+            opening = {"type": "text", "text": "\n" * (number > 0) + "<tool_response>\n"}
+            parts += [opening, *content, {"type": "text", "text": "\n</tool_response>"}]
+        converted.append({"role": "user", "content": parts})
+    results.clear()
 
 
 def _call_as_text(call: Mapping[str, Any]) -> str:

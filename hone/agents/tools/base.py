@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -27,12 +28,14 @@ class ToolResult:
         reward: added to the reward of the turn that made the call.
         metrics: named numbers, logged as ``tool/<tool>/<name>``.
         left_out: number of non-text parts (images), each replaced by a note in the text.
+        parts: the parts of a result with images, for a policy that reads them; empty for others.
     """
 
     text: str
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     left_out: int = 0
+    parts: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     @classmethod
     def from_value(cls, value: Any) -> ToolResult:
@@ -52,10 +55,11 @@ class ToolResult:
                     f"a tool returns a value, (value, reward) or (value, reward, metrics), not {len(value)} values"
                 )
             result = cls.from_value(value[0])
-            return cls(result.text, float(value[1]), dict(value[2]) if len(value) == 3 else {}, result.left_out)
+            metrics = dict(value[2]) if len(value) == 3 else {}
+            return dataclasses.replace(result, reward=float(value[1]), metrics=metrics)
         if is_parts(value):
             text, left_out = text_of_parts(value)
-            return cls(text, left_out=left_out)
+            return cls(text, left_out=left_out, parts=tuple(value) if left_out else ())
         return cls(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 

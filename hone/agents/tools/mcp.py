@@ -161,15 +161,21 @@ class McpTool(Tool):
             ToolError: the server reports a failed call.
         """
         answer = await self.server.call(self.name, arguments)
-        parts = [{"type": part.type, "text": getattr(part, "text", None)} for part in answer.content]
+        parts = [_part(part) for part in answer.content]
         text, left_out = text_of_parts(parts)
         if answer.is_error:
             raise ToolError(text or "the call failed")
-        return ToolResult(text, left_out=left_out)
+        return ToolResult(text, left_out=left_out, parts=tuple(parts) if left_out else ())
 
     def close(self) -> None:
         """Close the connection."""
         self.server.close()
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """Return a part of a result in the form of messages."""
+    shown = {"type": part.type, "text": getattr(part, "text", None)}
+    return shown | {"image": f"data:{part.mimeType};base64,{part.data}"} if part.type == "image" else shown
 
 
 def tools_of_server(options: dict[str, Any], *, only: Sequence[str] | None = None, where: str = "") -> list[McpTool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -16,12 +17,14 @@ import jsonschema.validators
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.episode import Episode
-from hone.agents.messages import Message, ToolCall, tool_message
+from hone.agents.messages import Message, ToolCall, text_of_parts, tool_message
 from hone.agents.tools.base import Schema, Tool, ToolError, ToolResult
 from hone.agents.tools.noise import Noisy, with_noise
 from hone.agents.tools.truncation import truncate
 from hone.config.agents import MultiTurnConfig
 from hone.data.episode_log import CallRecord, CallStatus
+from hone.data.images import IMAGE_PARTS, read_image
+from hone.data.row_images import part_image
 from hone.errors import ConfigError, DataError, HoneError, NoVerdict, did_you_mean
 from hone.text import valid_text
 
@@ -205,22 +208,31 @@ class ToolSession:
         self.exhausted = left is not None and len(calls) > left
         self._executed += min(len(calls), allowed)
         waiting = [self._answer_call(call, number < allowed, allowed) for number, call in enumerate(calls)]
-        records = await self.episode.outside(asyncio.gather(*waiting))
-        self.episode.log.calls += records
-        self.episode.reward_turn(sum(record.reward for record in records))
-        return [tool_message(call, record.result) for call, record in zip(calls, records, strict=True)]
+        answered = await self.episode.outside(asyncio.gather(*waiting))
+        self.episode.log.calls += [record for record, _ in answered]
+        self.episode.reward_turn(sum(record.reward for record, _ in answered))
+        return [tool_message(call, content) for call, (_, content) in zip(calls, answered, strict=True)]
 
-    async def _answer_call(self, call: ToolCall, permitted: bool, allowed: int) -> CallRecord:
+    async def _answer_call(
+        self, call: ToolCall, permitted: bool, allowed: int
+    ) -> tuple[CallRecord, str | list[dict[str, Any]]]:
+        """Return the record of a call, and the content of the message that answers it."""
         started = time.perf_counter()
         if permitted:
             answer = await self._try(call)
         else:
             answer = _Answer(CallStatus.OVER_LIMIT, _over_limit(allowed, self.exhausted))
-        text, cut = truncate(
-            valid_text(answer.text), self._limits.result_tokens, self._limits.truncated_side, self._tokenizer
-        )
         result = answer.result or ToolResult("")
-        return CallRecord(
+        images = self._images(result)
+        if images:
+            words, left_out = text_of_parts([part for part in result.parts if part["type"] not in IMAGE_PARTS])
+            result = dataclasses.replace(result, left_out=left_out)
+        else:
+            words = answer.text
+        text, cut = truncate(
+            valid_text(words), self._limits.result_tokens, self._limits.truncated_side, self._tokenizer
+        )
+        record = CallRecord(
             call.name,
             call.arguments,
             answer.status,
@@ -234,6 +246,21 @@ class ToolSession:
             result.left_out,
             started - self.episode.started,
         )
+        return record, [{"type": "text", "text": text}, *images] if images else text
+
+    def _images(self, result: ToolResult) -> list[dict[str, Any]]:
+        """Return the images of a result as parts; none if the policy reads no images, or if one of them cannot be read."""
+        if self.episode.shown.processor is None:
+            return []
+        contents = [part_image(part) for part in result.parts if part["type"] in IMAGE_PARTS]
+        try:
+            images = [read_image(content, "a tool's result") for content in contents if content is not None]
+            for image in images:
+                image.open()
+        except DataError as problem:
+            log.warning("the images of a tool's result are left out: %s", problem.what)
+            return []
+        return [{"type": "image", "image": image} for image in images]
 
     async def _try(self, call: ToolCall) -> _Answer:
         if call.error is not None or call.arguments is None:
