@@ -9,7 +9,7 @@ from typing import Any
 from hone.data import checks
 from hone.data.files import BadLines, Row, read_all
 from hone.data.row_images import RowImages
-from hone.data.statistics import characters, statistics
+from hone.data.statistics import characters, mean_and_quantiles, statistics
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError, DataError, Finding, HoneError
 from hone.progress import progress
@@ -109,7 +109,9 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             rows, prompt_key=options.prompt_key, messages_key=options.messages_key, reward_fn_key=options.reward_fn_key
         )
         numbers |= calls.numbers() if calls.calls or calls.defects else {}
-        numbers |= shown[0].numbers()
+        if shown[0].rows:
+            numbers["images"] = {"rows": shown[0].rows, "images": len(shown[0].sizes)}
+        numbers |= {name: mean_and_quantiles(values) for name, values in shown[0].measured().items()}
         bar.advance(len(rows))
     return DatasetReport(kinds, sorted(findings, key=lambda f: not f.stops), numbers, lengths)
 

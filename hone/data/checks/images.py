@@ -10,7 +10,6 @@ from hone.data.files import Row
 from hone.data.media import media_of
 from hone.data.messages import check_messages, plain
 from hone.data.row_images import PlaceError, RowImages
-from hone.data.statistics import mean_and_quantiles
 from hone.errors import DataError, Finding
 
 
@@ -36,14 +35,11 @@ class ImageCheck:
     placed: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     extra_tokens: dict[int, int] = field(default_factory=dict)
 
-    def numbers(self) -> dict[str, Any]:
-        """Return counts, and statistics of sizes and tokens; empty without images."""
-        if not self.rows:
-            return {}
+    def measured(self) -> dict[str, list[int]]:
+        """Return width, height and tokens of the images, by name; without what is not known."""
         widths, heights = [width for width, _ in self.sizes], [height for _, height in self.sizes]
-        measured = {"image_width": widths, "image_height": heights, "tokens_per_image": self.tokens}
-        shown = {name: mean_and_quantiles(values) for name, values in measured.items() if values}
-        return {"images": {"rows": self.rows, "images": len(self.sizes)}, **shown}
+        values = {"image_width": widths, "image_height": heights, "tokens_per_image": self.tokens}
+        return {name: numbers for name, numbers in values.items() if numbers}
 
     def findings(self) -> Iterator[Finding]:
         """Yield one finding for each kind of problem; each stops a run."""
