@@ -102,7 +102,8 @@ async def play_forks(
         return await forked.play([point.sample], sampling, n=n, seed_of=seed_of)
 
     played = await asyncio.gather(*map(play, points))
-    return to_batch([trajectory for trajectories in played for trajectory in trajectories])
+    reads_images = context.image_processor is not None
+    return to_batch([trajectory for trajectories in played for trajectory in trajectories], reads_images=reads_images)
 
 
 def fork_rewards(batch: Batch) -> dict[str, list[float]]:

@@ -259,7 +259,8 @@ class RolloutWorker(WeightTarget):
         def seed_of(uid: str, index: int) -> int:
             return derive_seed(*seeding, uid, index)
 
-        return to_batch(await player.play(samples, sampling, n=n, seed_of=seed_of))
+        played = await player.play(samples, sampling, n=n, seed_of=seed_of)
+        return to_batch(played, reads_images=self.context.image_processor is not None)
 
     @dispatch(Split.ROWS)
     async def play_during_training(

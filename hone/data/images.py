@@ -163,9 +163,11 @@ def _part_text(part: Any) -> str:
     return IMAGE_MARK if part.get("type") in IMAGE_PARTS else str(part.get("text", ""))
 
 
-def images_column(images: Sequence[tuple[ImageData, ...]]) -> dict[str, list[tuple[ImageData, ...]]]:
-    """Return the column ``images`` of a batch, given those of its rows; no column if no row has one."""
-    return {"images": list(images)} if any(images) else {}
+def images_column(
+    images: Sequence[tuple[ImageData, ...]], *, always: bool = False
+) -> dict[str, list[tuple[ImageData, ...]]]:
+    """Return the column ``images`` of a batch, given those of its rows; no column if no row has one, unless ``always``."""
+    return {"images": list(images)} if always or any(images) else {}
 
 
 def token_ids(key: int, count: int) -> list[int]:

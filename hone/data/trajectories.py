@@ -13,8 +13,10 @@ from hone.data.ragged import Ragged
 from hone.data.types import Trajectory
 
 
-def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
+def to_batch(trajectories: Sequence[Trajectory], *, reads_images: bool = False) -> Batch:
     """Build a batch with one row per trajectory.
+
+    With ``reads_images`` it has a column ``images`` even if no row has one: batches of one run have the same columns.
 
     Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs``, ``token_versions``, ``support_sizes``
     (the last four aligned with ``response_ids``), ``support_ids``, ``expert_ids``; tensor ``part`` (0 for the first trajectory of an episode);
@@ -43,7 +45,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
             "index": [t.index for t in trajectories],
             "data_source": [t.sample.data_source for t in trajectories],
             "trajectory": list(trajectories),
-            **images_column([t.images for t in trajectories]),
+            **images_column([t.images for t in trajectories], always=reads_images),
         }
     )
 

@@ -372,7 +372,7 @@ class BatchOps:
     @dispatch(Split.ZERO)
     def load_groups(self, location: str, samples: Mapping[str, Sample]) -> Batch:
         """Return the finished groups of a checkpoint, given the sample of every uid."""
-        return load_groups(location, samples)
+        return load_groups(location, samples, reads_images=self._context.image_processor is not None)
 
     # state -----------------------------------------------------------------------------------------------------------
 

@@ -36,12 +36,12 @@ def save_groups(location: str, batch: Batch) -> None:
             lines.write(json.dumps(_record(trajectory, score), default=_plain) + "\n")
 
 
-def load_groups(location: str, samples: Mapping[str, Sample]) -> Batch:
-    """Return the batch that :func:`save_groups` wrote, given the sample of every uid."""
+def load_groups(location: str, samples: Mapping[str, Sample], *, reads_images: bool = False) -> Batch:
+    """Return the batch that :func:`save_groups` wrote, given the sample of every uid; ``reads_images`` as for :func:`to_batch`."""
     with Storage(location).open(FILE) as file, gzip.open(file, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     scores = [_score(record.pop("score")) for record in records]
-    batch = to_batch([_trajectory(record, samples[record["uid"]]) for record in records])
+    batch = to_batch([_trajectory(record, samples[record["uid"]]) for record in records], reads_images=reads_images)
     return batch.updated(scored(scores))
 
 

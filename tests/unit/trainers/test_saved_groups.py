@@ -63,6 +63,7 @@ def test_images_of_tool_results_are_stored_and_those_of_the_row_are_its_own(tmp_
     batch = to_batch(rows)
     assert batch.objects("images") == [(seen,), (seen, shown)] and "images" not in to_batch([trajectory(0, None)])
     save_groups(str(tmp_path), batch.with_columns(score=[Score(0.0), Score(1.0)]))
+    assert to_batch([trajectory(0, None)], reads_images=True).objects("images") == [()]
     restored = load_groups(str(tmp_path), {"p~2": sample})
     assert restored.objects("images") == [(seen,), (seen, shown)]
     assert all(images[0] is seen for images in restored.objects("images"))
