@@ -61,6 +61,14 @@ class ImageData:
         digest = hashlib.sha256(self.content).digest()
         return int.from_bytes(digest[:8], "big") >> (64 - KEY_BITS)
 
+    @property
+    def suffix(self) -> str:
+        """Return the ending of a file with the content, by its first bytes: ``.png``, ``.jpg``, ``.webp``, ``.gif`` or ``.image``."""
+        if self.content[:4] == b"RIFF" and self.content[8:12] == b"WEBP":
+            return ".webp"
+        heads = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif"}
+        return next((name for head, name in heads.items() if self.content.startswith(head)), ".image")
+
     def open(self) -> Image:
         """Return the decoded image in RGB.
 

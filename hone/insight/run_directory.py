@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hone.data.images import ImageData
 from hone.insight import environment
 from hone.insight.archive.write import to_table, write_step
 from hone.insight.records import trajectory_record
@@ -47,6 +48,7 @@ from hone.insight.run_files import (
     COVERAGE_FILE,
     METRICS_FILE,
     RUN,
+    atomic_file,
     disk_errors,
     encode_number,
     jsonable,
@@ -175,6 +177,16 @@ class RunDirectory:
         if traces is not None:
             write_atomically(self.rollouts / f"step_{step}.txt", traces)
         return write_step(self.rollouts, step, table, rows=rows)
+
+    def write_images(self, images: Iterable[ImageData]) -> None:
+        """Write the images of archived samples to ``rollouts/images``, each once, under the key that its token ids have."""
+        folder = self.rollouts / "images"
+        for image in {image.key: image for image in images}.values():
+            path = folder / f"{image.key:011x}{image.suffix}"
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                with atomic_file(path) as file:
+                    file.write(image.content)
 
     def write_validation(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
         """Write validation samples (see :func:`trajectory_record`) to the archive."""

@@ -333,7 +333,14 @@ class BatchOps:
             HoneError: the file before could not be written.
         """
         parts = self._parts(batch, left_out, fates)
-        self.archive.submit(lambda: self.directory.write_rollouts(step, _table(parts, step), rows=rows))
+        trajectories = [trajectory for rows_of_part, *_ in parts for trajectory in rows_of_part.objects("trajectory")]
+        images = [image for trajectory in trajectories for image in trajectory.images]
+
+        def write() -> None:
+            self.directory.write_images(images)
+            self.directory.write_rollouts(step, _table(parts, step), rows=rows)
+
+        self.archive.submit(write)
 
     @dispatch(Split.ZERO)
     def wait_for_archive(self) -> None:

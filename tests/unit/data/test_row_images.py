@@ -32,6 +32,7 @@ from hone.data.tokenizer import decoded, load_tokenizer
 from hone.data.trajectories import to_batch
 from hone.data.types import StopReason, Trajectory
 from hone.errors import DataError
+from hone.insight.run_directory import RunDirectory
 from hone.preflight.dataset import DatasetOptions, check_dataset
 from hone.trainers.sft import conversation_batch
 from hone.trainers.teacher_inputs import teacher_prompt
@@ -369,3 +370,16 @@ def test_inspected_rows_show_their_images(reader: Reader, tmp_path: Path) -> Non
     expected = reader.conversations(file)[0]
     assert [piece.token for piece in chat] == expected.input_ids
     assert [piece.learned for piece in chat] == [bool(bit) for bit in expected.loss_mask]
+
+
+def test_a_run_stores_each_image_once(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    photo = ImageData(b"\xff\xd8\xffphoto")
+    run.write_images([RED, BLUE, RED])
+    written = {file: file.stat().st_mtime_ns for file in (run.rollouts / "images").iterdir()}
+    run.write_images([RED, photo])
+    files = {file.name: file.read_bytes() for file in (run.rollouts / "images").iterdir()}
+    assert files == {f"{image.key:011x}{image.suffix}": image.content for image in (RED, BLUE, photo)}
+    assert [image.suffix for image in (RED, photo)] == [".png", ".jpg"]
+    assert all(file.stat().st_mtime_ns == time for file, time in written.items())
+    assert f"{keys_in(token_ids(RED.key, 2))[0]:011x}.png" in files
