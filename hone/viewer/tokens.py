@@ -56,15 +56,15 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
     )
     return {
         **{name: plain(record[name]) for name in facts},
-        "prompt_texts": [text for text in _texts(record["prompt_ids"] or [], vocabulary) if text != REST_OF_IMAGE],
-        "texts": _texts(ids, vocabulary) if ids else [record["text"]],
+        "prompt_texts": [text for text in token_texts(record["prompt_ids"] or [], vocabulary) if text != REST_OF_IMAGE],
+        "texts": token_texts(ids, vocabulary) if ids else [record["text"]],
         "ids": [max(token, _NO_ID) for token in ids],
         "columns": columns,
         "chain": _with_settings(stored_factors(record), run.read().config),
     }
 
 
-def _texts(ids: Sequence[int], vocabulary: Sequence[str] | None) -> list[str]:
+def token_texts(ids: Sequence[int], vocabulary: Sequence[str] | None) -> list[str]:
     """Return the text of each token; of an image's tokens, the first one has the mark of an image."""
     texts = vocabulary or ()
     return [
