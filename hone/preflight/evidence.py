@@ -205,7 +205,8 @@ class Evidence:
         from hone.data.media import COLUMNS, KINDS, MediaError
 
         paths, data = file_list(files), self.config.data
-        refused = tuple(kind for kind in KINDS if kind != "image") if self._reads_images else KINDS
+        others = tuple(kind for kind in KINDS if kind != "image")
+        refused = others if self._reads_images or not self.model_settings else KINDS  # R08 reports a missing config.json
         if not paths:
             return []
         try:
