@@ -206,7 +206,8 @@ class Evidence:
 
         paths, data = file_list(files), self.config.data
         others = tuple(kind for kind in KINDS if kind != "image")
-        refused = others if self._reads_images or not self.model_settings else KINDS  # R08 reports a missing config.json
+        unknown = not self.model_settings  # R08 reports it
+        refused = others if self._reads_images or unknown else KINDS
         if not paths:
             return []
         try:
