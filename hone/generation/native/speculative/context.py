@@ -64,7 +64,7 @@ class DraftedContext(DecodeContext):
         longest: int,
         groups: PrefixGroups | None,
         places: Places,
-        rope_offset: Tensor,
+        rope_offset: Tensor | int = 0,
     ) -> None:
         super().__init__(cache, past, shared, RowExtent(-1, longest - 1, 0), groups)
         self._places, self._tokens = places, places.width

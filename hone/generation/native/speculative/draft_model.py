@@ -178,7 +178,7 @@ class ModelDrafter:
         context: DecodeContext = DraftedContext(self._cache, past, shared, max(lengths), None, places)
         ids = torch.tensor([[token for tokens in fed for token in tokens]], device=self._device)
         logits = self._forward.logits(ids, context)[0, places.first + places.lengths - 1]
-        counters = torch.tensor([len(row.ids) - len(row.job.request.prompt_ids) for row in rows], device=self._device)
+        counters = torch.tensor([row.sampled for row in rows], device=self._device)
         past, extent = torch.tensor(lengths, device=self._device), RowExtent(min(lengths), max(lengths), 0)
         drafts: list[Tensor] = []
         for number in range(max(row.most for row in rows)):

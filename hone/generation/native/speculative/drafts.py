@@ -14,13 +14,15 @@ class DraftRow(NamedTuple):
 
     Attributes:
         job: of the row.
-        ids: prompt and sampled tokens; the drafter must not change them.
+        ids: prompt and sampled tokens without those of images; the drafter must not change them.
         most: maximum of drafts, at least 1.
+        sampled: number of tokens sampled so far.
     """
 
     job: Job
     ids: list[int]
     most: int
+    sampled: int = 0
 
 
 class Drafter(Protocol):
@@ -72,9 +74,10 @@ class Speculation:
             return drafts
         rows: dict[int, DraftRow] = {}
         for row, job in enumerate(jobs):
-            left = job.request.sampling.max_tokens - num_sampled(job) - 1
+            sampled = num_sampled(job)
+            left = job.request.sampling.max_tokens - sampled - 1
             if left > 0 and _may_draft(job):
-                rows[row] = DraftRow(job, self._sequence(job), min(left, self.num_tokens))
+                rows[row] = DraftRow(job, self._sequence(job), min(left, self.num_tokens), sampled)
         for row, tokens in zip(rows, self.drafter.draft(list(rows.values())), strict=True):
             drafts[row] = list(takewhile(lambda token: token < vocabulary, tokens[: rows[row].most]))
         return drafts
