@@ -13,8 +13,12 @@ from support.image_models import ARCHITECTURES, batch_of, image_model, lively_po
 
 from hone.data.images import ImageData, token_ids
 from hone.errors import RequestError
+from hone.generation.native.speculative import Speculation
+from hone.generation.native.speculative.draft_model import ModelDrafter
+from hone.generation.native.speculative.ngram import NgramDrafter
 from hone.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
+from hone.models.routing import use_hone_attention
 from hone.training.packing import pack
 
 SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -85,3 +89,24 @@ def test_a_model_of_text_reads_no_images(make_model: Callable[..., Any], make_en
     with pytest.raises(RequestError) as error:
         sampled(engine, [GenerationRequest("1", [1, *token_ids(image.key, 2), 3], SAMPLING, images=(image,))])
     assert error.value.field == "images"
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_no_token_after_an_image(
+    model: tuple[Path, Any], make_engine: Callable[..., Engine], make_model: Callable[..., Any], method: str
+) -> None:
+    directory, policy = model
+    rows = rows_of(directory)
+    requests = [
+        GenerationRequest(str(row), prompt, SAMPLING, seed=row, images=images)
+        for row, (prompt, _, images) in enumerate(rows)
+    ]
+    small = make_model("qwen3")
+    use_hone_attention(small)
+    model_drafter = ModelDrafter(small, device=torch.device("cpu"), dtype=torch.float32)
+    drafter = NgramDrafter(1, 3) if method == "ngram" else model_drafter
+    expected = sampled(make_engine(policy), requests)
+    answers = sampled(make_engine(policy, speculation=Speculation(drafter, num_tokens=3)), requests)
+    for plain, drafted in zip(expected, answers, strict=True):
+        assert drafted.token_ids == plain.token_ids
+        torch.testing.assert_close(drafted.log_probs, plain.log_probs, atol=2e-5, rtol=0)

@@ -103,7 +103,7 @@ class ModelDrafter:
     def end(self, job: Job, ids: list[int]) -> None:
         """Keep the response for training; the slot of the job is reused when other rows are drafted."""
         sampling = job.request.sampling
-        if self._trainer is not None and max(ids) < self._vocabulary:
+        if self._trainer is not None and all(0 <= token < self._vocabulary for token in ids):
             self._trainer.add(Example(ids, len(job.request.prompt_ids), sampling.temperature))
 
     def begin_version(self) -> None:
@@ -197,8 +197,9 @@ class ModelDrafter:
         return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokens, each that the draft model does not have replaced by its last one."""
-        return [min(token, self._vocabulary - 1) for token in ids]
+        """Return the tokens, each that the draft model does not have, those of images included, replaced by its last one."""
+        last = self._vocabulary - 1
+        return [token if 0 <= token < last else last for token in ids]
 
     def _clamped(self, tokens: Tensor) -> Tensor:
         return tokens.clamp(max=self._vocabulary - 1)

@@ -14,7 +14,7 @@ class DraftRow(NamedTuple):
 
     Attributes:
         job: of the row.
-        ids: prompt and sampled tokens without those of images; the drafter must not change them.
+        ids: prompt and sampled tokens; the drafter must not change them.
         most: maximum of drafts, at least 1.
         sampled: number of tokens sampled so far.
     """
@@ -79,7 +79,7 @@ class Speculation:
             if left > 0 and _may_draft(job):
                 rows[row] = DraftRow(job, self._sequence(job), min(left, self.num_tokens), sampled)
         for row, tokens in zip(rows, self.drafter.draft(list(rows.values())), strict=True):
-            drafts[row] = list(takewhile(lambda token: token < vocabulary, tokens[: rows[row].most]))
+            drafts[row] = list(takewhile(lambda token: 0 <= token < vocabulary, tokens[: rows[row].most]))
         return drafts
 
     def append(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> None:
@@ -95,7 +95,7 @@ class Speculation:
 
     def _sequence(self, job: Job) -> list[int]:
         if job not in self._ids:
-            self._ids[job] = [token for token in job.request.prompt_ids if token >= 0]  # images are not drafted
+            self._ids[job] = list(job.request.prompt_ids)
         return self._ids[job]
 
 
