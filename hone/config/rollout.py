@@ -55,7 +55,7 @@ class SpeculativeConfig:
     """ngram: tokens of the longest one, which is tried first."""
     model: str | None = model_path()
     """draft_model: directory of the draft model, or a name of the hub."""
-    learning_rate: float = number(0.0, low=0)
+    draft_lr: float = number(0.0, low=0)
     """draft_model, native engine: learning rate at which it is trained between steps on the tokens that the policy sampled; 0 keeps it
     as it is. Its trained weights are not saved: a resumed run starts from `model` again, which changes no token."""
     disable_by_batch_size: int | None = number(None, low=1)

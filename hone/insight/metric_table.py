@@ -11,6 +11,7 @@ from hone.insight.episode_metrics import EPISODE_METRICS
 from hone.insight.metric_spec import MetricSpec, Reduction
 from hone.insight.preference_metrics import PREFERENCE_METRICS
 from hone.insight.replica_metrics import REPLICA_METRICS
+from hone.insight.stream_metrics import STREAM_METRICS
 
 __all__ = ["GROUPS", "METRICS", "MetricSpec", "Reduction"]
 
@@ -30,39 +31,7 @@ _TRAINING = (
     MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 means before training."),
     MetricSpec("insight/alerts", "alerts", _SUM, "Alerts of the detectors in this step; only in steps with alerts."),
     MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data, of the step's prompts."),
-    MetricSpec(
-        "curriculum/stage", "stages", _LAST, "Stage of the latest drawn prompts (data.sampler.name=stages), from 1."
-    ),
-    MetricSpec(
-        "curriculum/forced",
-        "stages",
-        _LAST,
-        "Stages that began after max_batches of the stage before, without success."
-        " Look when > 0: the stage before is too hard, or its gate too high.",
-    ),
-    MetricSpec(
-        "curriculum/success/<stage>", "pass rate", _LAST, "Mean pass rate of the latest groups drawn for this stage."
-    ),
-    MetricSpec(
-        "async/age/mean",
-        "updates",
-        _MEAN,
-        "Weight updates between a token's sampling and its training: mean over tokens.",
-    ),
-    MetricSpec("async/age_<age>/token_share", "share of tokens", _MEAN, "Trained tokens of this age."),
-    MetricSpec(
-        "async/age_<age>/log_ratio_abs_mean",
-        "nats",
-        _MEAN,
-        "Size of log p(trainer) - log p(engine) of tokens of this age.",
-    ),
-    MetricSpec(
-        "async/age_<age>/effective_sample_share",
-        "share of tokens",
-        _MEAN,
-        "Effective sample size of the importance weights trainer / engine of tokens of this age, before truncation."
-        " Look when below 0.5: the policy moves too far for data of that age; a smaller trainer.async_training.max_staleness or learning rate.",
-    ),
+    *STREAM_METRICS,
     MetricSpec(
         "training/staleness",
         "updates",

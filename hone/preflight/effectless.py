@@ -188,9 +188,7 @@ def _speculative_switches(config: RLConfig) -> list[Switch]:
             reason,
             f"{block}.method=ngram",
         ),
-        Switch(
-            (f"{block}.model", f"{block}.learning_rate"), method == "draft_model", reason, f"{block}.method=draft_model"
-        ),
+        Switch((f"{block}.model", f"{block}.draft_lr"), method == "draft_model", reason, f"{block}.method=draft_model"),
         Switch(
             (f"{block}.disable_by_batch_size",),
             method is not None and native,

@@ -66,7 +66,7 @@ def test_ngrams_leave_the_numbers_of_a_run_as_they_are(tiny, tmp_path, plain):
 
 def test_a_trained_draft_model_does_too_and_a_resumed_run(tiny, tmp_path, plain):
     """The resumed run drafts with the weights of the draft model's files, so that only its drafts differ."""
-    words = (f"{BLOCK}.method=draft_model", f"{BLOCK}.model={tiny}/model", f"{BLOCK}.learning_rate=1e-3")
+    words = (f"{BLOCK}.method=draft_model", f"{BLOCK}.model={tiny}/model", f"{BLOCK}.draft_lr=1e-3")
     trained(tiny, tmp_path / "run", *words, "trainer.save_freq=1", "trainer.total_training_steps=1")
     steps = trained(tiny, tmp_path / "run", *words, "trainer.save_freq=1")
     check_same(tmp_path / "run", steps, plain)

@@ -175,7 +175,7 @@ class McpTool(Tool):
 def _part(part: Any) -> dict[str, Any]:
     """Return a part of a result in the form of messages."""
     shown = {"type": part.type, "text": getattr(part, "text", None)}
-    return shown | {"image": f"data:{part.mimeType};base64,{part.data}"} if part.type == "image" else shown
+    return shown | {"image": f"data:{part.mime_type};base64,{part.data}"} if part.type == "image" else shown
 
 
 def tools_of_server(options: dict[str, Any], *, only: Sequence[str] | None = None, where: str = "") -> list[McpTool]:

@@ -90,10 +90,10 @@ def _decode(body: bytes) -> Message:
 
 
 def request_as_message(request: GenerationRequest) -> Message:
-    """Return a request as a message, without its progress callback."""
+    """Return a request as a message, without its progress callback and images, which servers do not read."""
     constraint = request.sampling.constraint
     sampling = {**vars(request.sampling), "constraint": vars(constraint) if constraint else None}
-    return {**vars(request), "sampling": sampling, "progress": None}
+    return {**vars(request), "sampling": sampling, "progress": None, "images": ()}
 
 
 def request_of(message: Message) -> GenerationRequest:
@@ -104,7 +104,7 @@ def request_of(message: Message) -> GenerationRequest:
     sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
     if (constraint := sampling["constraint"]) is not None:
         sampling["constraint"] = Constraint(ConstraintKind(constraint["kind"]), constraint["text"])
-    return GenerationRequest(**{**message, "sampling": SamplingParams(**sampling)})
+    return GenerationRequest(**{**message, "sampling": SamplingParams(**sampling), "images": ()})
 
 
 def completion_as_message(completion: Completion) -> Message:

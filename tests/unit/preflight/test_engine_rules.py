@@ -155,7 +155,7 @@ def test_keys_of_speculative_decoding_fit_each_other(
     ("changes", "idle"),
     [
         ({"speculative.num_speculative_tokens": 7}, {"num_speculative_tokens"}),
-        ({"speculative.method": "ngram", "speculative.learning_rate": 1e-4}, {"learning_rate"}),
+        ({"speculative.method": "ngram", "speculative.draft_lr": 1e-4}, {"draft_lr"}),
         (
             {"speculative.method": "draft_model", "speculative.model": "m", "speculative.prompt_lookup_max": 5},
             {"prompt_lookup_max"},

@@ -79,7 +79,9 @@ def rollouter(
 ) -> Rollouter:
     dataset: Any = [Sample(uid=str(row), prompt_ids=[row], messages=None, data_source="x") for row in range(size)]
     sampler = EpochSampler(size, batch, shuffle=shuffle, seed=3)
-    context: Any = SimpleNamespace(config=RLConfig(), tokenizer=Words(), roles={}, rank=0, world=1, engine_devices=None)
+    context: Any = SimpleNamespace(
+        config=RLConfig(), tokenizer=Words(), roles={}, rank=0, world=1, engine_devices=None, image_processor=None
+    )
     worker = RolloutWorker(context, engine=Shuffled(engine_seed))  # type: ignore[arg-type]
 
     async def play(samples, seeding):

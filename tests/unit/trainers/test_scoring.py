@@ -91,7 +91,9 @@ class Work:
 
 def test_every_prompt_is_asked_once_and_its_score_goes_to_all_its_rows():
     engine: Any = Greedy()
-    context: Any = SimpleNamespace(config=RLConfig(), tokenizer=Words(), roles={}, rank=0, world=1, engine_devices=None)
+    context: Any = SimpleNamespace(
+        config=RLConfig(), tokenizer=Words(), roles={}, rank=0, world=1, engine_devices=None, image_processor=None
+    )
     work: Any = Work()
     episodes = Episodes(RolloutWorker(context, engine), work, None)  # type: ignore[arg-type]
     samples = [Sample(uid, [number], None, "x") for uid, number in (("b", 5), ("a", 7), ("c", 9), ("b", 5))]

@@ -34,7 +34,7 @@ def speculation_from_config(
         settings = ModelConfig(path=config.model, trust_remote_code=trust_remote_code)
         model = load_policy(settings, device=device, seed=0, trainable=False)
         trainer = None
-        if config.learning_rate > 0:
-            trainer = DraftTrainer(model, learning_rate=config.learning_rate, device=device, dtype=dtype)
+        if config.draft_lr > 0:
+            trainer = DraftTrainer(model, learning_rate=config.draft_lr, device=device, dtype=dtype)
         drafter = ModelDrafter(model, device=device, dtype=getattr(torch, dtype), trainer=trainer)
     return Speculation(drafter, num_tokens=config.num_speculative_tokens, max_rows=config.disable_by_batch_size)
