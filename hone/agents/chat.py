@@ -77,10 +77,8 @@ class ChatLoop(AgentLoop):
             BudgetSpent: the messages do not fit.
             DataError: the messages contain something other than text, and images if the model reads them.
         """
-        messages, who = (
-            valid_data(list(messages)),
-            f"the answer to turn {episode.log.assistant_turns} of row {episode.sample.uid}",
-        )
+        messages = valid_data(list(messages))
+        who = f"the answer to turn {episode.log.assistant_turns} of row {episode.sample.uid}"
         check_read(messages, who, images=episode.shown.processor is not None)
         messages, images = episode.shown.placed(messages, who)
         schemas, ledger = list(tools) or None, episode.ledger

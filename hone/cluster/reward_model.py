@@ -12,11 +12,9 @@ from hone.cluster.roles import ModelRole
 from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
-from hone.data.image_processor import load_image_processor
-from hone.data.images import ImageData, content_text, images_column
+from hone.data.images import content_text
 from hone.data.ragged import Ragged
 from hone.data.responses import Side, render_sides
-from hone.data.row_images import RowImages
 from hone.data.tokenizer import decoded, load_tokenizer
 from hone.data.types import Trajectory
 from hone.errors import ConfigError
@@ -70,7 +68,6 @@ class RewardModelWorker(ModelRole):
         path = reward_model_path(config)
         trusted = config.actor_rollout_ref.model.trust_remote_code
         self.policy_tokenizer, self.tokenizer = tokenizer, load_tokenizer(path, trust_remote_code=trusted)
-        self.images = RowImages("images", load_image_processor(path, self.tokenizer))
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         if not self.same_tokens:
             log.info(
@@ -87,20 +84,17 @@ class RewardModelWorker(ModelRole):
     def score(self, batch: Batch) -> Batch:
         """Return ``rm_score``: the model's score of each episode."""
         trajectories: list[Trajectory] = batch.objects("trajectory")
-        images: list[tuple[ImageData, ...]] = []
         if self.same_tokens and not any(trajectory.images for trajectory in trajectories):
             prompts = [trajectory.prompt_ids for trajectory in trajectories]
             responses = [trajectory.response_ids for trajectory in trajectories]
         else:
             sides = [self._side(trajectory) for trajectory in trajectories]
-            rendered = render_sides(sides, self.tokenizer, images=self.images)
+            rendered = render_sides(sides, self.tokenizer)
             prompts, responses = [r.prompt_ids for r in rendered], [r.response_ids for r in rendered]
-            images = [r.images for r in rendered]
         texts = Batch(
             {
                 "prompt_ids": Ragged.from_rows(prompts, torch.int64),
                 "response_ids": Ragged.from_rows(responses, torch.int64),
-                **images_column(images),
             }
         )
         return Batch({JUDGED: response_scores(self.engine, texts)})
@@ -110,8 +104,6 @@ class RewardModelWorker(ModelRole):
         if messages is None:
             text = decoded(self.policy_tokenizer, trajectory.prompt_ids)
             return Side(text, trajectory.text, True, None, where)
-        images = trajectory.sample.images if self.images.processor is not None else ()
-        if trajectory.sample.images and not images:
+        if trajectory.sample.images:  # a reward model reads text
             messages = [{**message, "content": content_text(message.get("content"))} for message in messages]
-        answer = [{"role": "assistant", "content": trajectory.text}]
-        return Side(messages, answer, True, None, where, images=images)
+        return Side(messages, [{"role": "assistant", "content": trajectory.text}], True, None, where)

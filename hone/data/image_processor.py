@@ -10,7 +10,7 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,24 +164,21 @@ PROCESSORS: dict[str, type[ImageProcessor]] = {
 """Processor of each ``model_type`` whose images are read."""
 
 
+def reads_images(settings: Mapping[str, Any]) -> bool:
+    """Return whether Hone reads images with the model of a ``config.json``; with another one it reads text alone."""
+    return settings.get("model_type") in PROCESSORS
+
+
 def load_image_processor(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
-    """Return the processor of the model in a directory; None for a model of text.
+    """Return the processor of the model in a directory; None if its images are not read.
 
     Raises:
-        DataError: it is a model for images whose processor is missing or unknown.
+        DataError: the processor of the model cannot be loaded.
     """
     file = Path(path) / "config.json"
     settings = json.loads(file.read_text()) if file.is_file() else {}
-    if "vision_config" not in settings:
+    if not reads_images(settings):
         return None
-    kind = settings.get("model_type")
-    if kind not in PROCESSORS:
-        raise DataError(
-            f"images of a '{kind}' model are not read",
-            where="model.path",
-            fix=f"use one of {', '.join(PROCESSORS)}",
-            code="R86",
-        )
     from transformers import AutoImageProcessor
 
     try:
@@ -193,7 +190,7 @@ def load_image_processor(path: str | Path, tokenizer: PreTrainedTokenizerBase) -
             fix="copy preprocessor_config.json of the model into the directory, and install Pillow: pip install 'hone-rl[images]'",
             where="model.path",
         ) from error
-    return PROCESSORS[kind](settings, prepare, tokenizer, Path(path))
+    return PROCESSORS[settings["model_type"]](settings, prepare, tokenizer, Path(path))
 
 
 def _tensors(encoded: Any, *names: str) -> dict[str, Tensor]:

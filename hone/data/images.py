@@ -18,7 +18,7 @@ import binascii
 import hashlib
 import io
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,8 @@ PLACE_BITS = 18
 """Bits of the number of a token within its image."""
 KEY_BITS = 44
 """Bits of an image's key."""
+IMAGES = "images"
+"""Column of a batch: a tuple of images for each row."""
 IMAGE_MARK = "<image>"
 """Text of an image."""
 REST_OF_IMAGE = "▪"
@@ -174,8 +176,8 @@ def _part_text(part: Any) -> str:
 def images_column(
     images: Sequence[tuple[ImageData, ...]], *, always: bool = False
 ) -> dict[str, list[tuple[ImageData, ...]]]:
-    """Return the column ``images`` of a batch, given those of its rows; no column if no row has one, unless ``always``."""
-    return {"images": list(images)} if always or any(images) else {}
+    """Return the column :data:`IMAGES` of a batch, given those of its rows; no column if no row has one, unless ``always``."""
+    return {IMAGES: list(images)} if always or any(images) else {}
 
 
 def token_ids(key: int, count: int) -> list[int]:
@@ -207,11 +209,6 @@ def place_of(token: Tokens) -> Tokens:
     return (-token - 1) & ((1 << PLACE_BITS) - 1)
 
 
-def keys_in(ids: Iterable[int]) -> list[int]:
-    """Return the keys of the images in a row of token ids, each once, in order."""
-    return list(dict.fromkeys(key_of(token) for token in ids if token < 0))
-
-
 def image_runs(ids: Sequence[int]) -> int:
     """Return how many runs of consecutive tokens of one image there are.
 
@@ -221,11 +218,6 @@ def image_runs(ids: Sequence[int]) -> int:
     before = itertools.chain([0], ids)
     pairs = zip(before, ids, strict=False)
     return sum(token < 0 and not (previous < 0 and token == previous - 1) for previous, token in pairs)
-
-
-def as_text_ids(ids: Sequence[int], placeholder: int) -> list[int]:
-    """Return ids of the vocabulary: each token of an image becomes the ``placeholder``."""
-    return [placeholder if token < 0 else token for token in ids]
 
 
 def pillow() -> Any:

@@ -68,7 +68,7 @@ def media_error(media: Mapping[str, int], where: str, rows: str = "the row has")
     listed = " and ".join(f"{count} {_plural(kind, count)}" for kind, count in media.items())
     others = set(media) - {"image"}
     return MediaError(
-        f"{rows} {listed}, but {'no model reads video or sound' if others else 'the model is one of text'}",
+        f"{rows} {listed}, but {'no model reads video or sound' if others else 'the images of this model are not read'}",
         why="the model would see the text without them, and learn to answer what it cannot see",
         fix="leave such rows out, or describe in the text what the model must know"
         + ("" if others else "; or use a model for images, see docs/images.md"),

@@ -95,7 +95,7 @@ def check_speculation(rollout: RolloutConfig) -> None:
         others = ", ".join(f"{engine} ({', '.join(methods)})" for engine, methods in SPECULATES.items())
         raise ConfigError(
             f"engine '{rollout.name}' has no speculative decoding with method={method}; these engines have: {others}",
-            why="its drafts are not verified to leave the log-probs of the policy as they are",
+            why="its log-probs of drafted tokens are not verified to be those of the policy",
             fix=f"{block}.method=null, or actor_rollout_ref.rollout.name=native",
             where=f"{block}.method",
         )

@@ -312,7 +312,7 @@ _SAMPLES = (
         "share of tokens",
         _MEAN,
         "rollout/accepted_tokens / rollout/drafted_tokens."
-        " Look when it falls during a run: the policy has moved away from the draft model, raise speculative.learning_rate.",
+        " Look when it falls during a run: the policy has moved away from the draft model, raise rollout.speculative.draft_lr.",
     ),
     MetricSpec(
         "forks/turns", "turns", _MEAN, "Turns from which episodes were continued (adv_estimator=turn_value_by_forks)."

@@ -129,44 +129,38 @@ _TILE_MARKS = (
     *("<image>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
-_SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def _grid_model(model_type: str, patch: int, *, interleaved: bool, more: Callable[[int], dict[str, Any]]) -> ImageInit:
+    """Return the settings of a model of a grid; ``more`` gives those of its vision tower alone, from its layers."""
+
+    def vision(layers: int, width: int, out: int) -> dict[str, Any]:
+        sizes = {"depth": layers, "hidden_size": width, "intermediate_size": 2 * width, "num_heads": width // _HEAD}
+        return sizes | {"out_hidden_size": out, "patch_size": patch} | more(layers)
+
+    return ImageInit(
+        model_type,
+        _GRID_MARKS,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        vision=vision,
+        rotary=lambda half: _mrope(half, interleaved),
+        processor=lambda: _grid_processor(patch),
+        outer=_ids,
+    )
+
 
 IMAGE_MODELS = {
-    "qwen2_5_vl": ImageInit(
+    "qwen2_5_vl": _grid_model(
         "qwen2_5_vl",
-        _GRID_MARKS,
-        _SHOWN,
-        vision=lambda layers, width, out: {
-            "depth": layers,
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_heads": width // _HEAD,
-            "out_hidden_size": out,
-            "patch_size": 14,
-            "window_size": 112,
-            "fullatt_block_indexes": [layers - 1],
-        },
-        rotary=lambda half: _mrope(half, interleaved=False),
-        processor=lambda: _grid_processor(14),
-        outer=_ids,
+        14,
+        interleaved=False,
+        more=lambda layers: {"window_size": 112, "fullatt_block_indexes": [layers - 1]},
     ),
-    "qwen3_vl": ImageInit(
+    "qwen3_vl": _grid_model(
         "qwen3_vl",
-        _GRID_MARKS,
-        _SHOWN,
-        vision=lambda layers, width, out: {
-            "depth": layers,
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_heads": width // _HEAD,
-            "out_hidden_size": out,
-            "patch_size": 16,
-            "num_position_embeddings": 256,
-            "deepstack_visual_indexes": list(range(layers - 1)),
-        },
-        rotary=lambda half: _mrope(half, interleaved=True),
-        processor=lambda: _grid_processor(16),
-        outer=_ids,
+        16,
+        interleaved=True,
+        more=lambda layers: {"num_position_embeddings": 256, "deepstack_visual_indexes": list(range(layers - 1))},
     ),
     "smolvlm": ImageInit(
         "smolvlm",

@@ -19,8 +19,6 @@ from hone.data.images import ImageData, key_of, place_of
 from hone.data.ragged import Ragged
 from hone.errors import ModelError
 
-IMAGES = "images"
-"""Column of a batch: a tuple of images for each row."""
 _ATTRIBUTE = "hone_image_processor"
 
 

@@ -45,7 +45,8 @@ def init_model(
 ) -> tuple[int, PretrainedConfig]:
     """Write a random-initialised model directory: config, generation config, tokenizer, chat template, safetensors.
 
-    The vocabulary is the tokenizer's, with the marks of a model that reads images; weights are float32 and depend on ``arch``, ``size``, ``seed`` and the vocabulary.
+    The vocabulary is the tokenizer's, with the marks of a model that reads images. Weights are float32 and depend on ``arch``,
+    ``size``, ``seed`` and the vocabulary.
 
     Args:
         arch: a name in :data:`hone.models.registry.ARCHITECTURES`.

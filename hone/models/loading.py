@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hone.config.model import ModelConfig
-from hone.data.image_processor import ImageProcessor, load_image_processor
+from hone.data.image_processor import ImageProcessor, load_image_processor, reads_images
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ModelError, did_you_mean
@@ -62,13 +62,13 @@ def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainab
 def policy_factory(config: ModelConfig) -> Any:
     """Return the class of transformers that loads a policy from a directory: a model of text, or one that reads images."""
     with _explained(_path(config)):
-        reads_images = hasattr(model_settings(config), "vision_config")
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+        settings = model_settings(config).to_dict()
+    return AutoModelForImageTextToText if reads_images(settings) else AutoModelForCausalLM
 
 
 def image_processor(config: ModelConfig) -> ImageProcessor | None:
-    """Return the processor of a model's images; None for a model of text."""
-    if not hasattr(model_settings(config), "vision_config"):
+    """Return the processor of a model's images; None if they are not read."""
+    if not reads_images(model_settings(config).to_dict()):
         return None
     return load_image_processor(_path(config), load_tokenizer(config.tokenizer_path or config.path))
 

@@ -75,7 +75,9 @@ class Evidence:
     @functools.cached_property
     def _reads_images(self) -> bool:
         """Return whether the model reads images, by its config.json."""
-        return "vision_config" in self.model_settings
+        from hone.data.image_processor import reads_images
+
+        return reads_images(self.model_settings)
 
     @functools.cached_property
     def _row_images(self) -> RowImages | DataError | None:

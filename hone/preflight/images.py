@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hone.config.derived import RunSpec
+from hone.config.preference import RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, parallel_block
 from hone.errors import ConfigError, Finding
@@ -37,16 +39,35 @@ def image_limits(config: AnyConfig) -> Iterator[Finding]:
         local = True  # R70 reports it
     if not local:
         yield error(
-            f"rows have images, but {key}={parallel.strategy or 'null'} shards the model over {processes} processes",
-            why="a sharded model reads no images yet",
+            f"rows have images, but {key}={parallel.strategy or 'null'} with {processes} processes does not read them",
+            why="only a model that one process holds whole reads images",
             fix=f"{key}=local trainer.nnodes=1 trainer.n_gpus_per_node=1",
             where=key,
         )
-    if isinstance(config, RLConfig) and config.actor_rollout_ref.rollout.name != "native":
-        engine = "actor_rollout_ref.rollout.name"
+    if isinstance(config, RewardModelConfig):
         yield error(
-            f"rows have images, but {engine}={config.actor_rollout_ref.rollout.name}",
-            why="Hone sends images to its own engine alone",
-            fix=f"{engine}=native",
-            where=engine,
+            "rows have images, but reward models do not read them",
+            why="transformers has no scalar model of this kind",
+            fix="leave such rows out, or describe the images in the text",
+            where="model.path",
+        )
+    if not isinstance(config, RLConfig):
+        return
+    from hone.generation import is_served
+
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "native" or is_served(rollout):
+        block = "actor_rollout_ref.rollout"
+        yield error(
+            f"rows have images, but the engine {rollout.name} runs in processes of its own",
+            why="Hone sends images only to its own engine in the process of the trainer",
+            fix=f"{block}.name=native {block}.num_replicas=null",
+            where=f"{block}.num_replicas" if rollout.name == "native" else f"{block}.name",
+        )
+    if RunSpec(config).critic.value:
+        yield error(
+            "rows have images, but critics do not read them",
+            why="transformers has no value model of this kind",
+            fix="algorithm.adv_estimator=grpo, which needs no critic",
+            where="algorithm.adv_estimator",
         )

@@ -20,7 +20,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from hone.data.image_processor import copy_processor
+from hone.data.image_processor import copy_processor, reads_images
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model
@@ -90,7 +90,7 @@ def model_class(directory: Path) -> Any:
     settings = json.loads((directory / "config.json").read_text())
     if "SequenceClassification" in " ".join(settings.get("architectures") or []):
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    return AutoModelForImageTextToText if reads_images(settings) else AutoModelForCausalLM
 
 
 def export(

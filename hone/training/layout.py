@@ -6,7 +6,8 @@ Ranks that communicate most are neighbours. There are three grids over the same 
     parameters  [replicate, shard, tensor]                   FSDP: one copy is sharded over `shard` = data x sequence ranks
     experts     [replicate, expert_shard, expert, tensor]    the same ranks, with `shard` = expert_shard x expert
 
-The second and third grid have a dimension `pipeline` before `tensor` if there are several stages. So 8 ranks with tensor 2 and sequence 2 get two different shards of a batch: ranks 0-3 the first, 4-7 the second.
+The second and third grid have a dimension `pipeline` before `tensor` if there are several stages. So 8 ranks with tensor 2 and
+sequence 2 get two different shards of a batch: ranks 0-3 the first, 4-7 the second.
 """
 
 from __future__ import annotations

@@ -24,12 +24,13 @@ from hone.algorithms.support import Supports
 from hone.algorithms.teacher import TeacherTargets
 from hone.data.balance import CostModel, Lengths, balance, load_of, part_of_rows
 from hone.data.batch import Batch
+from hone.data.images import IMAGES
 from hone.data.prefixes import PrefixOrder, PrefixSet
 from hone.data.ragged import Ragged, offsets_of
 from hone.models.attention.packed import PackedContext
 from hone.models.experts import UNKNOWN
 from hone.models.gather import Gather
-from hone.models.images import IMAGES, PackedImages, images_by_key
+from hone.models.images import PackedImages, images_by_key
 from hone.models.inputs import PackedSequences
 from hone.models.teacher import HIDDEN, IDS, LOG_PROBS, TEACHER
 

@@ -40,7 +40,7 @@ def test_a_run_changes_its_layout(forked_ray_workers, world: World, tmp_path):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_run_changes_its_backend(forked_ray_workers, world: World, tmp_path, stages: int):
-    """Two steps with Megatron-core, policy and critic in so many stages; then two in one process without it."""
+    """Two steps with Megatron-core, policy and critic each in that number of stages; then two in one process without it."""
     actor = "actor_rollout_ref.actor"
     layout = (f"{actor}.strategy=megatron", f"{actor}.pipeline_model_parallel_size={stages}")
     goes_on_in_one_process(world, tmp_path, start_on_two(world, tmp_path, forked_ray_workers, *layout))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ import torch
 from hone.config.model import ModelConfig
 from hone.data.batch import Batch
 from hone.data.image_processor import load_image_processor
-from hone.data.images import ImageData, as_text_ids
+from hone.data.images import IMAGES, ImageData, key_of
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import load_tokenizer
 from hone.data.train_tokenizer import train_tokenizer
-from hone.models.images import IMAGES
 from hone.models.init import init_model
 from hone.models.loading import load_policy
 from hone.models.routing import attention_of
@@ -24,6 +24,16 @@ from hone.models.routing import attention_of
 ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 _TEXT = "what colour is the shape? red green blue circle square user assistant system\n"
+
+
+def keys_in(ids: Iterable[int]) -> list[int]:
+    """Return the keys of the images in a row of token ids, each once, in order."""
+    return list(dict.fromkeys(key_of(token) for token in ids if token < 0))
+
+
+def as_text_ids(ids: Sequence[int], placeholder: int) -> list[int]:
+    """Return ids of the vocabulary: each token of an image becomes the ``placeholder``."""
+    return [placeholder if token < 0 else token for token in ids]
 
 
 def image_model(folder: Path, arch: str, size: str = "1m") -> Path:

@@ -49,7 +49,8 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
 
     Columns: ``data_source``, ``prompt`` (messages), ``reward_model`` {style, ground_truth}, ``extra_info`` {index, split,
     question, answer, ...} and ``messages`` (the prompt and the worked solution, for supervised fine-tuning); tasks of several
-    turns add ``agent_name`` and ``tools`` (schemas as JSON text), tasks with images ``images``. Additional files of the task are written to the same folder.
+    turns add ``agent_name`` and ``tools`` (schemas as JSON text), tasks with images ``images``. Additional files of the task are
+    written to the same folder.
 
     Returns:
         The two paths.

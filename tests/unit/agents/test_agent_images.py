@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from support.agents import call, play, setting
-from support.image_models import data_url, drawn
+from support.image_models import as_text_ids, data_url, drawn, keys_in
 from support.templates import tokenizer as template_tokenizer
 
 from hone.agents.context import EpisodeContext
 from hone.agents.tools import Tool
 from hone.data.chat import render_prompt
 from hone.data.image_processor import GridProcessor
-from hone.data.images import ImageData, as_text_ids, keys_in
+from hone.data.images import ImageData
 from hone.data.types import Sample
 from hone.models.image_init import IMAGE_MODELS
 

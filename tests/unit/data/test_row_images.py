@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.image_models import data_url, drawn, image_model
+from support.image_models import as_text_ids, data_url, drawn, image_model, keys_in
 from support.messages import raises
 from support.preflight import write_rows
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ from hone.data.checks import check_images
 from hone.data.conversations import ConversationDataset
 from hone.data.files import read_all
 from hone.data.image_processor import ImageProcessor, load_image_processor
-from hone.data.images import ImageData, as_text_ids, keys_in, token_ids
+from hone.data.images import ImageData, token_ids
 from hone.data.inspection import inspect_row
 from hone.data.overlong import shortened
 from hone.data.preferences import PreferenceDataset, preference_batch

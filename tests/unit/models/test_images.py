@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.image_models import ARCHITECTURES, batch_of, image_model, lively_policy, oracle, rows_of
+from support.image_models import ARCHITECTURES, batch_of, image_model, keys_in, lively_policy, oracle, rows_of
 
-from hone.data.images import keys_in
 from hone.models.heads import PolicyHead
 from hone.training.packing import pack
 

@@ -1,0 +1,47 @@
+"""Settings with which a run reads no images; models whose images are not read stay models of text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config.preference import RewardModelConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
+from hone.data.image_processor import load_image_processor, reads_images
+from hone.preflight.images import image_limits
+
+
+def rl(**changes: Any) -> RLConfig:
+    config = RLConfig()
+    config.algorithm.adv_estimator = changes.pop("adv_estimator", "grpo")
+    for name, value in changes.items():
+        setattr(config.actor_rollout_ref.rollout, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        (rl(), None),
+        (SFTConfig(), None),
+        (rl(name="vllm"), "actor_rollout_ref.rollout.name"),
+        (rl(num_replicas=1), "actor_rollout_ref.rollout.num_replicas"),
+        (rl(adv_estimator="gae"), "algorithm.adv_estimator"),
+        (RewardModelConfig(), "model.path"),
+    ],
+)
+def test_each_setting_without_images_is_one_error(config: Any, where: str | None) -> None:
+    found = [finding.error.where for finding in image_limits(config)]
+    assert found == ([] if where is None else [where])
+
+
+def test_models_with_other_vision_towers_are_models_of_text(tmp_path: Path) -> None:
+    settings = {"model_type": "gemma3", "vision_config": {}, "image_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    tokenizer: Any = None
+    assert not reads_images(settings)
+    assert load_image_processor(tmp_path, tokenizer) is None
