@@ -35,7 +35,7 @@ def test_64_ranks_train_a_batch(tmp_path: Path, name: str) -> None:
     ended = command.wait()
     assert ended.code == 0, ended.output
     outcome = json.loads(ended.output.splitlines()[-1])
-    assert outcome["layout"] == {"world": WORLD, **sizes, "expert": 1}
+    assert outcome["layout"] == {"world": WORLD, **sizes, "expert": 1, "pipeline": 1}
     assert outcome["finite"] and outcome["norms"][0] > 0
     copies = WORLD // sizes["dp_replicate"]
     assert outcome["parameters"] / copies <= outcome["here"] < 1.3 * outcome["parameters"] / copies
