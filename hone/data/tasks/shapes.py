@@ -1,9 +1,10 @@
-"""Questions about an image with a coloured shape in each corner, for models that read images.
+"""Questions about an image with coloured shapes in its corners, for models that read images.
 
     name       <image>What is top left?                  red circle
     colour     <image>What colour is top left?           red
     shape      <image>What shape is top left?            circle
     count      <image>How many are red?                  2
+    describe   <image>What is there?                     red circle top left, blue cross bottom right
 
 Size and place of the shapes, and the grey of the background, vary. Answers are a word or two, so that a small model learns the
 task in minutes.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ SHAPES: dict[str, Callable[[Any, Box, Any], object]] = {
     "triangle": _triangle,
     "cross": _cross,
 }
-KINDS = ("name", "colour", "shape", "count")
+KINDS = ("name", "colour", "shape", "count", "describe")
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,18 @@ class ShapesOptions:
     """Options of the task.
 
     Attributes:
-        kind: question: ``name``, ``colour``, ``shape`` or ``count``.
+        kind: question: ``name``, ``colour``, ``shape``, ``count`` or ``describe``.
         colours: number of colours, 2 to 6.
         shapes: number of shapes, 1 to 4.
         side: width and height of the image in pixels.
+        drawn: number of corners with a shape, 1 to 4.
     """
 
     kind: str = "name"
     colours: int = 3
     shapes: int = 3
     side: int = 64
+    drawn: int = 4
 
 
 class Shapes:
@@ -82,6 +85,7 @@ class Shapes:
         check(2 <= options.colours <= len(COLOURS), f"colours={options.colours} is not in 2..6", "colours=3")
         check(1 <= options.shapes <= len(SHAPES), f"shapes={options.shapes} is not in 1..4", "shapes=3")
         check(16 <= options.side <= 1024, f"side={options.side} is not in 16..1024", "side=64")
+        check(1 <= options.drawn <= len(CORNERS), f"drawn={options.drawn} is not in 1..4", "drawn=4")
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
@@ -89,37 +93,38 @@ class Shapes:
         generator, options = random.Random(seed), self.options
         colours, shapes = list(COLOURS)[: options.colours], list(SHAPES)[: options.shapes]
         while True:
-            scene = [(generator.choice(colours), generator.choice(shapes)) for _ in CORNERS]
+            corners = sorted(generator.sample(range(len(CORNERS)), options.drawn))
+            scene = {corner: (generator.choice(colours), generator.choice(shapes)) for corner in corners}
             content = _drawn(scene, options.side, generator)
-            question, answer = _question(
-                options.kind, scene, generator.randrange(len(CORNERS)), generator.choice(colours)
-            )
+            question, answer = _question(options.kind, scene, generator.choice(corners), generator.choice(colours))
             question = f"{IMAGE_MARK}{question}"
             key = f"{question} {hashlib.sha256(content).hexdigest()}"
             yield Problem(question, answer, answer, {"kind": options.kind}, key=key, images=(content,))
 
 
-def _question(kind: str, scene: Sequence[tuple[str, str]], place: int, counted: str) -> tuple[str, str]:
+def _question(kind: str, scene: Mapping[int, tuple[str, str]], place: int, counted: str) -> tuple[str, str]:
     """Return question and answer."""
     corner, (colour, shape) = CORNERS[place], scene[place]
+    named = (f"{colour} {shape} {CORNERS[place]}" for place, (colour, shape) in scene.items())
     return {
         "name": (f"What is {corner}?", f"{colour} {shape}"),
         "colour": (f"What colour is {corner}?", colour),
         "shape": (f"What shape is {corner}?", shape),
-        "count": (f"How many are {counted}?", str(sum(other == counted for other, _ in scene))),
+        "count": (f"How many are {counted}?", str(sum(other == counted for other, _ in scene.values()))),
+        "describe": ("What is there?", ", ".join(named)),
     }[kind]
 
 
-def _drawn(scene: Sequence[tuple[str, str]], side: int, generator: random.Random) -> bytes:
-    """Return a PNG file with a shape in each corner."""
+def _drawn(scene: Mapping[int, tuple[str, str]], side: int, generator: random.Random) -> bytes:
+    """Return a PNG file with the shapes of a scene, by the number of their corner."""
     from PIL import ImageDraw
 
     grey = generator.randint(200, 255)
     image = pillow().new("RGB", (side, side), (grey, grey, grey))
     draw, half = ImageDraw.Draw(image), side / 2
-    for number, (colour, shape) in enumerate(scene):
+    for corner, (colour, shape) in scene.items():
         size = (half - 2) * generator.uniform(0.5, 0.9)
-        left, top = (half * corner + generator.uniform(0, half - size - 2) for corner in (number % 2, number // 2))
+        left, top = (half * number + generator.uniform(0, half - size - 2) for number in (corner % 2, corner // 2))
         SHAPES[shape](draw, (left, top, left + size, top + size), COLOURS[colour])
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
