@@ -146,31 +146,28 @@ def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Last hidden states ``[U, H]`` at ``output_index``, the positions that predict response tokens."""
     if isinstance(model, Backbone):
         return model.hidden_states(packed)
-    if packed.images is not None:
+    if packed.hidden is not None:
+        hidden = model.get_decoder()(**decoder_inputs(packed)).last_hidden_state  # type: ignore[operator]
+    elif packed.images is not None:
         hidden = images.hidden_states(model, packed.input_ids, packed.images, packed.context)
     elif llama_train.supports_training(model):
         hidden = llama_train.hidden_states(model, packed.input_ids, packed.context)
     elif llama_cuda.supports_training(model):
         hidden = llama_cuda.hidden_states(model, packed.input_ids, packed.context)
     else:
-        hidden = model.get_decoder()(  # type: ignore[operator]
-            input_ids=packed.input_ids,
-            position_ids=packed.context.position_ids,
-            context=packed.context,
-            use_cache=False,
-        ).last_hidden_state
+        hidden = model.get_decoder()(**decoder_inputs(packed)).last_hidden_state  # type: ignore[operator]
     return hidden.squeeze(0).index_select(0, packed.output_index)
 
 
 def causal_logits(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Logits ``[U, V]`` at ``output_index`` by the model's own forward pass."""
-    return model(
-        input_ids=packed.input_ids,
-        position_ids=packed.context.position_ids,
-        context=packed.context,
-        use_cache=False,
-        logits_to_keep=packed.output_index,
-    ).logits[0]
+    return model(**decoder_inputs(packed), logits_to_keep=packed.output_index).logits[0]
+
+
+def decoder_inputs(packed: PackedSequences) -> dict[str, Any]:
+    """Return the arguments of a transformers decoder: token ids, or the hidden states of an earlier pipeline stage."""
+    given = {"input_ids": packed.input_ids} if packed.hidden is None else {"inputs_embeds": packed.hidden}
+    return {**given, "position_ids": packed.context.position_ids, "context": packed.context, "use_cache": False}
 
 
 def projects_plainly(model: Any) -> bool:

@@ -31,6 +31,7 @@ class PackedSequences:
         experts: ``[N, width]`` int16 of the tokens, see :meth:`hone.models.experts.ExpertRouters.follow`; None to follow none.
         teacher: a teacher's distributions at the outputs; None without them.
         images: of the rows; None without images.
+        hidden: ``[1, N, H]`` hidden states of an earlier pipeline stage, which are the model's input; None to read ``input_ids``.
     """
 
     input_ids: Tensor
@@ -43,6 +44,7 @@ class PackedSequences:
     experts: Tensor | None = None
     teacher: TeacherTargets | None = None
     images: PackedImages | None = None
+    hidden: Tensor | None = None
 
     def outputs_by_row(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs ``[R]`` of the rows' response tokens end to end, from those of the head ``[U]``."""

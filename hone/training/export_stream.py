@@ -26,6 +26,13 @@ def whole_weights(
     yield from in_buckets(_cast(model.named_parameters(), dtype), bucket_bytes)
 
 
+def weights_of(
+    named: Iterable[tuple[str, Tensor]], bucket_bytes: int = GATHER_BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield named tensors whole, in their own dtype."""
+    yield from in_buckets(named, bucket_bytes)
+
+
 def adapter_weights(
     model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:

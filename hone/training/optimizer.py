@@ -33,6 +33,7 @@ class ScheduledOptimizer:
         config: optimizer settings.
         total_steps: horizon of the schedule.
         scaled: whether the loss is scaled, for a backward pass in float16.
+        names: of the trained parameters of a model of which ``module`` is a part; None if it is all.
 
     Attributes:
         inner: the optimizer of torch.
@@ -41,9 +42,17 @@ class ScheduledOptimizer:
         average: moving average of the parameters, or None.
     """
 
-    def __init__(self, module: nn.Module, config: OptimConfig, total_steps: int, *, scaled: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: OptimConfig,
+        total_steps: int,
+        *,
+        scaled: bool = False,
+        names: Collection[str] | None = None,
+    ) -> None:
         self.config, self.total_steps = config, total_steps
-        self.inner = build_optimizer(module, config)
+        self.inner = build_optimizer(module, config, names)
         self.loss_scale = LossScale() if scaled else None
         trained = list(_trained(module))
         self.parameters = [parameter for _, parameter in trained]
@@ -109,17 +118,18 @@ class ScheduledOptimizer:
                     state[key] = value.to(device)
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
+def build_optimizer(module: nn.Module, config: OptimConfig, names: Collection[str] | None = None) -> Optimizer:
     """Create the optimizer of the trainable parameters.
 
     Args:
         module: its parameters may be shards, or without storage.
         config: optimizer settings.
+        names: of the trained parameters of the whole model, if ``module`` is a part of it.
 
     Raises:
         ConfigError: the optimizer is unknown, or does not take an argument; or a parameter group has no parameters.
     """
-    return create_optimizer(optimizer_groups(module, config), config)
+    return create_optimizer(optimizer_groups(module, config, names), config)
 
 
 def create_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
@@ -136,14 +146,16 @@ def create_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> Optim
         ) from error
 
 
-def optimizer_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+def optimizer_groups(
+    module: nn.Module, config: OptimConfig, names: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """Return torch's parameter groups; weight decay applies to matrices only (Loshchilov and Hutter 2019).
 
     Raises:
         ConfigError: a group of the configuration is not valid, or has no parameters.
     """
     trained = dict(_trained(module))
-    settings = assign_groups(trained, read_param_groups(config.param_groups))
+    settings = assign_groups(names or trained, read_param_groups(config.param_groups))
     matrices = muon.layer_matrices(module) if config.optimizer == muon.NAME else set()
     return group_parameters(trained, settings, config, matrices)
 

@@ -23,6 +23,7 @@ from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, W
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"ulysses_sequence_parallel_size": 2}
 EXPERT = {"expert_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
 
 
 def fsdp(**settings: Any) -> dict[str, Any]:
@@ -44,6 +45,7 @@ class TestFsdp2(TrainBackendConformance):
         "offloaded while at rest": Ways(2, fsdp(param_offload=True, optimizer_offload=True)),
         "tensor": Ways(2, TENSOR),
         "sequence": Ways(2, SEQUENCE),
+        "pipeline": Ways(2, PIPELINE),
     }
 
 

@@ -10,7 +10,7 @@ from hone.training.backends.registry import BACKENDS, BackendEntry
 
 BACKENDS.register("local")(BackendEntry("hone.training.backends.local:LocalBackend", most_processes=1))
 BACKENDS.register("fsdp2", "fsdp")(
-    BackendEntry("hone.training.backends.fsdp2.backend:Fsdp2Backend", fewest_processes=2)
+    BackendEntry("hone.training.backends.fsdp2.backend:Fsdp2Backend", fewest_processes=2, pipelines=True)
 )
 BACKENDS.register("megatron")(
     BackendEntry(

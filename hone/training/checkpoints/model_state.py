@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from hone.errors import CheckpointError
+from hone.models.loading import causal_lm
 from hone.training.checkpoints.checksums import leave_checksums
 from hone.training.checkpoints.optimizer_state import AVERAGE, load_state, named_state
 from hone.training.checkpoints.shards import ShardStager, dist_rank, load_shards, read_index
 from hone.training.checkpoints.storage import Storage
-from hone.training.checkpoints.weights import stage_weights
+from hone.training.checkpoints.weights import in_layers, stage_layers, stage_weights
 from hone.training.loss_scale import LossScale
 from hone.training.weight_average import WeightAverage
 
 _LOSS_SCALE = "loss_scale"
 
 log = logging.getLogger("hone")
+
+
+class ModelParts(Protocol):
+    """A model whose parameters are divided over processes by their names."""
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of all trained parameters."""
+        ...
+
+    def layers(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all whole parameters by their names in files, or ``values`` in their places. Collective."""
+        ...
+
+    def everywhere(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plain values of all processes. Collective."""
+        ...
 
 
 class ModelStager:
@@ -32,6 +52,7 @@ class ModelStager:
         optimizer: of the trained parameters, or None.
         loss_scale: of the updates, or None.
         average: of the trained parameters, or None.
+        stages: the pipeline stages of a model of which this process has a part; None if ``model`` is all.
     """
 
     def __init__(
@@ -40,8 +61,11 @@ class ModelStager:
         optimizer: Optimizer | None,
         loss_scale: LossScale | None = None,
         average: WeightAverage | None = None,
+        *,
+        stages: ModelParts | None = None,
     ) -> None:
         self._model, self._optimizer, self._loss_scale, self._average = model, optimizer, loss_scale, average
+        self._stages = stages
         self._shards = ShardStager()
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
@@ -56,15 +80,16 @@ class ModelStager:
             A function that writes the files, without collectives, in any thread and during training.
         """
         checkpoint = Storage(location).recording()
-        writes = [stage_weights(self._model, checkpoint / name, tokenizer)]
+        writes = [self._stage_weights(checkpoint / name, tokenizer, {})]
         if self._optimizer is not None:
             tensors, about = named_state(self._model, self._optimizer)
+            if self._stages is not None:
+                about |= {"trained": self._stages.trained, "state": self._stages.everywhere(about["state"])}
             if self._loss_scale is not None:
                 about[_LOSS_SCALE] = dataclasses.asdict(self._loss_scale)
             if self._average is not None:
                 tensors |= _average_tensors(self._average)
-                averaged = checkpoint / f"{name}_ema"
-                writes.append(stage_weights(self._model, averaged, tokenizer, values=self._average.values))
+                writes.append(self._stage_weights(checkpoint / f"{name}_ema", tokenizer, self._average.values))
             writes.append(self._shards.stage(tensors, about, checkpoint / optimizer_folder(name)))
         rank = dist_rank()
 
@@ -74,6 +99,16 @@ class ModelStager:
             leave_checksums(checkpoint, name, rank)
 
         return write
+
+    def _stage_weights(
+        self, folder: Storage, tokenizer: PreTrainedTokenizerBase | None, values: Mapping[str, Tensor]
+    ) -> Callable[[], None]:
+        """Copy the weights that this rank writes, with ``values`` in the places of parameters. Collective."""
+        if self._stages is None:
+            return stage_weights(self._model, folder, tokenizer, values=values)
+        named = self._stages.layers(values)
+        layers = [dict(named)] if isinstance(self._model, PeftModel) else in_layers(named, causal_lm(self._model))
+        return stage_layers(layers, self._model, folder, tokenizer)
 
     def restore(self, location: str, name: str) -> None:
         """Load the optimizer state of a checkpoint of any layout; weights are loaded from the model directory.
@@ -85,7 +120,8 @@ class ModelStager:
             raise RuntimeError("this model was built without an optimizer")
         storage = Storage(location) / optimizer_folder(name)
         try:
-            load_state(self._model, self._optimizer, storage)
+            names = None if self._stages is None else self._stages.trained
+            load_state(self._model, self._optimizer, storage, names)
             if self._loss_scale is not None:
                 vars(self._loss_scale).update(read_index(storage).values.get(_LOSS_SCALE, {}))
             if self._average is not None:

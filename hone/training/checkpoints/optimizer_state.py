@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -48,21 +48,27 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
     return tensors, {"optimizer": type(optimizer).__name__, "trained": trained, "state": plain}
 
 
-def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None:
+def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage, names: Collection[str] | None = None) -> None:
     """Load a state that :func:`named_state` returned for a model of any layout.
+
+    Args:
+        model: of the parameters.
+        optimizer: to load into.
+        storage: directory of the state.
+        names: of all trained parameters, if ``model`` has a part of them.
 
     Raises:
         CheckpointError: the state is of another optimizer or other parameters, or damaged.
     """
     index = read_index(storage)
-    check_saved(index.values, {name for name, _ in _trained(model)}, type(optimizer).__name__, storage)
     parameters = dict(_trained(model))
+    check_saved(index.values, set(names or parameters), type(optimizer).__name__, storage)
     fused = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     tensors: dict[str, Tensor] = {}
     for full, spec in index.tensors.items():
-        if full.startswith(AVERAGE):
-            continue
         key, name = full.split("/", 1)
+        if full.startswith(AVERAGE) or name not in parameters:
+            continue
         parameter = parameters[name]
         if spec.shape == tuple(parameter.shape):
             value = torch.zeros_like(parameter, dtype=spec.dtype, memory_format=torch.contiguous_format)
@@ -79,7 +85,8 @@ def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None
         optimizer.state[parameters[name]].update(join_parts(state))
     for full, value in index.values["state"].items():
         key, name = full.split("/", 1)
-        optimizer.state[parameters[name]][key] = value
+        if name in parameters:
+            optimizer.state[parameters[name]][key] = value
 
 
 def check_saved(saved: Mapping[str, Any], names: Set[str], kind: str, storage: Storage) -> None:

@@ -25,6 +25,7 @@ from hone.models.kernels.cpu.memory import heap_watch
 from hone.models.loading import adapter_off, causal_lm
 from hone.training.backends.fsdp2.gradients import clip_gradients
 from hone.training.backends.fsdp2.loading import load_sharded
+from hone.training.backends.fsdp2.pipeline import Fsdp2PipelineLoop, StageComputation
 from hone.training.backends.fsdp2.sharding import Sharded
 from hone.training.backends.fsdp2.tensor_parallel import add_partial_gradients
 from hone.training.backends.protocol import ModelKind, Weights
@@ -52,23 +53,25 @@ class Fsdp2Backend:
         self._sharded, self._meshes = sharded, sharded.computation.meshes
         optim = settings.optim
         scaled = "float16" in (settings.dtype, fsdp.mixed_precision.param_dtype)
-        self.optimizer = ScheduledOptimizer(self.model, optim, settings.total_steps, scaled=scaled) if optim else None
+        stages = self._stages = sharded.stages
+        names = None if stages is None else stages.trained
+        self.optimizer = (
+            ScheduledOptimizer(self.model, optim, settings.total_steps, scaled=scaled, names=names) if optim else None
+        )
         self._loss_scale = self.optimizer and self.optimizer.loss_scale
         self._ranks = ProcessRanks(self._meshes.data_group, settings.device)
         cost = CostModel.from_config(causal_lm(self.model).config.to_dict())
-        self._loop = MicroBatchLoop(
-            sharded.computation,
-            settings,
-            ranks=self._ranks,
-            cost=cost,
-            loss_scale=self._loss_scale,
-            routers=sharded.computation.routers,
-        )
+        shared = {"ranks": self._ranks, "cost": cost, "loss_scale": self._loss_scale}
+        if isinstance(sharded.computation, StageComputation):
+            self._loop: MicroBatchLoop = Fsdp2PipelineLoop(sharded.computation, settings, **shared)
+        else:
+            self._loop = MicroBatchLoop(sharded.computation, settings, routers=sharded.computation.routers, **shared)
         self._stager = ModelStager(
             self.model,
             self.optimizer and self.optimizer.inner,
             self._loss_scale,
             self.optimizer and self.optimizer.average,
+            stages=stages,
         )
         self._offload_parameters()
 
@@ -168,7 +171,10 @@ class Fsdp2Backend:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole parameters, all-gathered in buckets in ``dtype``; every rank gets the same. Collective."""
         with self._in_use():
-            yield from STREAMS[which](self.model, dtype=dtype)
+            if self._stages is not None:
+                yield from self._stages.export(which, dtype=dtype)
+            else:
+                yield from STREAMS[which](self.model, dtype=dtype)
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
         """Copy this rank's data for the checkpoint at ``location``; return the function that writes it. Collective."""
@@ -188,8 +194,17 @@ class Fsdp2Backend:
                 optimizer.move_state(self.settings.device)
             if self._meshes.layout.tensor > 1:
                 add_partial_gradients(self._sharded.partial, self._meshes.tensor_group)
+            stages = self._stages
+            if stages is not None:
+                stages.add_shared_gradient()
             optimizer.scale(scale)
-            grad_norm = clip_gradients(optimizer.parameters, optimizer.config.clip_grad, self.settings.device)
+            grad_norm = clip_gradients(
+                optimizer.parameters,
+                optimizer.config.clip_grad,
+                self.settings.device,
+                stages=self._meshes.layout.pipeline,
+                shared=None if stages is None else stages.shared,
+            )
             result = optimizer.update(step, grad_norm, self._ranks.gather_statistics(statistics))
             if self.fsdp.optimizer_offload:
                 optimizer.move_state(torch.device("cpu"))

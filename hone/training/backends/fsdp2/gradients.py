@@ -14,33 +14,48 @@ PIECE = 1 << 24
 """Numbers of a gradient whose squares are summed at a time: 128 MiB in float64."""
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    largest: float,
+    device: torch.device,
+    *,
+    stages: int = 1,
+    shared: nn.Parameter | None = None,
+) -> float:
     """Scale the gradient down to a norm of at most ``largest``. Collective over all ranks.
+
+    Args:
+        parameters: of this rank.
+        largest: norm.
+        device: of the computation.
+        stages: pipeline stages, each with other parameters.
+        shared: parameter that two stages have.
 
     Returns:
         The norm before clipping, the same on all ranks.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm(grads, device)
+    norm = gradient_norm(grads, device, stages=stages, shared=None if shared is None else shared.grad)
     if math.isfinite(norm) and norm > largest:
         for grad in grads:
             _local(grad).mul_(largest / (norm + 1e-6))
     return norm
 
 
-def gradient_norm(grads: list[Tensor], device: torch.device) -> float:
+def gradient_norm(grads: list[Tensor], device: torch.device, *, stages: int = 1, shared: Tensor | None = None) -> float:
     """Return the norm of the whole gradient, the same on all ranks. Replicas of a shard count once.
 
-    Squares are summed in float64, a piece of a gradient at a time, and the host waits once, at the end.
+    Squares are summed in float64, a piece of a gradient at a time, and the host waits once, at the end. For ``stages`` and
+    ``shared`` see :func:`clip_gradients`.
     """
-    world = dist.get_world_size()
+    ranks = dist.get_world_size() // stages
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
-        shards = 1
+        shards = 0.5 if grad is shared else 1.0
         if isinstance(grad, DTensor):
             sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
-            shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
-        squares += sum_of_squares(_local(grad)).to(device) * (shards / world)
+            shards *= math.prod(size for placement, size in sizes if not placement.is_replicate())
+        squares += sum_of_squares(_local(grad)).to(device) * (shards / ranks)
     dist.all_reduce(squares)
     return math.sqrt(float(squares))
 

@@ -21,7 +21,9 @@ from hone.models.llama import train as llama_train
 from hone.models.llama.spec import replace_layer_forwards, supports
 from hone.models.loading import causal_lm, layers_of
 from hone.training.backends.fsdp2.expert_parallel import apply_expert_parallel
+from hone.training.backends.fsdp2.pipeline import StageComputation
 from hone.training.backends.fsdp2.sequence_parallel import check_heads, gather_outputs, local_tokens
+from hone.training.backends.fsdp2.stages import Stages
 from hone.training.backends.fsdp2.tensor_parallel import apply_tensor_parallel
 from hone.training.layout import Meshes
 
@@ -69,10 +71,12 @@ class Sharded:
     Attributes:
         computation: the module to call; its parameters are this rank's shards.
         partial: modules whose gradients must be summed over the tensor-parallel ranks.
+        stages: the division into pipeline stages; None if every rank has all layers.
     """
 
-    computation: Computation
+    computation: Computation | StageComputation
     partial: list[nn.Module]
+    stages: Stages | None = None
 
     @property
     def root(self) -> FSDPModule:
@@ -97,12 +101,19 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     _check(inner, meshes)
     partial = apply_tensor_parallel(inner, meshes.parameters["tensor"]) if layout.tensor > 1 else []
     experts = apply_expert_parallel(model, meshes.experts["expert"]) if meshes.experts is not None else []
-    computation = Computation(model, meshes)
     narrow = _narrower(config.mixed_precision.param_dtype or dtype)
     device = torch.device(meshes.parameters.device_type)
-    fused = _fuse_layers(inner, device, narrow)
-    if not fused and layout.tensor == layout.sequence == 1 and not experts:
-        computation.compiled = compile_layers(model, device, compiling)
+    fused, stages = _fuse_layers(inner, device, narrow), None
+    computation: Computation | StageComputation
+    if layout.pipeline > 1:
+        stages = Stages(model, meshes.pipeline_group, device)
+        computation = StageComputation(model, meshes, stages, narrow or torch.float32)
+        kept = set(model.modules())
+        partial, experts = ([module for module in modules if module in kept] for modules in (partial, experts))
+    else:
+        computation = Computation(model, meshes)
+        if not fused and layout.tensor == layout.sequence == 1 and not experts:
+            computation.compiled = compile_layers(model, device, compiling)
     settings = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=narrow,
@@ -123,7 +134,7 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
         if isinstance(module, FSDPModule):  # losses are shares of the batch's loss, so gradients are summed
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return Sharded(computation, partial)
+    return Sharded(computation, partial, stages)
 
 
 def _fuse_layers(model: PreTrainedModel, device: torch.device, narrow: torch.dtype | None) -> bool:

@@ -26,7 +26,7 @@ from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups, build_groups
 from hone.training.backends.megatron.loading import LoadedStage, load_stage
 from hone.training.backends.megatron.optimizer import ShardedOptimizer
-from hone.training.backends.megatron.pipeline import PipelineLoop
+from hone.training.backends.megatron.pipeline import MegatronPipelineLoop
 from hone.training.backends.megatron.support import require_model, require_settings
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.engine import MicroBatchLoop, TrainSettings
@@ -59,7 +59,7 @@ class MegatronBackend:
         cost = CostModel.from_config(loaded.skeleton.config.to_dict())
         if groups.layout.pipeline > 1:
             chunk = self.optimizer and self.optimizer.chunk
-            self._loop = PipelineLoop(loaded.stage, chunk, groups, settings, ranks=self._ranks, cost=cost)
+            self._loop = MegatronPipelineLoop(loaded.stage, chunk, groups, settings, ranks=self._ranks, cost=cost)
         else:
             self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks, cost=cost)
 

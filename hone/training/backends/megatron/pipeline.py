@@ -1,11 +1,4 @@
-"""Loop over the micro-batches of a model in pipeline stages, by Megatron's schedule.
-
-    stage 0   embedding, first layers      micro-batches enter one after the other
-    ...                                    hidden states go forward, their gradients backward
-    last      last layers, head, loss      each forward pass is followed by the backward pass of an earlier micro-batch (1F1B)
-
-All stages of a pipeline have the same rows. The last stage sends outputs and statistics to the others, so that every rank returns them.
-"""
+"""Megatron's schedule of the micro-batches of a model in pipeline stages."""
 
 from __future__ import annotations
 
@@ -13,31 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from torch import Tensor
 
 from hone.data.balance import CostModel
-from hone.data.batch import Batch
-from hone.data.ragged import Ragged
 from hone.insight import activity
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups
 from hone.training.backends.megatron.model import Stage
-from hone.training.engine import MicroBatchLoop, TrainSettings, micro_batch_loss
+from hone.training.engine import TrainSettings
 from hone.training.packing import pack
+from hone.training.pipeline_loop import LossOf, MicroBatch, PipelineLoop
 from hone.training.ranks import RankGroup
-from hone.training.updates import LossFn, Outputs, Statistics, Totals
-
-MicroBatch = tuple[list[int], Batch]
 
 
-class PipelineLoop(MicroBatchLoop):
-    """Runs batches through a pipeline of stages, with or without gradient.
+class MegatronPipelineLoop(PipelineLoop):
+    """Runs batches through a pipeline of Megatron's stages, with or without gradient.
 
     Args:
         stage: of this rank.
@@ -58,62 +46,14 @@ class PipelineLoop(MicroBatchLoop):
         ranks: RankGroup,
         cost: CostModel,
     ) -> None:
-        super().__init__(_outputs(stage), settings, ranks=ranks, cost=cost)
+        super().__init__(_outputs(stage), settings, pipeline=groups.pipeline, ranks=ranks, cost=cost)
         self._stage, self._chunk, self._groups = stage, chunk, groups
         self._communicator = P2PCommunicator(groups.pipeline, stage.config)
 
-    def infer(
-        self, batch: Batch, head: Head, *, with_entropy: bool = False, max_tokens: int | None = None
-    ) -> dict[str, Ragged]:
-        """Run the forward pass without gradient; every stage returns the columns."""
-        outputs = Outputs(batch.ragged("response_ids"))
-
-        def keep(rows: list[int], micro: Batch, values: dict[str, Tensor]) -> Tensor:
-            outputs.add(rows, values)
-            return torch.zeros((), device=self._device)
-
-        with torch.no_grad():
-            self._run(batch, head, with_entropy, keep, max_tokens=max_tokens or self._settings.max_tokens, train=False)
-        return self._from_last(outputs.columns())
-
-    def _accumulate(
-        self,
-        batch: Batch,
-        head: Head,
-        loss_fn: LossFn,
-        totals: Totals,
-        with_entropy: bool,
-        outputs_seen: Outputs | None,
-    ) -> list[Statistics]:
-        statistics: list[Statistics] = []
-        seen: list[tuple[list[int], dict[str, Tensor]]] = []
-
-        def loss_of(rows: list[int], micro: Batch, values: dict[str, Tensor]) -> Tensor:
-            if outputs_seen is not None:
-                seen.append((rows, {name: value.detach().cpu() for name, value in values.items()}))
-            loss, micro_statistics = micro_batch_loss(rows, micro, values, loss_fn, totals)
-            statistics.extend(_plain(one) for one in micro_statistics)
-            return loss
-
-        self._run(batch, head, with_entropy, loss_of, max_tokens=self._settings.max_tokens, train=True)
-        statistics, seen = self._from_last((statistics, seen))
-        if outputs_seen is not None:
-            for rows, values in seen:
-                outputs_seen.add(rows, values)
-        return statistics
-
-    def _run(
-        self,
-        batch: Batch,
-        head: Head,
-        with_entropy: bool,
-        loss_of: Callable[[list[int], Batch, dict[str, Tensor]], Tensor],
-        *,
-        max_tokens: int,
-        train: bool,
+    def run(
+        self, micro_batches: list[MicroBatch], head: Head, with_entropy: bool, loss_of: LossOf, *, train: bool
     ) -> None:
-        """Take the micro-batches through the stages; the last stage passes the head's outputs to ``loss_of``."""
-        micro_batches = list(self.micro_batches(batch, max_tokens))
+        """Take the micro-batches through the stages; see :meth:`PipelineLoop.run`."""
 
         def step(remaining: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]] | None]:
             del model  # the gradient reduction around the stage
@@ -140,19 +80,7 @@ class PipelineLoop(MicroBatchLoop):
                 pg_collection=self._groups.collection,
             )
 
-    def _from_last(self, value: Any) -> Any:
-        """Return the value of the last stage on every stage."""
-        values = [value]
-        last = self._groups.pipeline.size() - 1
-        dist.broadcast_object_list(values, group=self._groups.pipeline, group_src=last, device=self._device)
-        return values[0]
-
 
 def _outputs(stage: Stage) -> Callable[[Head, PackedSequences, bool], dict[str, Tensor]]:
     """Return the forward pass of the last stage."""
     return lambda head, packed, with_entropy: head(stage, packed, with_entropy=with_entropy)
-
-
-def _plain(statistics: Statistics) -> Statistics:
-    """Return statistics as numbers, without their graphs."""
-    return {name: (float(value), float(weight)) for name, (value, weight) in statistics.items()}
