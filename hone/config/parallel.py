@@ -61,8 +61,8 @@ class ParallelConfig:
     """Ranks that share every matrix of a layer, according to the model's tensor-parallel plan. They process the same sequences;
     heads must divide."""
     pipeline_model_parallel_size: int = number(1, low=1)
-    """Stages of consecutive layers, each on other ranks; micro-batches pass through them one after the other. Only with
-    strategy=megatron; the number of layers must divide."""
+    """Stages of consecutive layers, each on other ranks; micro-batches pass through them one after the other. With fsdp2 or
+    megatron; with megatron the number of layers must divide."""
     ulysses_sequence_parallel_size: int = number(1, low=1)
     """Ranks that share the tokens of a micro-batch, and the heads in attention, for contexts too long for one device."""
     expert_parallel_size: int = number(1, low=1)

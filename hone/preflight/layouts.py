@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
+from pathlib import Path
 
 from hone.config.derived import RunSpec
 from hone.config.limits import REPORT_EXPERTS
@@ -11,14 +12,18 @@ from hone.config.parallel_layout import Layout
 from hone.config.pools import check_engines
 from hone.config.specs import spec_of
 from hone.config.tree import RLConfig
-from hone.config.trees import TREES, AnyConfig, parallel_block
+from hone.config.trees import TREES, AnyConfig, model_block, parallel_block
 from hone.errors import ConfigError, ModelError
 from hone.preflight.cluster import actor_processes
 from hone.preflight.evidence import Evidence
 from hone.preflight.plan.model import has_tensor_plan
+from hone.preflight.reading import read_json
 from hone.preflight.rules import Finding, error, rule
+from hone.training.backends.fsdp2.pipeline_models import require_divisible
 from hone.training.backends.registry import BACKENDS, backend_of
 
+FSDP2_NAMES = (None, "fsdp2", "fsdp")
+"""Values of ``strategy`` with which a model on several processes has the backend fsdp2."""
 _ROLLOUT = "actor_rollout_ref.rollout"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -80,6 +85,31 @@ def sequence_parallel_divides(config: AnyConfig, evidence: Evidence) -> Iterator
         check_heads(heads // tensor, key_value // tensor, sequence)
     except ModelError as problem:
         yield Finding(problem, stops=True)
+
+
+@rule("R91", *TREES.values())
+def pipeline_divides(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """With strategy=fsdp2: models that pipeline stages divide are of a supported family, and have a layer for every stage."""
+    parallel = parallel_block(config)
+    stages, key = parallel.pipeline_model_parallel_size, parallel.key("pipeline_model_parallel_size")
+    if stages == 1 or parallel.strategy not in FSDP2_NAMES:
+        return
+    models = {model_block(config)[1].path: evidence.model_settings}
+    if isinstance(config, RLConfig) and RunSpec(config).critic.value and (path := config.critic.model.path):
+        models[path] = read_json(Path(path) / "config.json")
+    for path, settings in models.items():
+        try:
+            if settings:
+                require_divisible(settings, stages, str(path), key)
+        except ModelError as problem:
+            yield Finding(problem, stops=True)
+    if isinstance(config, RLConfig) and RunSpec(config).follows_engine_experts:
+        yield error(
+            f"router_replay.mode=R3 with {key}={stages}",
+            why="the stages of strategy=fsdp2 choose their experts themselves",
+            fix=f"actor_rollout_ref.actor.router_replay.mode=disabled, or {key}=1",
+            where="actor_rollout_ref.actor.router_replay.mode",
+        )
 
 
 @rule("R73", *TREES.values())

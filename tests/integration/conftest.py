@@ -46,5 +46,6 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "odd": save_model(root / "odd", "qwen2", tie_word_embeddings=True, vocab_size=63),
         "olmo": save_model(root / "olmo", "olmo2", tie_word_embeddings=False),
         "experts": save_model(root / "experts", "qwen3_moe", tie_word_embeddings=False),
+        "deep": save_model(root / "deep", "qwen3", tie_word_embeddings=True, num_hidden_layers=5),
         "gpt_oss": save_model(root / "gpt_oss", "gpt_oss", tie_word_embeddings=False),
     }

@@ -89,13 +89,22 @@ def test_one_worker_gives_the_same_numbers(cluster, data: Path, local, tmp_path:
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "tensor": ("tensor_model_parallel_size=2",),
     "sequence": ("ulysses_sequence_parallel_size=2",),
+    "pipeline": ("pipeline_model_parallel_size=2",),
     "in order": ("trainer.balance_batch=false",),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [*((kind, None) for kind in KINDS), ("sft", "sequence"), ("reward-model", "tensor"), ("dpo", "in order")],
+    [
+        *((kind, None) for kind in KINDS),
+        ("sft", "sequence"),
+        ("reward-model", "tensor"),
+        ("sft", "pipeline"),
+        ("dpo-lora", "pipeline"),
+        ("reward-model", "pipeline"),
+        ("dpo", "in order"),
+    ],
 )
 def test_two_workers_train_as_one(cluster, data: Path, local, tmp_path: Path, kind: str, layout: str | None):
     assert_close(

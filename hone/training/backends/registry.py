@@ -102,6 +102,6 @@ def backend_of(config: ParallelConfig, processes: int) -> BackendEntry:
             f"strategy '{name}' has no pipeline parallelism, but {stages_key}={stages}",
             why="every process would compute all layers",
             where=stages_key,
-            fix=f"{key}=megatron, or {stages_key}=1",
+            fix=f"{key}=fsdp2, or {stages_key}=1",
         )
     return BACKENDS.get("local") if processes < entry.fewest_processes else entry

@@ -410,6 +410,14 @@ PROCESSES = [
         given=f"{RAY} trainer.n_gpus_per_node=2",
     ),
     Case(
+        "R91 layouts.pipeline_divides",
+        f"{ACTOR}.pipeline_model_parallel_size=8",
+        ("layers", "8 stages"),
+        advice=f"{ACTOR}.pipeline_model_parallel_size=<at most",
+        then=f"{ACTOR}.pipeline_model_parallel_size=2",
+        given=f"{RAY} trainer.n_gpus_per_node=8",
+    ),
+    Case(
         "R87 layouts.experts_can_be_followed",
         f"{ACTOR}.router_replay.mode=R3",
         ("R3", "qwen3"),

@@ -96,12 +96,15 @@ def test_digit_sequences_count_within_their_alphabet():
 
 
 def _corners(problem):
-    """Colour of each corner's shape, and its share of the square around it."""
+    """Colour of each corner's shape, and its share of the square around it; None and 0 for an empty corner."""
     image = ImageData(problem.images[0]).open()
     half, background = image.width // 2, image.getpixel((image.width - 1, image.height - 1))
     for top, left in itertools.product((0, half), repeat=2):
         pixels = np.asarray(image)[top : top + half, left : left + half]
         drawn = (pixels != np.asarray(background)).any(-1)
+        if not drawn.any():
+            yield None, 0.0
+            continue
         rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
         box = (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
         (colour,) = {tuple(pixel) for pixel in pixels[drawn].tolist()}
@@ -120,6 +123,15 @@ def test_shapes_are_where_the_answers_say():
     for problem in first("shapes", 40, ["kind=count", "colours=2"]):
         counted = problem.question.removesuffix("?").split()[-1]
         assert problem.ground_truth == str(sum(colour == counted for colour, _ in _corners(problem)))
+
+
+def test_descriptions_name_what_is_drawn():
+    corners = ("top left", "top right", "bottom left", "bottom right")
+    for drawn in (1, 3):
+        for problem in first("shapes", 30, ["kind=describe", f"drawn={drawn}", "side=96"]):
+            expected = {" ".join(words[2:]): words[0] for words in map(str.split, problem.ground_truth.split(", "))}
+            colours = {corner: colour for corner, (colour, _) in zip(corners, _corners(problem), strict=True) if colour}
+            assert colours == expected and len(expected) == drawn
 
 
 def test_rows_of_shapes_have_their_image(tmp_path):

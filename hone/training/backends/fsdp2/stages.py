@@ -21,13 +21,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.errors import ModelError
 from hone.models.loading import causal_lm, layers_of
+from hone.training.backends.fsdp2.pipeline_models import require_divisible
 from hone.training.export_stream import STREAMS, in_dtype, weights_of
 
-SIZE_KEY = "actor_rollout_ref.actor.pipeline_model_parallel_size"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "olmo2")
-"""Values of ``model_type`` whose decoders are embedding, layers and norm, and compute nothing else with their input."""
 _OUTPUTS = ("lm_head", "score", "classifier")
 
 
@@ -96,12 +93,12 @@ class Stages:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the embedding that reads tokens."""
+        """Return whether this rank has the embedding that reads tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the output layer."""
+        """Return whether this rank has the output layer."""
         return self.index == self.count - 1
 
     @property
@@ -135,8 +132,8 @@ class Stages:
         """
         names = {parameter.name: parameter.file_name for parameter in self.parameters}
         wanted = [(p.name, p.meta, p.stage) for p in self.parameters if p.file_name is not None]
-        own = {**dict(self.model.named_parameters()), **values}
-        for name, value in self._from_owners(wanted, lambda: weights_of(own.items())):
+        local = {**dict(self.model.named_parameters()), **values}
+        for name, value in self._from_owners(wanted, lambda: weights_of(local.items())):
             yield str(names[name]), value
 
     def everywhere(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,29 +195,6 @@ class Stages:
                     setattr(inner, name, nn.Identity())
         if not (self.is_first or (self.is_last and tied)):
             decoder.embed_tokens = nn.Identity()
-
-
-def require_divisible(settings: Mapping[str, Any], stages: int, path: str) -> None:
-    """Check that the model of a ``config.json`` can be divided into stages.
-
-    Raises:
-        ModelError: its family is not supported, or it has fewer layers.
-    """
-    family, layers = settings.get("model_type"), settings.get("num_hidden_layers")
-    if family not in FAMILIES:
-        raise ModelError(
-            f"'{path}' is a model of type {family}, which strategy=fsdp2 does not divide into pipeline stages",
-            why=f"the stages are written for {', '.join(FAMILIES)}",
-            where=SIZE_KEY,
-            fix=f"{SIZE_KEY}=1",
-        )
-    if layers is not None and layers < stages:
-        raise ModelError(
-            f"'{path}' has {layers} layers, fewer than the {stages} stages of {SIZE_KEY}",
-            why="every stage has at least one layer",
-            where=SIZE_KEY,
-            fix=f"{SIZE_KEY}=<at most {layers}>",
-        )
 
 
 def _layer_names(inner: PreTrainedModel) -> list[str]:
