@@ -2,7 +2,7 @@
 
 Ranks that communicate most are neighbours. There are three grids over the same ranks, with tensor-parallel ranks innermost:
 
-    data        [data, pipeline, sequence, tensor]           rows of each rank, ranks that share a row's tokens or layers
+    data        [data, sequence, pipeline, tensor]           rows of each rank, ranks that share a row's tokens or layers
     parameters  [replicate, shard, tensor]                   FSDP: one copy is sharded over `shard` = data x sequence ranks
     experts     [replicate, expert_shard, expert, tensor]    the same ranks, with `shard` = expert_shard x expert
 
@@ -79,7 +79,7 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     stages = {"pipeline": layout.pipeline} if layout.pipeline > 1 else {}
-    data = grid(data=layout.dp_size, **stages, sequence=layout.sequence, tensor=layout.tensor)
+    data = grid(data=layout.dp_size, sequence=layout.sequence, **stages, tensor=layout.tensor)
     parameters = grid(replicate=layout.dp_replicate, shard=shard, **stages, tensor=layout.tensor)
     experts = None
     if layout.expert > 1:
