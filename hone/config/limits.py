@@ -42,5 +42,5 @@ MAX_SUPPORT = 1024
 """Maximum of tokens in the support of a sampled token, where ``rollout.keep_support`` keeps it."""
 REPORT_SUPPORT = ("native", "hf")
 """Engines that report which tokens could be sampled."""
-REPORT_EXPERTS = ("native", "vllm")
+REPORT_EXPERTS = ("native", "vllm", "sglang")
 """Engines that report which experts computed a token."""

@@ -190,6 +190,7 @@ def _native(rollout: RolloutConfig) -> dict[str, Any]:
 _REPORTS_EXPERTS = {
     "native": "report_experts",
     "vllm": "enable_return_routed_experts",
+    "sglang": "enable_return_routed_experts",
 }
 """Argument of each engine of :data:`hone.config.limits.REPORT_EXPERTS` that lets completions have the experts of each token."""
 _OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {

@@ -81,6 +81,16 @@ def refused(engine: str, what: str, fix: str) -> ConfigError:
     )
 
 
+def refused_experts(title: str, why: str) -> ConfigError:
+    """Return the error about an engine that cannot report the experts of a token on a CPU."""
+    return ConfigError(
+        f"{title} does not report the experts of a token on a CPU",
+        why=why,
+        fix="actor_rollout_ref.rollout.name=native, or actor_rollout_ref.actor.router_replay.mode=disabled",
+        where="actor_rollout_ref.actor.router_replay.mode",
+    )
+
+
 def one_line(error: Exception) -> str:
     """Return an engine's error on one line. A validation error gives every refused argument with its problem."""
     errors: Any = getattr(error, "errors", None)  # of pydantic, which only the engine's environment has

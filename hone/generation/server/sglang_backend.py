@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -11,13 +12,22 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hone.data.types import StopReason
 from hone.errors import GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest
 from hone.generation.remote.gpus import visible_uuids
-from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
+from hone.generation.server.arguments import (
+    ADJUSTMENTS,
+    check_names,
+    check_owned,
+    check_served,
+    one_line,
+    refused,
+    refused_experts,
+)
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
 from hone.generation.server.sglang_names import SAMPLED_FROM
@@ -32,6 +42,7 @@ _OWNED = {
     "enable_lora": "adapters are merged into the weights",
     "enable_memory_saver": "rollout.free_cache_engine sets it",
 }
+_EXPERTS = "enable_return_routed_experts"
 _CPU_CACHE_TOKENS = 65536
 """Default capacity of the cache on a CPU."""
 _RESERVED = 8
@@ -63,6 +74,7 @@ class SglangBackend:
         self._rpc_lock = asyncio.Lock()
         self._frees_memory, self._asleep = settings.sleeps and not self._on_cpu, list[str]()
         options = self._options(settings)
+        self._reports_experts = bool(options.get(_EXPERTS))
         self._engine = self._start(options)
         copies = 1 if options.get("enable_dp_attention") else options.get("dp_size", 1)
         self.gpus = (
@@ -76,6 +88,8 @@ class SglangBackend:
     def _options(self, settings: BackendSettings) -> dict[str, Any]:
         """Return the arguments of the engine: Hone's, overridden by the user's."""
         check_owned("sglang", settings.options, _OWNED)
+        if settings.options.get(_EXPERTS) and self._on_cpu:
+            raise refused_experts("SGLang", "the part of it that does allocates on a CUDA device (0.5.23)")
         options: dict[str, Any] = {
             "model_path": settings.model,
             "tokenizer_path": settings.tokenizer,
@@ -129,6 +143,7 @@ class SglangBackend:
             input_ids=list(request.prompt_ids),
             sampling_params=_sampling_params(request),
             return_logprob=True,
+            return_routed_experts=self._reports_experts,
         )
         started, final = time.perf_counter(), None
         async for output in self._manager.generate_request(generate_input, None):
@@ -148,8 +163,15 @@ class SglangBackend:
         self._stats["cached_tokens"] += meta_info.get("cached_tokens", 0)
         self._stats["decode_tokens"] += len(tokens)
         reason = _REASONS.get((meta_info["finish_reason"] or {}).get("type", ""), StopReason.ERROR)
-        seconds = time.perf_counter() - started
-        return Completion(request.request_id, tokens, policy, sampled_from, reason, seconds=seconds)
+        return Completion(
+            request.request_id,
+            tokens,
+            policy,
+            sampled_from,
+            reason,
+            seconds=time.perf_counter() - started,
+            expert_ids=_expert_ids(meta_info.get("routed_experts")),
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with the tokens sampled so far."""
@@ -226,6 +248,15 @@ class SglangBackend:
 def _name(request_id: str) -> str:
     """Return a name that is not a prefix of another name, because SGLang aborts by name prefix."""
     return f"{request_id}."
+
+
+def _expert_ids(routed: str | None) -> Any:
+    """Return the experts of prompt and response without the last token, end to end; empty where SGLang was not asked for them.
+
+    Args:
+        routed: int32 ``[tokens, layers, experts of a token]`` in base64, or None.
+    """
+    return () if routed is None else np.frombuffer(base64.b64decode(routed), dtype="<i4").astype("int16")
 
 
 def _sampling_params(request: GenerationRequest) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from hone.generation.server.arguments import (
     check_served,
     one_line,
     refused,
+    refused_experts,
 )
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
@@ -83,12 +84,7 @@ class VllmBackend:
             )
         if settings.options.get(_EXPERTS):
             if self._on_cpu:
-                raise ConfigError(
-                    "vLLM does not report the experts of a token on a CPU",
-                    why="the part of it that does needs Triton (0.32.0)",
-                    fix="actor_rollout_ref.rollout.name=native, or actor_rollout_ref.actor.router_replay.mode=disabled",
-                    where="actor_rollout_ref.actor.router_replay.mode",
-                )
+                raise refused_experts("vLLM", "the part of it that does needs Triton (0.32.0)")
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         options: dict[str, Any] = {
             "model": settings.model,
