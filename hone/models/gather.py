@@ -41,16 +41,21 @@ class Gather:
         """Gather ``values [N, ...]`` to ``[K, ...]``."""
         return _Gather.apply(values, self)  # type: ignore[return-value]
 
+    def sums(self, grads: Tensor) -> Tensor:
+        """Add up the gradients ``[K, ...]`` of gathered values for each value, ``[N, ...]``.
+
+        It is one kernel without atomics; on CUDA it adds in float32.
+        """
+        totals = F.embedding_bag(self.slots, grads.reshape(len(grads), -1), self.starts, mode="sum")
+        return totals.view(-1, *grads.shape[1:])
+
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, gather: Gather) -> Tensor:
-        ctx.gather, ctx.shape = gather, values.shape
+        ctx.gather = gather
         return values.index_select(0, gather.source)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gather, grad = ctx.gather, grads[0]
-        # One kernel without atomics; on CUDA it adds in float32.
-        sums = F.embedding_bag(gather.slots, grad.reshape(len(grad), -1), gather.starts, mode="sum")
-        return sums.view(ctx.shape), None
+        return ctx.gather.sums(grads[0]), None

@@ -82,7 +82,8 @@ def backward(
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     for queries, keys in _sequences(cu_seq_q, cu_seq_k):
-        probabilities = _scores(query[queries], key[keys], scale, window_size).softmax(-1)  # [heads, Q, K]
+        scores = _scores(query[queries], key[keys], scale, window_size)
+        probabilities = (scores - lse[:, queries, None]).exp()  # [heads, Q, K]; of more keys than these, as in the kernel
         outer, mixed = (_wide(part[queries]).transpose(0, 1) for part in (grad_out, out))
         grad_scores = outer @ _of_query_heads(value[keys], query).transpose(1, 2)
         grad_scores = factor * probabilities * (grad_scores - (outer * mixed).sum(-1, keepdim=True))
@@ -113,8 +114,9 @@ def _scores(query: Tensor, key: Tensor, scale: float | None, window_size: list[i
     scores = _wide(query).transpose(0, 1) @ _of_query_heads(key, query).transpose(1, 2) * scale
     ahead = torch.arange(len(key)) - torch.arange(len(query))[:, None] - (len(key) - len(query))
     left, right = window_size or [-1, -1]
-    hidden = (ahead > right if right >= 0 else ahead > len(key)) | (-ahead > left if left >= 0 else -ahead > len(key))
-    return scores.masked_fill(hidden, float("-inf"))
+    for far in ([ahead > right] if right >= 0 else []) + ([-ahead > left] if left >= 0 else []):
+        scores = scores.masked_fill(far, float("-inf"))
+    return scores
 
 
 def _of_query_heads(states: Tensor, query: Tensor) -> Tensor:
