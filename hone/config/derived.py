@@ -366,7 +366,7 @@ def pool_line(pool: Pool) -> Derived:
     """
     layout = pool.layout
     sizes = {"data": layout.dp_size, "tensor": layout.tensor, "pipeline": layout.pipeline}
-    sizes |= {"sequence": layout.sequence, "expert": layout.expert}
+    sizes |= {"context": layout.context, "sequence": layout.sequence, "expert": layout.expert}
     cut = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
     return Derived(
         f"pool {pool.name}",

@@ -64,9 +64,13 @@ class ParallelConfig:
     """Stages of consecutive layers, each on other ranks; micro-batches pass through them one after the other. With fsdp2 or
     megatron; with megatron the number of layers must divide."""
     ulysses_sequence_parallel_size: int = number(1, low=1)
-    """Ranks that share the tokens of a micro-batch, and the heads in attention, for contexts too long for one device."""
+    """Ranks that share the tokens of a micro-batch, and the heads in attention, for contexts too long for one device. The heads
+    must divide."""
+    context_parallel_size: int = number(1, low=1)
+    """Ranks that share the tokens of a micro-batch, in attention too, where keys and values travel round the ranks (ring attention).
+    Any number of heads will do. With ulysses_sequence_parallel_size both multiply. Only with strategy=fsdp2."""
     expert_parallel_size: int = number(1, low=1)
-    """Ranks that share the experts of a mixture-of-experts layer; tokens are sent to their experts. It must divide the data and
-    sequence parallel ranks."""
+    """Ranks that share the experts of a mixture-of-experts layer; tokens are sent to their experts. It must divide the data,
+    context and sequence parallel ranks."""
     fsdp_config: FsdpConfig = block(FsdpConfig)
     """Sharding and offloading."""

@@ -24,6 +24,7 @@ class Layout:
         tensor: ranks that share every matrix.
         expert: ranks that share the experts.
         pipeline: stages of layers.
+        context: ranks that share the tokens of a row, in attention too (ring).
 
     Raises:
         ConfigError: the sizes do not multiply to ``world``.
@@ -36,12 +37,13 @@ class Layout:
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         if self.dp_size * self.ranks_a_shard != self.world:
             raise ConfigError(
-                f"{self.dp_replicate} copies x {self.dp_shard} data x {self.pipeline} pipeline x {self.sequence} sequence "
-                f"x {self.tensor} tensor parallel ranks are not {self.world} processes"
+                f"{self.dp_replicate} copies x {self.dp_shard} data x {self.pipeline} pipeline x {self.context} context "
+                f"x {self.sequence} sequence x {self.tensor} tensor parallel ranks are not {self.world} processes"
             )
 
     @classmethod
@@ -52,25 +54,29 @@ class Layout:
             ConfigError: a size does not divide; the message has the numbers.
         """
         tensor, sequence = config.tensor_model_parallel_size, config.ulysses_sequence_parallel_size
-        pipeline = config.pipeline_model_parallel_size
+        pipeline, context = config.pipeline_model_parallel_size, config.context_parallel_size
         expert, shard = config.expert_parallel_size, config.fsdp_config.fsdp_size
-        if world % (tensor * sequence * pipeline):
-            stages = f" x {pipeline} pipeline" if pipeline > 1 else ""
+        if world % (tensor * sequence * context * pipeline):
+            sizes = f"{tensor} tensor x {sequence} sequence"
+            sizes += (f" x {context} context" if context > 1 else "") + (
+                f" x {pipeline} pipeline" if pipeline > 1 else ""
+            )
             keys = ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"]
-            keys += ["pipeline_model_parallel_size"] * (pipeline > 1)
+            keys += ["context_parallel_size"] * (context > 1) + ["pipeline_model_parallel_size"] * (pipeline > 1)
             raise ConfigError(
-                f"{world} processes cannot be divided into groups of {tensor} tensor x {sequence} sequence{stages} parallel ranks",
+                f"{world} processes cannot be divided into groups of {sizes} parallel ranks",
                 why="every process must be in exactly one such group",
                 where=config.key("tensor_model_parallel_size"),
                 fix=f"{' x '.join(map(config.key, keys))} must divide {world} = trainer.nnodes x trainer.n_gpus_per_node",
             )
         ranks = world // (tensor * pipeline)
         shard = ranks if shard == -1 else shard
-        if shard < 1 or ranks % shard or shard % sequence:
-            sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size % sequence == 0]
+        row = sequence * context
+        if shard < 1 or ranks % shard or shard % row:
+            sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size % row == 0]
             raise ConfigError(
-                f"one copy of the parameters cannot be sharded over {shard} of {ranks} ranks (sequence parallel: {sequence})",
-                why="all copies must have the same size, and sequence-parallel ranks must belong to one copy",
+                f"one copy of the parameters cannot be sharded over {shard} of {ranks} ranks ({row} share the tokens of a row)",
+                why="all copies must have the same size, and ranks that share the tokens of a row must belong to one copy",
                 where=config.key("fsdp_config.fsdp_size"),
                 fix=f"{config.key('fsdp_config.fsdp_size')}=<one of {', '.join(map(str, sizes))}, or -1 for all>",
             )
@@ -82,7 +88,7 @@ class Layout:
                 where=config.key("expert_parallel_size"),
                 fix=f"{config.key('expert_parallel_size')}=<a divisor of {shard}>",
             )
-        return cls(world, ranks // shard, shard // sequence, sequence, tensor, expert, pipeline)
+        return cls(world, ranks // shard, shard // row, sequence, tensor, expert, pipeline, context)
 
     @property
     def dp_size(self) -> int:
@@ -92,7 +98,12 @@ class Layout:
     @property
     def ranks_a_shard(self) -> int:
         """Number of ranks that process the same rows."""
-        return self.pipeline * self.sequence * self.tensor
+        return self.pipeline * self.ranks_a_row * self.tensor
+
+    @property
+    def ranks_a_row(self) -> int:
+        """Number of ranks that share the tokens of a row."""
+        return self.context * self.sequence
 
     def dp_rank(self, rank: int) -> int:
         """Return the shard of a batch that a rank processes."""

@@ -31,7 +31,8 @@ from hone.models.loading import causal_lm, value_head
 class Head(Protocol):
     """Maps a packed micro-batch to named outputs, each ``[U]`` float32 with one number for each entry of ``output_index``.
 
-    Outputs without a gradient may be ``[U, ...]``, and of integers.
+    Outputs without a gradient may be ``[U, ...]``, and of integers. A head whose outputs are for the response tokens themselves, not for
+    the tokens that predict them, has an attribute ``reads_targets = True``.
     """
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]: ...
@@ -51,6 +52,11 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def value_layer(self) -> nn.Linear:
         """Return the output layer of a value model."""
+
+
+def reads_targets(head: Head) -> bool:
+    """Return whether a head reads the hidden states at ``target_index`` instead of ``output_index``."""
+    return getattr(head, "reads_targets", False)
 
 
 class PolicyHead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,6 +46,10 @@ class PackedSequences:
     teacher: TeacherTargets | None = None
     images: PackedImages | None = None
     hidden: Tensor | None = None
+
+    def at_targets(self) -> PackedSequences:
+        """Return the same rows with each output at its response token, not at the token that predicts it."""
+        return dataclasses.replace(self, output_index=self.target_index)
 
     def outputs_by_row(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs ``[R]`` of the rows' response tokens end to end, from those of the head ``[U]``."""

@@ -82,7 +82,21 @@ def sequence_parallel_divides(config: AnyConfig, evidence: Evidence) -> Iterator
     from hone.training.backends.fsdp2.sequence_parallel import check_heads  # slow to import
 
     try:
-        check_heads(heads // tensor, key_value // tensor, sequence)
+        check_heads(heads // tensor, key_value // tensor, sequence, parallel.key("ulysses_sequence_parallel_size"))
+    except ModelError as problem:
+        yield Finding(problem, stops=True)
+
+
+@rule("R72", *TREES.values())
+def rings_have_no_dropout(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """With context parallelism the model has no dropout of attention probabilities."""
+    parallel, dropout = parallel_block(config), evidence.model_settings.get("attention_dropout")
+    if parallel.context_parallel_size == 1 or not dropout:
+        return
+    from hone.training.backends.fsdp2.ring import check_dropout  # slow to import
+
+    try:
+        check_dropout(dropout, model_block(config)[0], parallel.key("context_parallel_size"))
     except ModelError as problem:
         yield Finding(problem, stops=True)
 

@@ -2,12 +2,12 @@
 
 Ranks that communicate most are neighbours. There are three grids over the same ranks, with tensor-parallel ranks innermost:
 
-    data        [data, sequence, pipeline, tensor]           rows of each rank, ranks that share a row's tokens or layers
-    parameters  [replicate, shard, tensor]                   FSDP: one copy is sharded over `shard` = data x sequence ranks
+    data        [data, context, sequence, pipeline, tensor]  rows of each rank, ranks that share a row's tokens or layers
+    parameters  [replicate, shard, tensor]                   FSDP: one copy is sharded over `shard` = data x context x sequence ranks
     experts     [replicate, expert_shard, expert, tensor]    the same ranks, with `shard` = expert_shard x expert
 
-The second and third grid have a dimension `pipeline` before `tensor` if there are several stages. So 8 ranks with tensor 2 and
-sequence 2 get two different shards of a batch: ranks 0-3 the first, 4-7 the second.
+The dimensions `pipeline` (before `tensor` in the second and third grid) and `context` are there only if they are larger than 1. So 8
+ranks with tensor 2 and sequence 2 get two different shards of a batch: ranks 0-3 the first, 4-7 the second.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from hone.config.parallel_layout import Layout
 
 @dataclass(frozen=True)
 class Meshes:
-    """A layout with its process groups (see the module's docstring for the grids)."""
+    """A layout with its process groups (see the module's docstring for the grids).
+
+    Attributes:
+        row_group: ranks that share a row's tokens, by context and by sequence parallelism.
+    """
 
     layout: Layout
     data: DeviceMesh
     parameters: DeviceMesh
     experts: DeviceMesh | None
+    row_group: ProcessGroup
 
     @property
     def data_group(self) -> ProcessGroup:
@@ -37,8 +42,14 @@ class Meshes:
 
     @property
     def sequence_group(self) -> ProcessGroup:
-        """Ranks that share a row's tokens."""
+        """Ranks that share a row's tokens, and the heads in attention."""
         return self.data.get_group("sequence")
+
+    @property
+    def context_group(self) -> ProcessGroup:
+        """Ranks that share a row's tokens, in attention too."""
+        assert self.layout.context > 1
+        return self.data.get_group("context")
 
     @property
     def pipeline_group(self) -> ProcessGroup:
@@ -73,13 +84,14 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
 
     Collective: every rank calls it, after ``torch.distributed`` is initialised.
     """
-    shard = layout.dp_shard * layout.sequence
+    shard = layout.dp_shard * layout.ranks_a_row
 
     def grid(**sizes: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     stages = {"pipeline": layout.pipeline} if layout.pipeline > 1 else {}
-    data = grid(data=layout.dp_size, sequence=layout.sequence, **stages, tensor=layout.tensor)
+    ring = {"context": layout.context} if layout.context > 1 else {}
+    data = grid(data=layout.dp_size, **ring, sequence=layout.sequence, **stages, tensor=layout.tensor)
     parameters = grid(replicate=layout.dp_replicate, shard=shard, **stages, tensor=layout.tensor)
     experts = None
     if layout.expert > 1:
@@ -90,4 +102,12 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
             **stages,
             tensor=layout.tensor,
         )
-    return Meshes(layout, data, parameters, experts)
+    return Meshes(layout, data, parameters, experts, _row_group(layout, data))
+
+
+def _row_group(layout: Layout, data: DeviceMesh) -> ProcessGroup:
+    if layout.context == 1:
+        return data.get_group("sequence")
+    if layout.sequence == 1:
+        return data.get_group("context")
+    return data["context", "sequence"]._flatten("row").get_group()

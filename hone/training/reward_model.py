@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor, nn
 
 from hone.algorithms import bradley_terry_loss
@@ -20,9 +18,10 @@ from hone.training.updates import LossFn, Statistics, Totals
 class ScoreHead:
     """Computes ``scores``, the model's output after each response token."""
 
+    reads_targets = True
+
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
-        after = dataclasses.replace(packed, output_index=packed.target_index)
-        hidden = hidden_states(causal_lm(model), after)
+        hidden = hidden_states(causal_lm(model), packed.at_targets())
         scores = value_head(model)(hidden).squeeze(-1).float()
         return {"scores": scores.clone()}  # FSDP warns about views, which could be changed in place
 

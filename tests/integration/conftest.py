@@ -47,5 +47,6 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "olmo": save_model(root / "olmo", "olmo2", tie_word_embeddings=False),
         "experts": save_model(root / "experts", "qwen3_moe", tie_word_embeddings=False),
         "deep": save_model(root / "deep", "qwen3", tie_word_embeddings=True, num_hidden_layers=5),
+        "three heads": save_model(root / "three", "qwen3", num_attention_heads=3, num_key_value_heads=1),
         "gpt_oss": save_model(root / "gpt_oss", "gpt_oss", tie_word_embeddings=False),
     }

@@ -24,6 +24,7 @@ LAYOUTS = {
     "data": [],
     "tensor": [f"{ACTOR}.tensor_model_parallel_size=2"],
     "sequence": [f"{ACTOR}.ulysses_sequence_parallel_size=2"],
+    "ring": [f"{ACTOR}.context_parallel_size=2"],
 }
 
 

@@ -22,6 +22,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"tensor_model_parallel_size": 2, "ulysses_sequence_parallel_size": 4, "fsdp_config": {"fsdp_size": 16}},
         {"dp_replicate": 2, "dp_shard": 4, "sequence": 4, "tensor": 2},
     ),
+    "ring x sequence": (
+        {"context_parallel_size": 4, "ulysses_sequence_parallel_size": 2},
+        {"dp_replicate": 1, "dp_shard": 8, "sequence": 2, "tensor": 1, "context": 4},
+    ),
 }
 
 
@@ -35,7 +39,13 @@ def test_64_ranks_train_a_batch(tmp_path: Path, name: str) -> None:
     ended = command.wait()
     assert ended.code == 0, ended.output
     outcome = json.loads(ended.output.splitlines()[-1])
-    assert outcome["layout"] == {"world": WORLD, **sizes, "expert": 1, "pipeline": 1}
+    assert outcome["layout"] == {
+        "world": WORLD,
+        **sizes,
+        "expert": 1,
+        "pipeline": 1,
+        "context": sizes.get("context", 1),
+    }
     assert outcome["finite"] and outcome["norms"][0] > 0
     copies = WORLD // sizes["dp_replicate"]
     assert outcome["parameters"] / copies <= outcome["here"] < 1.3 * outcome["parameters"] / copies

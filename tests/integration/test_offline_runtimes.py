@@ -90,6 +90,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "tensor": ("tensor_model_parallel_size=2",),
     "sequence": ("ulysses_sequence_parallel_size=2",),
     "pipeline": ("pipeline_model_parallel_size=2",),
+    "ring": ("context_parallel_size=2",),
     "in order": ("trainer.balance_batch=false",),
 }
 
@@ -98,12 +99,9 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     ("kind", "layout"),
     [
         *((kind, None) for kind in KINDS),
-        ("sft", "sequence"),
-        ("reward-model", "tensor"),
-        ("sft", "pipeline"),
-        ("dpo-lora", "pipeline"),
-        ("reward-model", "pipeline"),
-        ("dpo", "in order"),
+        *(("sft", "sequence"), ("reward-model", "tensor"), ("dpo", "in order"), ("reward-model", "sequence")),
+        *((kind, "ring") for kind in ("sft", "dpo", "reward-model")),
+        *((kind, "pipeline") for kind in ("sft", "dpo-lora", "reward-model")),
     ],
 )
 def test_two_workers_train_as_one(cluster, data: Path, local, tmp_path: Path, kind: str, layout: str | None):

@@ -22,6 +22,7 @@ from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, W
 
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"ulysses_sequence_parallel_size": 2}
+RING = {"context_parallel_size": 2}
 EXPERT = {"expert_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 
@@ -46,6 +47,7 @@ class TestFsdp2(TrainBackendConformance):
         "tensor": Ways(2, TENSOR),
         "sequence": Ways(2, SEQUENCE),
         "pipeline": Ways(2, PIPELINE),
+        "ring": Ways(2, RING),
     }
 
 
@@ -55,6 +57,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, a plan that gathers": ("olmo", {"parallel": TENSOR}),
     "tensor, experts whole": ("experts", {"parallel": TENSOR}),
     "sequence, sinks and windows": ("gpt_oss", {"parallel": SEQUENCE}),
+    "ring, sinks and windows": ("gpt_oss", {"parallel": RING}),
     "fsdp, experts": ("experts", {}),
     "expert": ("experts", {"parallel": EXPERT}),
     "expert, biases": ("gpt_oss", {"parallel": EXPERT}),
@@ -74,6 +77,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp, experts of the engine": ("experts", {"replayed": True}),
     "tensor, experts of the engine": ("experts", {"replayed": True, "parallel": TENSOR}),
     "sequence, experts of the engine": ("experts", {"replayed": True, "parallel": SEQUENCE, "trees": True}),
+    "ring, tokens from supports": ("tied", {"restricted": True, "parallel": RING, "optim": STEADY}),
+    "ring, experts of the engine": ("experts", {"replayed": True, "parallel": RING, "trees": True}),
+    "ring, three heads": ("three heads", {"parallel": RING, "trees": True}),
     "expert, experts of the engine": ("gpt_oss", {"replayed": True, "parallel": EXPERT}),
     "experts of the engine, gradient checkpointing": (
         "experts",
@@ -156,6 +162,14 @@ def test_two_ranks_orthogonalise_as_one(model: str, changes: dict[str, Any], two
         ("experts", {"parallel": EXPERT | TENSOR}),
         ("experts", {"parallel": {"expert_parallel_size": 4}}),
         ("untied", {"parallel": {"ulysses_sequence_parallel_size": 4}}),  # more ranks than key-value heads
+        ("tied", {"parallel": RING, "trees": True}),
+        ("tied", {"parallel": RING | SEQUENCE, "trees": True}),
+        ("tied", {"parallel": RING | TENSOR}),
+        ("tied", {"parallel": RING | TENSOR, "model_settings": LORA, "optim": STEADY}),
+        ("tied", {"parallel": RING | SEQUENCE, "kind": "value"}),
+        ("gpt_oss", {"parallel": RING | SEQUENCE}),
+        ("experts", {"parallel": RING | EXPERT}),
+        ("three heads", {"parallel": {"context_parallel_size": 4}, "trees": True}),
     ],
 )
 def test_four_ranks_in_two_dimensions(model: str, changes: dict[str, Any], four_ranks: Ranks, tiny_models) -> None:

@@ -83,7 +83,9 @@ def backward(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     for queries, keys in _sequences(cu_seq_q, cu_seq_k):
         scores = _scores(query[queries], key[keys], scale, window_size)
-        probabilities = (scores - lse[:, queries, None]).exp()  # [heads, Q, K]; of more keys than these, as in the kernel
+        probabilities = (
+            scores - lse[:, queries, None]
+        ).exp()  # [heads, Q, K]; of more keys than these, as in the kernel
         outer, mixed = (_wide(part[queries]).transpose(0, 1) for part in (grad_out, out))
         grad_scores = outer @ _of_query_heads(value[keys], query).transpose(1, 2)
         grad_scores = factor * probabilities * (grad_scores - (outer * mixed).sum(-1, keepdim=True))

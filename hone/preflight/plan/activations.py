@@ -47,6 +47,7 @@ class Passes:
         on_host: whether kept activations go to the host's memory.
         prompt_copies: tokens in attention per token in the matmuls: on a GPU each response brings its prompt along.
         scale: measured activations divided by the estimate.
+        ring: ranks of ring attention, 1 without.
     """
 
     shape: ModelShape
@@ -64,6 +65,7 @@ class Passes:
     on_host: bool = False
     prompt_copies: float = 1.0
     scale: float = 1.0
+    ring: int = 1
 
     @property
     def executor(self) -> str:
@@ -102,6 +104,7 @@ class Passes:
         heads = (queries + norms) * shape.queries + (keys + norms) * shape.keys
         if self.on_cpu:
             heads += 4 * (shape.queries + shape.keys) + self.number * shape.keys
+            heads += 4 * shape.queries * (self.ring > 1)  # a ring keeps the output too
         else:  # the kernel keeps its inputs and its output; in float32 queries of prompts are computed for each response
             queries_copied = 1.0 if self.bf16 else self.prompt_copies
             heads += 2 * self.number * (queries_copied * shape.queries + self.prompt_copies * shape.keys)
@@ -118,13 +121,19 @@ class Passes:
         shape, number = self.shape, self.number
         projected = (number + 4) * shape.queries + (3 * number + 4) * shape.keys
         attended = 4 * (shape.queries + shape.keys) * (4 if self.on_cpu else number) * self.prompt_copies
-        return 8 * shape.hidden + max((projected + attended) / self.tensor, 3 * self._width * number / self.tiles)
+        # of a ring: float32 sums of the parts, the blocks that come and go, and keys and values in the order of the queries
+        ring = (8 * shape.queries + 8 * number * shape.keys) * (self.ring > 1)
+        return 8 * shape.hidden + max(
+            (projected + attended + ring) / self.tensor, 3 * self._width * number / self.tiles
+        )
 
     @property
     def backward_peak(self) -> float:
-        """Bytes of a token in the backward pass of a feed-forward part, besides what was kept."""
+        """Bytes of a token in the backward pass of a feed-forward part, or of ring attention, besides what was kept."""
         tile = (3 if self.tiles == 1 else 7 / self.tiles) * self._width * self.number
-        return tile + 8 * self.shape.hidden + (self._layer if self.checkpointing else 0)
+        # gradients in float32: of the queries, and of keys and values once added, once sent and once received
+        ring = (8 * self.shape.queries + (24 + 8 * self.number) * self.shape.keys) / self.tensor * (self.ring > 1)
+        return max(tile, ring) + 8 * self.shape.hidden + (self._layer if self.checkpointing else 0)
 
     @property
     def _width(self) -> float:

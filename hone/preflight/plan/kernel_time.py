@@ -117,7 +117,7 @@ def _groups(rows: int, samples: int, prompt: int, response: int) -> tuple[Group,
 
 def _shared(device: Device, pool: Pool) -> Device:
     """Return a device as fast as the ranks together that share a row's tokens; launches take as long as before."""
-    ranks = pool.layout.sequence
+    ranks = pool.layout.ranks_a_row
     rates = {name: getattr(device, name) * ranks for name in ("wide_rate", "narrow_rate", "bandwidth")}
     return dataclasses.replace(device, **rates)
 

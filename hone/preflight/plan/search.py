@@ -1,7 +1,7 @@
 """The search for a placement: which roles share devices, and how a model is divided over those that it has.
 
 Every combination of pools (all roles together, or the engines, the critic or both on devices of their own), of tensor and
-sequence parallel ranks and of copies is fitted to the devices; of those that fit, the fastest step wins. This is the search of
+sequence parallel ranks (a ring where heads do not divide) and of copies is fitted to the devices; of those that fit, the fastest step wins. This is the search of
 HybridFlow (Sheng et al. 2024, section 6) by enumeration, which is exact for this few choices.
 """
 
@@ -79,9 +79,10 @@ def _variants(config: RLConfig, cluster: Cluster, fitter: Fitter) -> Iterator[tu
     separate = [(), ("rollout",)] + ([("critic",), ("rollout", "critic")] if RunSpec(config).critic.value else [])
     divides = has_tensor_plan(fitter.shape.kind)
     for (nodes, per_node), pools in (sizes for roles in separate for sizes in _pools(cluster, roles)):
-        for tensor, sequence in itertools.product(_powers(per_node), repeat=2):
-            if tensor * sequence > per_node or heads % (tensor * sequence) or (tensor > 1 and not divides):
+        for tensor, row in itertools.product(_powers(per_node), repeat=2):
+            if tensor * row > per_node or heads % tensor or (tensor > 1 and not divides):
                 continue
+            sequence, context = (row, 1) if heads % (tensor * row) == 0 else (1, row)
             for shards in [-1] + ([per_node // tensor] if nodes > 1 else []):
                 variant = copy.deepcopy(config)
                 keys = {
@@ -90,6 +91,7 @@ def _variants(config: RLConfig, cluster: Cluster, fitter: Fitter) -> Iterator[tu
                     "trainer.n_gpus_per_node": per_node,
                     f"{_ACTOR}.tensor_model_parallel_size": tensor,
                     f"{_ACTOR}.ulysses_sequence_parallel_size": sequence,
+                    f"{_ACTOR}.context_parallel_size": context,
                     f"{_ACTOR}.fsdp_config.fsdp_size": shards,
                 }
                 for role, block in _BLOCKS.items():
@@ -98,7 +100,7 @@ def _variants(config: RLConfig, cluster: Cluster, fitter: Fitter) -> Iterator[tu
                         keys[f"{block}.enable_resource_pool"] = True
                         keys[f"{block}.nnodes"], keys[f"{block}.n_gpus_per_node"] = pools[role]
                 settings = tuple(set_key(variant, key, value) for key, value in keys.items())
-                yield settings, _describe((nodes, per_node), tensor, sequence, shards, pools), variant
+                yield settings, _describe((nodes, per_node), (tensor, sequence, context), shards, pools), variant
 
 
 def _pools(cluster: Cluster, roles: tuple[str, ...]) -> Iterator[tuple[Size, dict[str, Size]]]:
@@ -117,10 +119,10 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def _describe(main: Size, tensor: int, sequence: int, shards: int, pools: dict[str, Size]) -> str:
-    world = main[0] * main[1]
+def _describe(main: Size, divided: tuple[int, int, int], shards: int, pools: dict[str, Size]) -> str:
+    world, (tensor, sequence, context) = main[0] * main[1], divided
     ranks = world if shards == -1 else shards * tensor
-    sizes = {"tensor {}": tensor, "sequence {}": sequence, "{} copies": world // ranks}
+    sizes = {"tensor {}": tensor, "sequence {}": sequence, "context {}": context, "{} copies": world // ranks}
     details = ", ".join(text.format(size) for text, size in sizes.items() if size > 1)
     return (
         f"{'actor' if pools else 'all roles together'} on {main[0]}x{main[1]}, weights over {ranks} "

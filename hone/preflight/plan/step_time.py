@@ -83,7 +83,7 @@ def _computing(work: Work, model: TrainedModel, pool: Pool, device: Device) -> f
 
 
 def _layer_tokens(work: Work, model: TrainedModel, pool: Pool) -> float:
-    return model.shape.layers * _tokens(work, _rank_rows(work, pool)) / pool.layout.sequence
+    return model.shape.layers * _tokens(work, _rank_rows(work, pool)) / pool.layout.ranks_a_row
 
 
 def _forward(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
@@ -144,13 +144,13 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
 
 
 def _messages(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
-    """Return the seconds of messages: parameters and gradients (FSDP), activations (tensor and sequence parallelism)."""
+    """Return the seconds of messages: parameters and gradients (FSDP), activations (tensor, sequence and context parallelism)."""
     if not pool.divided:
         return 0.0
     layout, shape, size = pool.layout, model.shape, 2 if model.bf16 else 4
     steps = max(1, work.batch // model.mini_batch) * model.epochs
     micro = work.micro_batch(model, pool)
-    passes, shard = micro.per_update * steps, layout.dp_shard * layout.sequence
+    passes, shard = micro.per_update * steps, layout.dp_shard * layout.ranks_a_row
     speed = device.link if shard * layout.tensor <= pool.per_node else device.network
     gathers = passes * (2 if pool.parallel.fsdp_config.reshard_after_forward else 1) + micro.per_update
     seconds = shape.parameters / layout.tensor * (shard - 1) / shard * (gathers * size + 4 * passes) / speed
@@ -160,7 +160,10 @@ def _messages(work: Work, model: TrainedModel, pool: Pool, device: Device) -> fl
     if layout.tensor > 1:
         reduced = 2 * shape.hidden * size * (layout.tensor - 1) / layout.tensor
         seconds += 6 * layer_tokens * reduced / device.link
+    layer_tokens /= layout.ranks_a_row * layout.tensor
     if layout.sequence > 1:
-        heads = 8 * (shape.queries + shape.keys) / layout.tensor / layout.sequence
-        seconds += 3 * layer_tokens * heads / device.link
+        seconds += 3 * layer_tokens * 8 * (shape.queries + shape.keys) / device.link
+    if layout.context > 1:  # keys and values go round in both passes, their float32 gradients in the second
+        blocks = (layout.context - 1) * 2 * size * 2 + layout.context * 2 * 4
+        seconds += layer_tokens * blocks * shape.keys / device.link
     return seconds

@@ -155,8 +155,8 @@ class Work:
             model.shape,
             self.on_cpu,
             model.bf16,
-            tokens=micro.tokens / layout.sequence,
-            responses=micro.rows * self.response / layout.sequence,
+            tokens=micro.tokens / layout.ranks_a_row,
+            responses=micro.rows * self.response / layout.ranks_a_row,
             gathered=model.bf16 and (pool.divided or (model.lora_rank > 0 and self.narrows_frozen(model, pool))),
             divided=pool.divided,
             lora_rank=model.lora_rank,
@@ -167,6 +167,7 @@ class Work:
             on_host=block.enable_activation_offload and not self.on_cpu,
             prompt_copies=micro.rows * (self.prompt + self.response) / micro.tokens,
             scale=self.activation_scale,
+            ring=layout.context,
         )
 
     def micro_batch(self, model: TrainedModel, pool: Pool, max_tokens: int | None = None) -> MicroBatch:

@@ -398,8 +398,16 @@ PROCESSES = [
         "R72 layouts.sequence_parallel_divides",
         f"{ACTOR}.ulysses_sequence_parallel_size=3",
         ("4 attention heads", "2 key-value heads", "3"),
-        advice="ulysses_sequence_parallel_size",
-        then=f"{ACTOR}.ulysses_sequence_parallel_size=1",
+        advice=f"{ACTOR}.ulysses_sequence_parallel_size=1 {ACTOR}.context_parallel_size=3",
+        then=f"{ACTOR}.ulysses_sequence_parallel_size=1 {ACTOR}.context_parallel_size=3",
+        given=f"{RAY} trainer.n_gpus_per_node=3 data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=6",
+    ),
+    Case(
+        "R72 layouts.rings_have_no_dropout",
+        f"{ACTOR}.context_parallel_size=3 actor_rollout_ref.model.override_config={{attention_dropout:0.1}}",
+        ("attention_dropout=0.1",),
+        advice=f"{ACTOR}.context_parallel_size=1",
+        then="actor_rollout_ref.model.override_config={attention_dropout:0.0}",
         given=f"{RAY} trainer.n_gpus_per_node=3 data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=6",
     ),
     Case(

@@ -170,6 +170,8 @@ def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
     change(big, split)
     sequence = {f"{ACTOR}.ulysses_sequence_parallel_size": 4}
     assert less("update", "activations", **sequence) == pytest.approx(0.25, abs=0.02)
+    rings = {f"{ACTOR}.context_parallel_size": 2, f"{ACTOR}.ulysses_sequence_parallel_size": 2}
+    assert less("update", "activations", **rings) == pytest.approx(0.25, abs=0.02)
 
 
 def test_reference_critic_and_reward_model(big: RLConfig) -> None:

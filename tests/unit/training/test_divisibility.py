@@ -65,5 +65,6 @@ def test_heads_over_sequence_parallel_ranks(heads, key_value, ranks, fits):
     if fits:
         check_heads(heads, key_value, ranks)
         return
-    with raises(ModelError, f"{heads} attention heads", f"{key_value} key-value heads", ranks):
+    ring = f"context_parallel_size={ranks}"
+    with raises(ModelError, f"{heads} attention heads", f"{key_value} key-value heads", ranks, ring):
         check_heads(heads, key_value, ranks)

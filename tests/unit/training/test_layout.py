@@ -19,21 +19,24 @@ from hone.training.backends.registry import BackendEntry, backend_of
     sequence=st.integers(1, 4),
     tensor=st.integers(1, 4),
     pipeline=st.integers(1, 3),
+    context=st.integers(1, 3),
 )
-def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tensor, pipeline):
-    world = replicate * shard * sequence * tensor * pipeline
+def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tensor, pipeline, context):
+    same_rows = sequence * tensor * pipeline * context
+    world = replicate * shard * same_rows
     config = ParallelConfig(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         ulysses_sequence_parallel_size=sequence,
+        context_parallel_size=context,
         expert_parallel_size=shard,
-        fsdp_config=FsdpConfig(fsdp_size=shard * sequence),
+        fsdp_config=FsdpConfig(fsdp_size=shard * sequence * context),
     )
     layout = Layout.plan(world, config)
-    assert layout == Layout(world, replicate, shard, sequence, tensor, shard, pipeline)
+    assert layout == Layout(world, replicate, shard, sequence, tensor, shard, pipeline, context)
     shards = [layout.dp_rank(rank) for rank in range(world)]
     assert shards == sorted(shards)
-    assert [shards.count(share) for share in range(layout.dp_size)] == [sequence * tensor * pipeline] * layout.dp_size
+    assert [shards.count(share) for share in range(layout.dp_size)] == [same_rows] * layout.dp_size
     assert [shards.index(share) for share in range(layout.dp_size)] == [r for r in range(world) if layout.leads(r)]
     assert all(rank in layout.ranks_of(layout.dp_rank(rank)) for rank in range(world))
 
@@ -43,6 +46,13 @@ def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tenso
     [
         (6, {"tensor_model_parallel_size": 4}, -1, ("6 processes", "4 tensor")),
         (4, {"ulysses_sequence_parallel_size": 3}, -1, ("4 processes", "3 sequence")),
+        (4, {"context_parallel_size": 3}, -1, ("4 processes", "3 context", "context_parallel_size must divide 4")),
+        (
+            8,
+            {"context_parallel_size": 2, "ulysses_sequence_parallel_size": 2},
+            2,
+            ("over 2 of 8 ranks", "4 share", "4, 8"),
+        ),
         (8, {}, 3, ("over 3 of 8 ranks", "1, 2, 4, 8")),
         (8, {"ulysses_sequence_parallel_size": 4}, 2, ("over 2 of 8 ranks", "4, 8")),
         (4, {"expert_parallel_size": 3}, -1, ("4 ranks", "groups of 3", "divisor of 4")),

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hone.data.balance import CostModel
 from hone.insight import activity
-from hone.models.heads import Head, autocast, decoder_inputs
+from hone.models.heads import Head, autocast, decoder_inputs, reads_targets
 from hone.models.inputs import PackedSequences
 from hone.models.loading import causal_lm
 from hone.training.backends.fsdp2.sequence_parallel import gather_outputs, local_tokens
@@ -57,11 +57,11 @@ class StageComputation(nn.Module):
         decoder: Any = causal_lm(self.model).get_decoder()
         return decoder(**decoder_inputs(packed)).last_hidden_state
 
-    def local(self, packed: PackedSequences) -> tuple[PackedSequences, Tensor | None]:
+    def local(self, head: Head, packed: PackedSequences) -> tuple[PackedSequences, Tensor | None]:
         """Return this rank's tokens of a row, with the indices of their outputs; None for the whole row."""
-        if self.meshes.layout.sequence == 1:
+        if self.meshes.layout.ranks_a_row == 1:
             return packed, None
-        return local_tokens(packed, self.meshes.sequence_group)
+        return local_tokens(packed.at_targets() if reads_targets(head) else packed, self.meshes)
 
     def outputs(
         self, head: Head, packed: PackedSequences, indices: Tensor | None, total: int, with_entropy: bool
@@ -70,7 +70,7 @@ class StageComputation(nn.Module):
         outputs = head(self.model, packed, with_entropy=with_entropy)
         if indices is None:
             return outputs
-        group = self.meshes.sequence_group
+        group = self.meshes.row_group
         return {name: gather_outputs(values, indices, total, group) for name, values in outputs.items()}
 
 
@@ -105,7 +105,7 @@ class Fsdp2PipelineLoop(PipelineLoop):
         """Take the micro-batches through the stages; see :meth:`PipelineLoop.run`."""
         computation, stages = self._computation, self._computation.stages
         whole = [pack(micro, self._device) for _, micro in micro_batches]
-        parts = [computation.local(packed) for packed in whole]
+        parts = [computation.local(head, packed) for packed in whole]
         longest = max(packed.input_ids.shape[1] for packed, _ in parts)
         remaining = iter(zip(micro_batches, whole, parts, strict=True))
 

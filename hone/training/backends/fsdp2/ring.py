@@ -30,7 +30,8 @@ from hone.models.attention.tiles import Sequences
 from hone.models.dtypes import compute_dtype
 from hone.training.backends.fsdp2.ring_division import NONE, RingPlan, divide_row
 
-SIZE_KEY = "actor_rollout_ref.actor.context_parallel_size"
+BLOCK = "actor_rollout_ref.actor"
+SIZE_KEY = f"{BLOCK}.context_parallel_size"
 
 
 class Ring(Protocol):
@@ -127,13 +128,7 @@ class RingContext:
             ModelError: the model has attention dropout.
         """
         del layer
-        if scoring.dropout:
-            raise ModelError(
-                f"attention dropout of {scoring.dropout} cannot be drawn block by block",
-                why="with ring attention no rank has all probabilities of a query",
-                where=SIZE_KEY,
-                fix=f"model.override_config.attention_dropout=0, or {SIZE_KEY}=1",
-            )
+        check_dropout(scoring.dropout)
         if scoring.window is not None and scoring.window >= self.longest:
             scoring = dataclasses.replace(scoring, window=None)
         rows = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
@@ -159,6 +154,23 @@ class RingContext:
             why="partial results of softmax attention add up; those of other layers do not",
             where=SIZE_KEY,
             fix=f"{SIZE_KEY}=1",
+        )
+
+
+def check_dropout(dropout: float, model_key: str = "actor_rollout_ref.model", key: str = SIZE_KEY) -> None:
+    """Raise ModelError if a model has dropout of attention probabilities.
+
+    Args:
+        dropout: its probability.
+        model_key: the block of the model, for the message.
+        key: of the size, for the message.
+    """
+    if dropout:
+        raise ModelError(
+            f"the model has attention_dropout={dropout}, which ring attention does not support",
+            why="each rank computes a part of a query's attention, and their draws would differ from those of one process",
+            where=key,
+            fix=f"{model_key}.override_config.attention_dropout=0, or {key}=1",
         )
 
 
@@ -216,7 +228,9 @@ class _RingAttention(torch.autograd.Function):
         scoring, runs, ring, fused = ctx.settings
         grad = grads[0].contiguous()
         incoming = Incoming(grad, out, lse, (grad.to(lse.dtype) * out).sum(-1))
-        grad_query, grad_key, grad_value = (states.new_zeros(states.shape, dtype=lse.dtype) for states in (query, key, value))
+        grad_query, grad_key, grad_value = (
+            states.new_zeros(states.shape, dtype=lse.dtype) for states in (query, key, value)
+        )
         block, travelling = [key, value], None
         for step in range(ring.size):
             arriving = ring.shift(block, 0) if step + 1 < ring.size else None

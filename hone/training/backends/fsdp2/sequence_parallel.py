@@ -1,9 +1,11 @@
-"""Ulysses sequence parallelism over packed rows (Jacobs et al. 2023, arXiv:2309.14509).
+"""Ranks that share the tokens of a packed row: Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509), and rings.
 
-The ranks of a group share the tokens of a micro-batch. Token-wise layers work on the rank's chunk of the row; attention gets
-all tokens of some of the heads:
+Token-wise layers work on the rank's tokens. With Ulysses attention gets all tokens of some of the heads:
 
     [local tokens, all heads] -> all-to-all -> [all tokens, local heads] -> attention -> all-to-all -> [local tokens, all heads]
+
+With context parallelism the row is divided over the rings' ranks first (:mod:`.ring_division`), and "all tokens" are those of a rank of the
+ring. Its attention is :class:`~.ring.RingContext`, which needs all heads of no one: it divides tokens where heads do not divide.
 """
 
 from __future__ import annotations
@@ -20,20 +22,25 @@ from torch.distributed import ProcessGroup
 
 from hone.errors import ModelError
 from hone.models.attention.context import AttentionContext, Scoring
+from hone.models.attention.packed import PackedContext
 from hone.models.experts import UNKNOWN
 from hone.models.inputs import PackedSequences
+from hone.training.backends.fsdp2.ring import BLOCK, ProcessRing, RingContext
+from hone.training.backends.fsdp2.ring_division import NONE
+from hone.training.layout import Meshes
 
-SIZE_KEY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+SIZE = "ulysses_sequence_parallel_size"
+SIZE_KEY = f"{BLOCK}.{SIZE}"
 
 
 @dataclass(frozen=True)
 class SequenceParallelContext:
-    """Attention context of one rank's chunk of a row.
+    """Attention context of one rank's tokens of a row, by Ulysses.
 
     Attributes:
-        whole: context of the whole row.
-        position_ids: ``[1, n]`` of this rank's tokens; 0 after the row's end.
-        group: the ranks that share the row.
+        whole: context of the group's tokens: the whole row, or a ring's share.
+        position_ids: ``[1, n]`` of this rank's tokens; 0 where there is none.
+        group: the ranks that share the tokens of ``whole``.
     """
 
     whole: AttentionContext
@@ -70,29 +77,39 @@ class SequenceParallelContext:
         )
 
 
-def local_tokens(packed: PackedSequences, group: ProcessGroup) -> tuple[PackedSequences, Tensor]:
-    """Return this rank's chunk of a packed row.
+def local_tokens(packed: PackedSequences, meshes: Meshes) -> tuple[PackedSequences, Tensor]:
+    """Return this rank's tokens of a packed row.
 
     Returns:
-        The chunk, whose outputs are for the response tokens predicted in it; and the indices of these among the row's
+        The tokens, whose outputs are for the response tokens predicted in them; and the indices of these among the row's
         outputs, ``[u]``.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    length = packed.input_ids.shape[1]
-    size = -(-length // ranks)
-    missing = size * ranks - length
-
-    def chunk(row: Tensor) -> Tensor:
-        return torch.nn.functional.pad(row, (0, missing))[:, rank * size : (rank + 1) * size]
-
-    index, target_index = packed.output_index - rank * size, packed.target_index - rank * size
-    indices = ((index >= 0) & (index < size)).nonzero()[:, 0]
-    context = SequenceParallelContext(packed.context, chunk(packed.context.position_ids), group)
+    context, tokens = packed.context, torch.arange(packed.input_ids.shape[1])
+    if meshes.layout.context > 1:
+        if not isinstance(context, PackedContext):
+            raise TypeError(f"rows of {type(context).__name__} cannot be divided over a ring")
+        context = RingContext.from_row(context.position_ids, context.sequences, ProcessRing(meshes.context_group))
+        tokens = context.tokens
+    if meshes.layout.sequence > 1:
+        group, count = meshes.sequence_group, len(tokens)
+        size = -(-count // meshes.layout.sequence)
+        own = slice(dist.get_rank(group) * size, (dist.get_rank(group) + 1) * size)
+        tokens = torch.nn.functional.pad(tokens, (0, size * meshes.layout.sequence - count), value=NONE)[own]
+        positions = torch.nn.functional.pad(context.position_ids, (0, size * meshes.layout.sequence - count))[:, own]
+        context = SequenceParallelContext(context, positions, group)
+    tokens = tokens.to(packed.input_ids.device)
+    missing, source = tokens == NONE, tokens.clamp(min=0)
+    place = tokens.new_full((packed.input_ids.shape[1] + 1,), NONE)
+    place[tokens] = torch.arange(
+        len(tokens), device=tokens.device
+    )  # that of no token is written at the end, which is never read
+    index, target_index = place[packed.output_index], place[packed.target_index]
+    indices = (index != NONE).nonzero()[:, 0]
     experts = packed.experts
     if experts is not None:
-        experts = torch.nn.functional.pad(experts, (0, 0, 0, missing), value=UNKNOWN)[rank * size : (rank + 1) * size]
+        experts = experts[source].masked_fill(missing[:, None], UNKNOWN)
     local = PackedSequences(
-        chunk(packed.input_ids),
+        packed.input_ids[:, source].masked_fill(missing, 0),
         context,
         index[indices],
         packed.targets[indices],
@@ -112,15 +129,16 @@ def gather_outputs(values: Tensor, indices: Tensor, count: int, group: ProcessGr
     return _Collect.apply(values, indices, count, group)  # type: ignore[return-value]
 
 
-def check_heads(heads: int, key_value_heads: int, ranks: int) -> None:
-    """Raise ModelError if the heads cannot be divided over ``ranks``."""
+def check_heads(heads: int, key_value_heads: int, ranks: int, key: str = SIZE_KEY) -> None:
+    """Raise ModelError if the heads cannot be divided over ``ranks``; ``key`` is that of the size, for the message."""
     if heads % ranks or (key_value_heads % ranks and ranks % key_value_heads):
         raise ModelError(
             f"{heads} attention heads with {key_value_heads} key-value heads cannot be divided over {ranks} "
             "sequence-parallel ranks",
             why="in attention each rank computes all tokens of its heads",
-            where=SIZE_KEY,
-            fix=f"{SIZE_KEY}=<a divisor of {heads} that divides {key_value_heads} or is a multiple of it>",
+            where=key,
+            fix=f"{key}=<a divisor of {heads} that divides {key_value_heads} or is a multiple of it>, or {key}=1 "
+            f"{key.replace(SIZE, 'context_parallel_size')}={ranks}, which any number of heads allows",
         )
 
 

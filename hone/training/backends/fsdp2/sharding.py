@@ -1,4 +1,4 @@
-"""Sharding of a model without storage: tensor, expert and sequence parallelism, then FSDP2."""
+"""Sharding of a model without storage: tensor, expert, context and sequence parallelism, then FSDP2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hone.config.parallel import FsdpConfig
 from hone.models.compiled import CompiledLayers, compile_layers
 from hone.models.experts import expert_routers
-from hone.models.heads import Head
+from hone.models.heads import Head, reads_targets
 from hone.models.inputs import PackedSequences
 from hone.models.kernels import cuda as kernels
 from hone.models.llama import cuda as llama_cuda
@@ -22,6 +22,7 @@ from hone.models.llama.spec import replace_layer_forwards, supports
 from hone.models.loading import causal_lm, layers_of
 from hone.training.backends.fsdp2.expert_parallel import apply_expert_parallel
 from hone.training.backends.fsdp2.pipeline import StageComputation
+from hone.training.backends.fsdp2.ring import check_dropout
 from hone.training.backends.fsdp2.sequence_parallel import check_heads, gather_outputs, local_tokens
 from hone.training.backends.fsdp2.stages import Stages
 from hone.training.backends.fsdp2.tensor_parallel import apply_tensor_parallel
@@ -48,15 +49,15 @@ class Computation(nn.Module):
 
     def forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
         """Return the head's outputs for the whole packed row, on every rank that shares it."""
-        if self.meshes.layout.sequence == 1:
+        if self.meshes.layout.ranks_a_row == 1:
             if self.compiled is not None:
                 packed = self.compiled.traceable(packed)
             self._follow(packed)
             return head(self.model, packed, with_entropy=with_entropy)
-        group = self.meshes.sequence_group
-        local, indices = local_tokens(packed, group)
+        local, indices = local_tokens(packed.at_targets() if reads_targets(head) else packed, self.meshes)
         self._follow(local)
         outputs = head(self.model, local, with_entropy=with_entropy)
+        group = self.meshes.row_group
         return {name: gather_outputs(values, indices, len(packed.targets), group) for name, values in outputs.items()}
 
     def _follow(self, packed: PackedSequences) -> None:
@@ -112,7 +113,7 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
         partial, experts = ([module for module in modules if module in kept] for modules in (partial, experts))
     else:
         computation = Computation(model, meshes)
-        if not fused and layout.tensor == layout.sequence == 1 and not experts:
+        if not fused and layout.tensor == layout.ranks_a_row == 1 and not experts:
             computation.compiled = compile_layers(model, device, compiling)
     settings = {
         "mp_policy": MixedPrecisionPolicy(
@@ -170,6 +171,8 @@ def _narrower(name: str) -> torch.dtype | None:
 
 
 def _check(model: PreTrainedModel, meshes: Meshes) -> None:
+    if meshes.layout.context > 1:
+        check_dropout(getattr(model.get_decoder().config, "attention_dropout", 0.0))
     if meshes.layout.sequence > 1:
         config = model.get_decoder().config
         heads = config.num_attention_heads // meshes.layout.tensor

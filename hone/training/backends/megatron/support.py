@@ -134,10 +134,10 @@ def optimizer_obstacles(optim: OptimConfig) -> Iterator[Obstacle]:
 def parallel_obstacles(parallel: ParallelConfig) -> Iterator[Obstacle]:
     """Yield unsupported settings of the block with the training backend."""
     fsdp = parallel.fsdp_config
-    sequence = parallel.ulysses_sequence_parallel_size
-    if sequence > 1:
-        reason = "context and sequence parallelism of Megatron-core need Transformer Engine, which is not used"
-        yield Obstacle("ulysses_sequence_parallel_size", sequence, reason, "1")
+    for key in ("ulysses_sequence_parallel_size", "context_parallel_size"):
+        if (size := getattr(parallel, key)) > 1:
+            reason = "context and sequence parallelism of Megatron-core need Transformer Engine, which is not used"
+            yield Obstacle(key, size, reason, "1")
     defaults = {"fsdp_size": -1, "offload_policy": False, "param_offload": False, "optimizer_offload": False}
     for key, default in defaults.items():
         if (value := getattr(fsdp, key)) != default:
