@@ -79,7 +79,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "sequence, experts of the engine": ("experts", {"replayed": True, "parallel": SEQUENCE, "trees": True}),
     "ring, tokens from supports": ("tied", {"restricted": True, "parallel": RING, "optim": STEADY}),
     "ring, experts of the engine": ("experts", {"replayed": True, "parallel": RING, "trees": True}),
-    "ring, three heads": ("three heads", {"parallel": RING, "trees": True}),
+    "ring, three heads": ("three heads", {"parallel": RING, "trees": True, "optim": STEADY}),
     "expert, experts of the engine": ("gpt_oss", {"replayed": True, "parallel": EXPERT}),
     "experts of the engine, gradient checkpointing": (
         "experts",
@@ -162,14 +162,14 @@ def test_two_ranks_orthogonalise_as_one(model: str, changes: dict[str, Any], two
         ("experts", {"parallel": EXPERT | TENSOR}),
         ("experts", {"parallel": {"expert_parallel_size": 4}}),
         ("untied", {"parallel": {"ulysses_sequence_parallel_size": 4}}),  # more ranks than key-value heads
-        ("tied", {"parallel": RING, "trees": True}),
-        ("tied", {"parallel": RING | SEQUENCE, "trees": True}),
+        ("tied", {"parallel": RING, "trees": True, "optim": STEADY}),
+        ("tied", {"parallel": RING | SEQUENCE, "trees": True, "optim": STEADY}),
         ("tied", {"parallel": RING | TENSOR}),
         ("tied", {"parallel": RING | TENSOR, "model_settings": LORA, "optim": STEADY}),
         ("tied", {"parallel": RING | SEQUENCE, "kind": "value"}),
         ("gpt_oss", {"parallel": RING | SEQUENCE}),
         ("experts", {"parallel": RING | EXPERT}),
-        ("three heads", {"parallel": {"context_parallel_size": 4}, "trees": True}),
+        ("three heads", {"parallel": {"context_parallel_size": 4}, "trees": True, "optim": STEADY}),
     ],
 )
 def test_four_ranks_in_two_dimensions(model: str, changes: dict[str, Any], four_ranks: Ranks, tiny_models) -> None:
