@@ -152,6 +152,7 @@ def test_two_ranks_orthogonalise_as_one(model: str, changes: dict[str, Any], two
         ("tied", {"parallel": PIPELINE | TENSOR}),
         ("tied", {"parallel": PIPELINE | TENSOR, "model_settings": LORA, "optim": STEADY}),
         ("tied", {"parallel": PIPELINE | SEQUENCE, "kind": "value"}),
+        ("tied", {"parallel": PIPELINE | RING}),
         ("experts", {"parallel": PIPELINE | EXPERT}),
         ("deep", {"parallel": {"pipeline_model_parallel_size": 4}}),
         ("tied", {"parallel": TENSOR, "model_settings": LORA, "optim": STEADY}),
