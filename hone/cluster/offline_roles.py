@@ -7,12 +7,11 @@ import dataclasses
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
-from hone.cluster.roles import ModelRole, RoleUpdate
+from hone.cluster.roles import ModelRole, RoleUpdate, build_frozen_policy
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.specs import OfflineSpec
 from hone.config.trees import OfflineConfig
 from hone.data.batch import Batch
-from hone.models.heads import PolicyHead
 from hone.models.loading import saved_model
 from hone.models.padding import set_tokenizer_padding
 from hone.training.backends.build import build_train_backend
@@ -32,7 +31,7 @@ class LearnerWorker(ModelRole):
     def __init__(self, context: WorkerContext[OfflineConfig]) -> None:
         config, resume = context.config, context.resume
         self.context, self.config = context, config
-        learner = learner_of(config)
+        learner = learner_of(config, context.device)
         self._objective = learner.objective
         model = config.model if resume is None else saved_model(config.model, model_directory(resume, "actor"))
         self.engine = build_train_backend(
@@ -97,15 +96,8 @@ class FrozenPolicyWorker(ModelRole):
             self.engine = context.roles["actor"].engine
             return
         path = config.ref.model_path or config.model.path
-        self.engine = build_train_backend(
-            "frozen",
-            dataclasses.replace(config.model, path=path, lora_rank=0, lora_adapter_path=None),
-            PolicyHead(),
-            TrainSettings(context.device, dtype=config.dtype, max_tokens=config.data.max_token_len_per_gpu),
-            parallel=config,
-            meshes=context.meshes,
-            seed=config.trainer.seed,
-        )
+        model = dataclasses.replace(config.model, path=path, lora_rank=0, lora_adapter_path=None)
+        self.engine = build_frozen_policy(context, model)
 
     @dispatch(Split.ROWS)
     def log_probs(self, batch: Batch) -> Batch:

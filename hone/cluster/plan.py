@@ -27,7 +27,7 @@ _CLASSES: dict[str, type] = {
     "teacher": TeacherWorker,
 }
 
-_OFFLINE_CLASSES: dict[str, type] = {"actor": LearnerWorker, "reference": FrozenPolicyWorker}
+_OFFLINE_CLASSES: dict[str, type] = {"actor": LearnerWorker, "reference": FrozenPolicyWorker, "teacher": TeacherWorker}
 
 
 def model_roles(config: RLConfig) -> list[RoleSpec]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from hone.cluster.weight_ends import WeightSource
 from hone.config.derived import RunSpec
 from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.errors import ConfigError
@@ -220,22 +222,23 @@ class PolicyWorker(WeightSource, ModelRole):
         self._write = self.engine.stage(location, "actor", self.context.tokenizer)
 
 
-def build_frozen_policy(context: WorkerContext[RLConfig], model: ModelConfig) -> TrainBackend:
+def build_frozen_policy(context: WorkerContext[Any], model: ModelConfig) -> TrainBackend:
     """Load a policy that is never updated, sharded as the reference. Collective."""
-    config, actor = context.config, context.config.actor_rollout_ref.actor
+    config: AnyConfig = context.config
+    if isinstance(config, RLConfig):
+        actor, parallel = config.actor_rollout_ref.actor, RunSpec(config).reference_parallel
+        dtype, max_tokens, max_sequences = (
+            actor.dtype,
+            actor.ppo_max_token_len_per_gpu,
+            actor.ppo_micro_batch_size_per_gpu,
+        )
+        head = PolicyHead(config.actor_rollout_ref.rollout.temperature)
+    else:
+        dtype, max_tokens, max_sequences, parallel = config.dtype, config.data.max_token_len_per_gpu, None, config
+        head = PolicyHead()
+    settings = TrainSettings(context.device, dtype=dtype, max_tokens=max_tokens, max_sequences=max_sequences)
     return build_train_backend(
-        "frozen",
-        model,
-        PolicyHead(config.actor_rollout_ref.rollout.temperature),
-        TrainSettings(
-            context.device,
-            dtype=actor.dtype,
-            max_tokens=actor.ppo_max_token_len_per_gpu,
-            max_sequences=actor.ppo_micro_batch_size_per_gpu,
-        ),
-        parallel=RunSpec(config).reference_parallel,
-        meshes=context.meshes,
-        seed=config.trainer.seed,
+        "frozen", model, head, settings, parallel=parallel, meshes=context.meshes, seed=config.trainer.seed
     )
 
 

@@ -11,15 +11,16 @@ from torch.nn import functional
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.roles import ModelRole, build_frozen_policy
-from hone.config.distillation import SAMPLED_MODES
+from hone.config.distillation import SAMPLED_MODES, is_address
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
+from hone.config.trees import model_block
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.models.teacher import TEACHER
+from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TopKHead
 from hone.training.backends.protocol import TrainBackend
 from hone.training.teacher import teacher_head, teacher_model
 
-PROMPTS = "teacher_prompt_ids"
-"""Column of the prompts that teachers see; missing if they are the policy's."""
 SUPPORT = ("response_mask", "support_sizes", "support_ids")
 
 
@@ -33,40 +34,44 @@ class TeacherWorker(ModelRole):
         context: context of the process.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext[RLConfig] | WorkerContext[SFTConfig]) -> None:
         config = self.config = context.config
-        distillation = config.distillation
+        distillation, model = config.distillation, model_block(config)[1]
+        self_teacher = config.distillation.self_teacher if isinstance(config, RLConfig) else ""
         self._head, self._budget = teacher_head(config), distillation.log_prob_max_token_len_per_gpu
         self._adapter_off = False
-        self.engines: list[TrainBackend] = []
-        for path in distillation.models:
-            policy, model = context.roles.get("actor") if path is None else None, config.actor_rollout_ref.model
-            has_adapter = model.lora_rank > 0 or model.lora_adapter_path is not None
-            if policy is not None and (has_adapter or distillation.self_teacher == "current"):
-                self._adapter_off = has_adapter and distillation.self_teacher == "initial"
-                self.engines.append(policy.engine)
+        self.engines: dict[int, TrainBackend] = {}
+        for number, path in enumerate(distillation.models):
+            if is_address(path):
                 continue
-            self.engines.append(build_frozen_policy(context, teacher_model(config, path)))
-        self.engine = self.engines[0]
+            policy = context.roles.get("actor") if path is None else None
+            has_adapter = model.lora_rank > 0 or model.lora_adapter_path is not None
+            if policy is not None and (has_adapter or self_teacher == "current"):
+                self._adapter_off = has_adapter and self_teacher == "initial"
+                self.engines[number] = policy.engine
+                continue
+            self.engines[number] = build_frozen_policy(context, teacher_model(config, path))
+        self.engine = next(iter(self.engines.values()))
 
     @dispatch(Split.ALL, max)
     def take_busy_seconds(self) -> float:
         """Return seconds of the teachers' forward passes since the last call, of the slowest worker."""
-        return sum(engine.take_busy_seconds() for engine in self.engines)
+        return sum(engine.take_busy_seconds() for engine in self.engines.values())
 
     @dispatch(Split.ROWS)
     def teach(self, batch: Batch) -> Batch:
         """Return what each row's teacher says about its response tokens.
 
-        The columns are ``teacher_log_probs`` of the sampled tokens, or those of :mod:`hone.models.teacher`.
+        The columns are ``teacher_log_probs`` of the sampled tokens, or those of :mod:`hone.models.teacher`. Rows whose teacher is
+        behind a server get NaN; :class:`~hone.training.served_teacher.ServedTeachers` fills them in.
         """
-        prompts = PROMPTS if PROMPTS in batch else "prompt_ids"
+        prompts = TEACHER_PROMPTS if TEACHER_PROMPTS in batch else "prompt_ids"
         columns = {"prompt_ids": batch[prompts], "response_ids": batch["response_ids"]}
         if self.config.distillation.loss_mode in SAMPLED_MODES:
             columns |= {name: batch[name] for name in SUPPORT if name in batch}
         scored = Batch(columns)
         with self._weights():
-            if len(self.engines) == 1:
+            if len(self.config.distillation.models) == 1:
                 return Batch(_renamed(self._outputs(self.engine, scored)))
             return Batch(_renamed(self._by_teacher(scored, batch.tensor(TEACHER))))
 
@@ -80,18 +85,32 @@ class TeacherWorker(ModelRole):
         """Return the outputs of each row's teacher. Every rank calls every teacher, with rows or without."""
         order: list[int] = []
         parts: list[dict[str, Ragged]] = []
-        for number, engine in enumerate(self.engines):
+        for number, engine in self.engines.items():
             rows = (teachers == number).nonzero()[:, 0].tolist()
             outputs = self._outputs(engine, scored.reorder(rows))
             if rows:
                 order += rows
                 parts.append(outputs)
+        if served := [row for row, number in enumerate(teachers.tolist()) if number not in self.engines]:
+            order += served
+            parts.append(self._unknown(scored.ragged("response_ids").select(served)))
         back = torch.tensor(order).argsort()
         return {name: _joined([part[name] for part in parts]).select(back) for name in parts[0]}
 
+    def _unknown(self, responses: Ragged) -> dict[str, Ragged]:
+        """Return the outputs of rows that another teacher scores: NaN."""
+        tokens = len(responses.values)
+        if not isinstance(self._head, TopKHead):
+            return {"log_probs": responses.with_values(torch.full((tokens,), torch.nan))}
+        nothing = torch.full((tokens, min(self._head.k, self._head.vocabulary)), torch.nan)
+        return {
+            IDS: responses.with_values(nothing.new_zeros(nothing.shape, dtype=torch.int32)),
+            LOG_PROBS: responses.with_values(nothing),
+        }
+
 
 def _renamed(outputs: dict[str, Ragged]) -> dict[str, Ragged]:
-    return {"teacher_log_probs" if name == "log_probs" else name: column for name, column in outputs.items()}
+    return {TEACHER_LOG_PROBS if name == "log_probs" else name: column for name, column in outputs.items()}
 
 
 def _joined(columns: list[Ragged]) -> Ragged:

@@ -262,7 +262,7 @@ class RunSpec:
             roles.append(RoleNeed("critic", False, self.critic.reason))
         if self.config.reward.reward_model.enable:
             roles.append(RoleNeed("reward_model", True, "reward.reward_model.enable=true"))
-        if self.config.distillation.enable:
+        if self.config.distillation.enable and self.config.distillation.has_local:
             roles.append(RoleNeed("teacher", False, "distillation.enable=true"))
         return tuple(roles)
 

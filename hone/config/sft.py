@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.data import CustomDatasetConfig
+from hone.config.distillation import AnswersDistillationConfig
 from hone.config.fields import block, choice, dataset_paths, number
 from hone.config.insight import InsightConfig
 from hone.config.model import ModelConfig, OptimConfig
@@ -77,3 +78,5 @@ class SFTConfig(ParallelConfig):
     """Checks before the run."""
     insight: InsightConfig = block(InsightConfig)
     """Detectors that watch the run."""
+    distillation: AnswersDistillationConfig = block(AnswersDistillationConfig)
+    """Learning from a teacher on the stored answers."""

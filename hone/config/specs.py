@@ -9,6 +9,7 @@ from functools import cached_property
 from hone.config.derived import Decision, Derived, RoleNeed, RunSpec, dtype_line, micro_batch_line, pool_line
 from hone.config.pools import MAIN_POOL, Pool
 from hone.config.preference import PreferenceConfig
+from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, OfflineConfig
 from hone.methods import PREFERENCE_LOSS_NEEDS
@@ -70,6 +71,12 @@ class OfflineSpec:
         roles = [RoleNeed("actor", False, "every run")]
         if self.reference.value:
             roles.append(RoleNeed("reference", False, self.reference.reason))
+        if (
+            isinstance(self.config, SFTConfig)
+            and self.config.distillation.enable
+            and self.config.distillation.has_local
+        ):
+            roles.append(RoleNeed("teacher", False, "distillation.enable=true"))
         return tuple(roles)
 
     @cached_property

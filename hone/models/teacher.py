@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hone.algorithms.logits import chunked_log_probs, token_log_probs
 from hone.algorithms.teacher import OutputLayer, chunked_top_k, top_k
 from hone.config.model import ModelConfig
 from hone.errors import ConfigError
@@ -23,6 +24,10 @@ from hone.models.loading import load_empty, policy_factory
 
 TEACHER = "teacher"
 """Column ``[B]`` of the index of each row's teacher; missing if there is one teacher."""
+TEACHER_PROMPTS = "teacher_prompt_ids"
+"""Column of the prompts that teachers see; missing if they are the policy's."""
+TEACHER_LOG_PROBS = "teacher_log_probs"
+"""Column ``[R]`` of a teacher's log-probs of the sampled tokens."""
 IDS, LOG_PROBS, HIDDEN = "teacher_ids", "teacher_top_log_probs", "teacher_hidden"
 """Columns of a teacher: its likeliest tokens ``[R, K]`` and their log-probs ``[R, K]``, or last hidden states ``[R, H]``."""
 
@@ -54,6 +59,29 @@ class TopKHead:
                 **whole_vocabulary(output_weights(causal)),
             )
         return {IDS: ids.int(), LOG_PROBS: log_probs}
+
+
+class PromptHead:
+    """``log_probs`` of the target tokens, and the ``k`` likeliest tokens at each, of the same forward pass.
+
+    Args:
+        k: number of likeliest tokens; 0 leaves them out.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
+        del with_entropy
+        causal = transformers_or_backbone(model)
+        if not projects_plainly(causal):
+            logits = causal_logits(causal, packed)
+            outputs, likeliest = {"log_probs": token_log_probs(logits, packed.targets)}, top_k(logits, self.k or 1)
+        else:
+            hidden, layer = hidden_states(causal, packed), whole_vocabulary(output_weights(causal))
+            log_probs, _ = chunked_log_probs(hidden, targets=packed.targets, **layer)
+            outputs, likeliest = {"log_probs": log_probs}, chunked_top_k(hidden, k=self.k or 1, **layer)
+        return outputs if self.k == 0 else {**outputs, IDS: likeliest[0], LOG_PROBS: likeliest[1]}
 
 
 class HiddenHead:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config.derived import RunSpec
-from hone.config.distillation import SAMPLED_MODES, WHOLE_MODES, DistillationConfig
+from hone.config.distillation import (
+    SAMPLED_MODES,
+    TOP_K_MODES,
+    WHOLE_MODES,
+    DistillationConfig,
+    TeacherConfig,
+    is_address,
+)
+from hone.config.sft import SFTConfig, SFTDataConfig
 from hone.config.tree import RLConfig
+from hone.config.trees import model_block
 from hone.errors import HoneError
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 BLOCK = "distillation"
+_PATIENCE = 60.0
+"""Most seconds that a teacher's server may take for a check."""
 
 
 @rule("R84", RLConfig)
@@ -22,6 +35,7 @@ def teachers_can_teach(config: RLConfig) -> Iterator[Finding]:
     if not settings.enable:
         return
     yield from _modes(settings)
+    yield from _divergence(settings)
     actor, spec = config.actor_rollout_ref.actor, RunSpec(config)
     itself = settings.path is None and not settings.teachers
     obstacles = [
@@ -84,6 +98,10 @@ def _modes(settings: DistillationConfig) -> Iterator[Finding]:
             fix=f"{key}=true, or {BLOCK}.loss_mode=k2",
             where=key,
         )
+
+
+def _divergence(settings: TeacherConfig) -> Iterator[Finding]:
+    mode = settings.loss_mode
     if not settings.tail_bucket and mode != "forward_kl_topk":
         yield error(
             f"tail_bucket=false works with forward_kl_topk only, not with {mode}",
@@ -99,8 +117,25 @@ def _modes(settings: DistillationConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R84", RLConfig, stage=Stage.FILES)
-def teachers_share_the_tokenizer(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R84", SFTConfig)
+def stored_answers_have_a_teacher(config: SFTConfig) -> Iterator[Finding]:
+    """Distillation on stored answers has a teacher, whose distances exist."""
+    settings = config.distillation
+    if not settings.enable:
+        return
+    yield from _divergence(settings)
+    yield from _whole_distributions(settings)
+    if settings.path is None:
+        yield error(
+            "distillation.enable=true without a teacher",
+            why="the model itself has nothing to teach on the same answers",
+            fix=f"{BLOCK}.path=<model directory or address of a server>, or {BLOCK}.enable=false",
+            where=f"{BLOCK}.path",
+        )
+
+
+@rule("R84", RLConfig, SFTConfig, stage=Stage.FILES)
+def teachers_share_the_tokenizer(config: RLConfig | SFTConfig, evidence: Evidence) -> Iterator[Finding]:
     """Every teacher has the tokenizer of the policy."""
     if not config.distillation.enable or evidence.tokenizer is None:
         return
@@ -108,11 +143,11 @@ def teachers_share_the_tokenizer(config: RLConfig, evidence: Evidence) -> Iterat
 
     policy = evidence.tokenizer.get_vocab()
     for path in config.distillation.models:
-        if path is None:
+        if path is None or is_address(path):
             continue
-        where = next((f"{BLOCK}.teachers" for p in config.distillation.teachers.values() if p == path), f"{BLOCK}.path")
+        where = _key_of(config, path)
         try:
-            trusted = config.actor_rollout_ref.model.trust_remote_code
+            trusted = model_block(config)[1].trust_remote_code
             teacher = load_tokenizer(path, trust_remote_code=trusted).get_vocab()
         except HoneError as problem:
             yield error(
@@ -134,6 +169,70 @@ def teachers_share_the_tokenizer(config: RLConfig, evidence: Evidence) -> Iterat
             )
 
 
+@rule("R84", RLConfig)
+def served_teachers_fit(config: RLConfig) -> Iterator[Finding]:
+    """A teacher behind a server gives what the distance compares."""
+    settings, rollout = config.distillation, config.actor_rollout_ref.rollout
+    if not settings.enable or not settings.addresses:
+        return
+    mode, address = settings.loss_mode, next(iter(settings.addresses.values()))
+    yield from _whole_distributions(settings)
+    if rollout.temperature not in (0, 1):
+        yield error(
+            f"rollout.temperature={rollout.temperature:g} with the teacher '{address}', a server",
+            why="a server gives log-probs of temperature 1, and the policy's are divided by its own",
+            fix="actor_rollout_ref.rollout.temperature=1, or the directory of the teacher",
+            where="actor_rollout_ref.rollout.temperature",
+        )
+    keeps = RunSpec(config).keeps_support
+    if mode in SAMPLED_MODES and keeps.value:
+        yield error(
+            f"the policy's log-probs are over the tokens that top-k, top-p and min-p left, and those of '{address}' over all",
+            why="the distance of a token would count how many tokens were left",
+            fix="actor_rollout_ref.rollout.keep_support=false, or the directory of the teacher",
+            where="actor_rollout_ref.rollout.keep_support",
+        )
+
+
+def _whole_distributions(settings: TeacherConfig) -> Iterator[Finding]:
+    mode = settings.loss_mode
+    if mode in WHOLE_MODES and settings.addresses:
+        yield error(
+            f"loss_mode={mode} needs the weights of the teacher, and '{next(iter(settings.addresses.values()))}' is a server",
+            why="a server gives log-probs of some tokens, not whole distributions",
+            fix=f"{BLOCK}.loss_mode={mode}_topk, or the directory of the teacher",
+            where=f"{BLOCK}.loss_mode",
+        )
+
+
+@rule("R84", RLConfig, SFTConfig, stage=Stage.FILES)
+def served_teachers_answer(config: RLConfig | SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The server of every teacher answers, with enough log-probs, for the policy's tokens."""
+    settings = config.distillation
+    if not settings.enable or not settings.addresses or evidence.tokenizer is None:
+        return
+    from hone.training.served_teacher import ServedTeacher, TeacherError
+
+    if evidence.has_images:
+        yield error(
+            "rows have images, which a teacher's server does not get",
+            why="its log-probs would be of answers to other prompts",
+            fix="the directory of the teacher in place of an address, or rows without images",
+            where=BLOCK,
+        )
+        return
+    top = settings.topk if settings.loss_mode in TOP_K_MODES else 0
+    data = config.data
+    needed = data.max_length if isinstance(data, SFTDataConfig) else data.max_prompt_length + data.max_response_length
+    patience = dataclasses.replace(settings.server, timeout=min(_PATIENCE, settings.server.timeout), retries=1)
+    for address in settings.addresses.values():
+        try:
+            asyncio.run(ServedTeacher(address, patience).check(evidence.tokenizer, top, needed))
+        except TeacherError as problem:
+            where = _key_of(config, address)
+            yield error(problem.what, why=problem.why, fix=problem.fix, where=where)
+
+
 @rule("R84", RLConfig, stage=Stage.FILES)
 def every_row_has_a_teacher(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """Every data source has a teacher, and every row the fields of the teacher's prompt."""
@@ -152,6 +251,12 @@ def every_row_has_a_teacher(config: RLConfig, evidence: Evidence) -> Iterator[Fi
             )
     if settings.teacher_prompt is not None:
         yield from _prompt_fields(config, evidence)
+
+
+def _key_of(config: RLConfig | SFTConfig, path: str) -> str:
+    """Return the key that names a teacher."""
+    teachers = config.distillation.teachers.values() if isinstance(config, RLConfig) else ()
+    return f"{BLOCK}.teachers" if path in map(str, teachers) else f"{BLOCK}.path"
 
 
 def _prompt_fields(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:

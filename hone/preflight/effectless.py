@@ -324,6 +324,18 @@ def _distillation_switches(config: RLConfig) -> list[Switch]:
             f"{block}.loss_mode={settings.loss_mode}",
             f"{block}.loss_mode=jsd",
         ),
+        Switch(
+            (f"{block}.enable_resource_pool", f"{block}.log_prob_max_token_len_per_gpu"),
+            settings.has_local,
+            "every teacher is behind a server",
+            f"{block}.path=DIR",
+        ),
+        Switch(
+            tuple(f"{block}.server.{name}" for name in ("api_key_env", "max_concurrent", "timeout", "retries")),
+            bool(settings.addresses),
+            "no teacher is behind a server",
+            f"{block}.path=http://HOST:PORT/v1",
+        ),
         Switch((f"{block}.self_teacher",), itself, "the policy is not its own teacher", f"{block}.path=null"),
     ]
 

@@ -1,4 +1,4 @@
-"""JSON over HTTP with retries, for judges, remote reward functions and sandboxes."""
+"""JSON over HTTP with retries, for judges, remote reward functions, sandboxes and teachers."""
 
 from __future__ import annotations
 
@@ -52,11 +52,22 @@ class JsonService:
         Raises:
             ServiceError: no answer, an error status, or an answer that is not JSON.
         """
+        return await self._retried(path, json=valid_data(body))
+
+    async def get(self, path: str) -> Any:
+        """Return the answer at a path.
+
+        Raises:
+            ServiceError: as for :meth:`post`.
+        """
+        return await self._retried(path)
+
+    async def _retried(self, path: str, **content: Any) -> Any:
         for attempt in range(self.retries + 1):
             self.calls += 1
             self.retried += attempt > 0
             try:
-                return await self._once(path, body)
+                return await self._once(path, content)
             except _RetryableError as busy:
                 if attempt == self.retries:
                     raise ServiceError(f"{self.url}{path}: {busy}, {attempt + 1} times") from busy
@@ -70,11 +81,11 @@ class JsonService:
             await self._client.aclose()
         self._client = None
 
-    async def _once(self, path: str, body: Any) -> Any:
+    async def _once(self, path: str, content: dict[str, Any]) -> Any:
         import httpx2
 
         try:
-            response = await self._connections().post(self.url + path, json=valid_data(body))
+            response = await self._connections().request("POST" if content else "GET", self.url + path, **content)
         except httpx2.TimeoutException as error:
             raise _RetryableError(f"no answer within {self.timeout:g} s") from error
         except httpx2.TransportError as error:

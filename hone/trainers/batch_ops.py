@@ -6,6 +6,7 @@ keeps the state between steps: the KL controller and the invariants.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +37,7 @@ from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
 from hone.models.devices import dtype_on
+from hone.models.loading import saved_settings
 from hone.rewards.doctor import EnvironmentDoctor
 from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
@@ -52,6 +54,7 @@ from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.trainers.verdicts import scored, sort_rows
 from hone.training.preferences import own_pairs
+from hone.training.served_teacher import ServedTeachers
 
 
 class BatchOps:
@@ -202,6 +205,16 @@ class BatchOps:
     def teacher_inputs(self, batch: Batch) -> Batch:
         """Return the teacher and the teacher's prompt of each row; see :func:`~hone.trainers.teacher_inputs.teacher_inputs`."""
         return teacher_inputs(batch, self.config, self.tokenizer, self._context.image_processor)
+
+    @dispatch(Split.ZERO)
+    async def served_teachers(self, batch: Batch) -> Batch:
+        """Return what teachers behind a server say; see :class:`~hone.training.served_teacher.ServedTeachers`."""
+        return await self._served_teachers.columns(batch)
+
+    @functools.cached_property
+    def _served_teachers(self) -> ServedTeachers:
+        settings = saved_settings(self.config.actor_rollout_ref.model).get_text_config()
+        return ServedTeachers(self.config.distillation, settings.vocab_size)
 
     @dispatch(Split.ZERO, objects=True)
     def advantages(self, batch: Batch) -> Batch:

@@ -20,7 +20,9 @@ def distillation_stages(trainer: Any) -> list[Stage]:
     async def teach(batch: AnyBatch) -> AnyBatch:
         return await taught(trainer, batch)
 
-    return [Stage("teacher", teach, needs=("response_ids",), adds=("teacher",), when=trainer.teacher is not None)]
+    return [
+        Stage("teacher", teach, needs=("response_ids",), adds=("teacher",), when=trainer.config.distillation.enable)
+    ]
 
 
 async def taught(trainer: Any, batch: AnyBatch) -> AnyBatch:
@@ -30,7 +32,12 @@ async def taught(trainer: Any, batch: AnyBatch) -> AnyBatch:
     if len(settings.models) > 1 or settings.teacher_prompt is not None:
         inputs = batch.updated(await trainer.batch_ops.teacher_inputs(batch))
         batch = inputs if len(settings.models) > 1 else batch
-    return batch.updated(await trainer.teacher.teach(inputs))
+    if trainer.teacher is not None:
+        said = await trainer.teacher.teach(inputs)
+        batch, inputs = batch.updated(said), inputs.updated(said)
+    if settings.addresses:
+        batch = batch.updated(await trainer.batch_ops.served_teachers(inputs))
+    return batch
 
 
 def mixed_advantages(advantages: Ragged, batch: Batch, settings: DistillationConfig, metrics: MetricStore) -> Ragged:

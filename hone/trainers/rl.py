@@ -195,7 +195,7 @@ class RLTrainer:
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
         learn_policy = self.critic is None or not 0 < self.step <= self.config.trainer.critic_warmup
         before_update, from_update, after_update = old_log_prob_stages(self, learn_policy=learn_policy)
-        taught = () if self.teacher is None else ("teacher",)
+        taught = ("teacher",) if self.config.distillation.enable else ()
         return [
             Stage("gen", self.generate, adds=SAMPLED),
             Stage("reward", self.score, needs=("response_ids",), adds=SCORED),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hone.generation.pool import EnginePool
-    from hone.generation.protocol import Engine
+    from hone.generation.protocol import Alternatives, Engine
 
 SWITCH_SECONDS = 0.0002
 """Longest wait of the engine's thread for the interpreter while another thread computes.
@@ -116,6 +117,7 @@ def serve(request: ServeRequest) -> None:
             stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
             renderer=request.renderer,
             parser=request.parser,
+            prompt_log_probs=scorer_of(engine),
         )
         if service.tools_as_text:
             log.warning("%s", TOOLS_AS_TEXT)
@@ -125,6 +127,16 @@ def serve(request: ServeRequest) -> None:
             server.run()
         finally:
             engine.close()
+
+
+def scorer_of(engine: Engine) -> Callable[[Sequence[int], int], list[Alternatives]] | None:
+    """Return the function that computes log-probs of prompts; None if the model is in another process."""
+    from hone.generation.native.engine import NativeEngine
+    from hone.training.prompt_log_probs import prompt_log_probs
+
+    if not isinstance(engine, NativeEngine):
+        return None
+    return functools.partial(prompt_log_probs, engine.model, device=engine.device, dtype=engine.dtype)
 
 
 def check_names(request: ServeRequest) -> None:

@@ -1,21 +1,29 @@
-"""SFT trainer: imitate the assistant turns of conversations; the loss is the mean over assistant tokens."""
+"""SFT trainer: imitate the assistant turns of conversations, or follow a teacher on them; the loss is the mean over assistant tokens."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from hone.cluster.any_batch import AnyBatch
+from hone.config.distillation import TOP_K_MODES
 from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
 from hone.data.custom import row_reader
 from hone.data.images import images_column
 from hone.data.ragged import Ragged
+from hone.insight.metrics import MetricStore
+from hone.models.loading import saved_settings
+from hone.models.teacher import LOG_PROBS
 from hone.trainers.attempts import supervised
 from hone.trainers.inputs import file_list
 from hone.trainers.offline import OfflineTrainer
+from hone.training.served_teacher import ServedTeachers
 
 
 def train(config: SFTConfig) -> int:
@@ -47,6 +55,27 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
     def batch(self, rows: Sequence[Conversation]) -> Batch:
         """Convert rows to columns with :func:`conversation_batch`."""
         return conversation_batch(rows)
+
+    def prepare(self, batch: Batch, metrics: MetricStore) -> AnyBatch:
+        """Give the batch to the runtime, with what the teacher says about the answers."""
+        if not self.config.distillation.enable:
+            return self.runtime.put(batch)
+        with metrics.timer("teacher"):
+            if self.config.distillation.has_local:
+                there = self.runtime.put(batch)
+                there = there.updated(self.runtime.group("teacher").teach(there).result())
+            else:
+                there = self.runtime.put(batch.updated(asyncio.run(self._served_teachers.columns(batch))))
+        if self.config.distillation.loss_mode in TOP_K_MODES:
+            said = self.runtime.fetch(there.select(LOG_PROBS)).ragged(LOG_PROBS).values
+            mask = batch.ragged("response_mask").values.bool()
+            metrics.add("distillation/teacher_mass", said[mask].exp().sum(-1).mean())
+        return there
+
+    @functools.cached_property
+    def _served_teachers(self) -> ServedTeachers:
+        vocabulary = saved_settings(self.config.model).get_text_config().vocab_size
+        return ServedTeachers(self.config.distillation, vocabulary)
 
     def measure(self, batch: Batch) -> dict[str, float]:
         """Return the mean negative log-likelihood of the assistant tokens."""

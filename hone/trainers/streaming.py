@@ -38,7 +38,7 @@ async def stream(trainer: Any, batch: AnyBatch) -> AnyBatch:
         part = await trainer.score(part)
         if trainer.reference is not None:
             part = await trainer.reference_log_probs(part)
-        if trainer.teacher is not None:
+        if trainer.config.distillation.enable:
             part = await taught(trainer, part)
         part = await trainer.advantages(part)
         await trainer.batch_ops.check_ids(part)

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.context import EpisodeContext
 from hone.agents.prompts import tools_of
-from hone.cluster.teacher import PROMPTS
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import encode_texts, render_prompt
@@ -21,7 +20,7 @@ from hone.data.teacher_prompt import filled
 from hone.data.tokenizer import decoded
 from hone.data.types import Sample
 from hone.errors import DataError
-from hone.models.teacher import TEACHER
+from hone.models.teacher import TEACHER, TEACHER_PROMPTS
 
 
 def teacher_inputs(
@@ -41,7 +40,7 @@ def teacher_inputs(
         for trajectory in batch.objects("trajectory"):
             if trajectory.uid not in rendered:
                 rendered[trajectory.uid] = teacher_prompt(trajectory.sample, config, tokenizer, images)
-        columns[PROMPTS] = Ragged.from_rows([rendered[uid] for uid in batch.uids], torch.int64)
+        columns[TEACHER_PROMPTS] = Ragged.from_rows([rendered[uid] for uid in batch.uids], torch.int64)
     return Batch(columns)
 
 

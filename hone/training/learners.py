@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.trees import OfflineConfig
 from hone.models.heads import Head, PolicyHead
@@ -11,6 +13,7 @@ from hone.training.backends.protocol import ModelKind
 from hone.training.objectives import imitation_objective
 from hone.training.preferences import loss_and_options, preference_objective
 from hone.training.reward_model import ScoreHead, bradley_terry_objective
+from hone.training.teacher import teacher_distance
 from hone.training.updates import LossFn
 
 
@@ -29,14 +32,19 @@ class Learner:
     objective: LossFn
 
 
-def learner_of(config: OfflineConfig) -> Learner:
+def learner_of(config: OfflineConfig, device: torch.device) -> Learner:
     """Return the model and the objective of `hone sft`, `hone prefer` or `hone reward-model`.
 
+    Args:
+        config: of the run.
+        device: where the model will be.
+
     Raises:
-        ConfigError: the loss is unknown.
+        ConfigError: the loss is unknown, or the logits of a teacher cannot be computed from its hidden states.
     """
     if isinstance(config, RewardModelConfig):
         return Learner("reward", ScoreHead(), bradley_terry_objective(config.loss.centering_coeff))
     if isinstance(config, PreferenceConfig):
         return Learner("policy", PolicyHead(), preference_objective(*loss_and_options(config)))
-    return Learner("policy", PolicyHead(), imitation_objective())
+    head = PolicyHead(distance=teacher_distance(config, device))
+    return Learner("policy", head, imitation_objective(config.distillation if config.distillation.enable else None))

@@ -23,7 +23,7 @@ from hone.algorithms import (
 )
 from hone.config.actor import ActorConfig
 from hone.config.correction import policy_loss_name
-from hone.config.distillation import DistillationConfig
+from hone.config.distillation import AnswersDistillationConfig, DistillationConfig, TeacherConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN
@@ -136,7 +136,7 @@ class PolicyObjective:
             metrics = {**metrics, "actor/kl_coef": actor.kl_loss_coef}
             loss = loss + actor.kl_loss_coef * shares["actor/kl_loss"]
         if self.distillation is not None:
-            distance, teacher_metrics = self._distance(self.distillation, outputs, batch)
+            distance, teacher_metrics = _distance(self.distillation, outputs, batch)
             shares["distillation/loss"] = aggregate_loss(distance, mask, mode, **aggregation)
             metrics = {**metrics, **teacher_metrics}
             loss = loss + self.distillation.coef * shares["distillation/loss"]
@@ -148,20 +148,6 @@ class PolicyObjective:
                 )
         masked = _masked_gradient(outputs["log_probs"].values, batch.ragged("response_mask").values)
         return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask) | masked
-
-    def _distance(
-        self, distillation: DistillationConfig, outputs: dict[str, Ragged], batch: Batch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the distance from the teacher at each token ``[B, T]``, and metrics of a micro-batch."""
-        if "distance" not in outputs:
-            log_probs, teacher = outputs["log_probs"].to_padded(), _padded(batch, "teacher_log_probs", outputs)
-            options = token_loss_options(distillation)
-            return distillation_token_loss(log_probs, teacher, distillation.loss_mode, **options), {}
-        if "student_mass" not in outputs:
-            return outputs["distance"].to_padded(), {}
-        mask = _padded(batch, "response_mask", outputs)
-        mass = (outputs["student_mass"].to_padded() * mask).sum() / mask.sum().clamp(min=1)
-        return outputs["distance"].to_padded(), {"distillation/student_mass": mass}
 
 
 DIVISORS: dict[str, Callable[[Totals], int] | None] = {
@@ -204,16 +190,42 @@ def value_objective(*, cliprange_value: float, loss_agg_mode: str, loss_scale_fa
     return objective
 
 
-def imitation_objective() -> LossFn:
-    """Return the mean negative log-likelihood of the tokens with ``response_mask`` 1."""
+def imitation_objective(distillation: AnswersDistillationConfig | None = None) -> LossFn:
+    """Return the mean negative log-likelihood of the tokens with ``response_mask`` 1.
+
+    Args:
+        distillation: if a teacher scored the answers; the loss is then ``task_weight`` times the negative log-likelihood plus
+            ``coef`` times the mean distance from the teacher.
+    """
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         log_probs = outputs["log_probs"].values
         mask = batch.ragged("response_mask").values.to(log_probs)
         loss = -(log_probs * mask).sum() / totals.tokens
-        return loss, _statistics({"train/loss": loss}, {}, mask, totals)
+        shares, metrics = {"train/loss": loss}, {}
+        if distillation is not None:
+            distance, metrics = _distance(distillation, outputs, batch)
+            tokens = Ragged.from_padded(distance, batch.ragged("response_mask").lengths).values
+            shares["distillation/loss"] = torch.where(mask > 0, tokens, 0).sum() / totals.tokens
+            loss = distillation.task_weight * loss + distillation.coef * shares["distillation/loss"]
+        return loss, _statistics(shares, metrics, mask, totals)
 
     return objective
+
+
+def _distance(
+    distillation: TeacherConfig, outputs: dict[str, Ragged], batch: Batch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the distance from the teacher at each token ``[B, T]``, and metrics of a micro-batch."""
+    if "distance" not in outputs:
+        log_probs, teacher = outputs["log_probs"].to_padded(), _padded(batch, "teacher_log_probs", outputs)
+        options = token_loss_options(distillation)
+        return distillation_token_loss(log_probs, teacher, distillation.loss_mode, **options), {}
+    if "student_mass" not in outputs:
+        return outputs["distance"].to_padded(), {}
+    mask = _padded(batch, "response_mask", outputs)
+    mass = (outputs["student_mass"].to_padded() * mask).sum() / mask.sum().clamp(min=1)
+    return outputs["distance"].to_padded(), {"distillation/student_mass": mass}
 
 
 def _padded(batch: Batch, name: str, outputs: dict[str, Ragged]) -> Tensor:

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 from hone.algorithms.teacher import TeacherDistance
-from hone.config.distillation import SAMPLED_MODES, TOP_K_MODES, WHOLE_MODES, DistillationConfig
+from hone.config.distillation import SAMPLED_MODES, TOP_K_MODES, WHOLE_MODES, TeacherConfig
 from hone.config.model import ModelConfig
+from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
+from hone.config.trees import model_block
 from hone.models.heads import Head, PolicyHead
 from hone.models.loading import saved_settings
 from hone.models.teacher import HiddenHead, TopKHead, output_layer
 
 
-def token_loss_options(distillation: DistillationConfig) -> dict[str, Any]:
+def token_loss_options(distillation: TeacherConfig) -> dict[str, Any]:
     """Return the options of :func:`~hone.algorithms.distillation.distillation_token_loss`."""
     return {
         "beta": distillation.beta,
@@ -26,24 +28,29 @@ def token_loss_options(distillation: DistillationConfig) -> dict[str, Any]:
     }
 
 
-def teacher_model(config: RLConfig, path: str | None) -> ModelConfig:
+def temperature_of(config: RLConfig | SFTConfig) -> float:
+    """Return the temperature of the distributions that are compared; 1 for stored answers."""
+    return config.actor_rollout_ref.rollout.temperature if isinstance(config, RLConfig) else 1.0
+
+
+def teacher_model(config: RLConfig | SFTConfig, path: str | None) -> ModelConfig:
     """Return the configuration of a teacher's model: a directory, or the policy before training."""
-    model = dataclasses.replace(config.actor_rollout_ref.model, lora_rank=0, enable_gradient_checkpointing=False)
+    model = dataclasses.replace(model_block(config)[1], lora_rank=0, enable_gradient_checkpointing=False)
     if path is None:
         return model
     return dataclasses.replace(model, path=path, override_config={}, lora_adapter_path=None)
 
 
-def teacher_head(config: RLConfig) -> Head:
+def teacher_head(config: RLConfig | SFTConfig) -> Head:
     """Return the head that gives what the distance compares with."""
-    distillation, temperature = config.distillation, config.actor_rollout_ref.rollout.temperature
+    distillation, temperature = config.distillation, temperature_of(config)
     if distillation.loss_mode in TOP_K_MODES:
-        settings = saved_settings(config.actor_rollout_ref.model).get_text_config()
+        settings = saved_settings(model_block(config)[1]).get_text_config()
         return TopKHead(distillation.topk, temperature, settings.vocab_size)
     return PolicyHead(temperature) if distillation.loss_mode in SAMPLED_MODES else HiddenHead()
 
 
-def teacher_distance(config: RLConfig, device: torch.device) -> TeacherDistance | None:
+def teacher_distance(config: RLConfig | SFTConfig, device: torch.device) -> TeacherDistance | None:
     """Return the distance of whole distributions that the policy's head computes; None if the loss has none.
 
     Raises:
@@ -52,8 +59,9 @@ def teacher_distance(config: RLConfig, device: torch.device) -> TeacherDistance 
     distillation = config.distillation
     if not distillation.enable or distillation.loss_mode in SAMPLED_MODES:
         return None
-    temperature = config.actor_rollout_ref.rollout.temperature
     layers = ()
     if distillation.loss_mode in WHOLE_MODES:
         layers = tuple(output_layer(teacher_model(config, path), device) for path in distillation.models)
-    return TeacherDistance(distillation.loss_mode, temperature or 1.0, token_loss_options(distillation), layers)
+    return TeacherDistance(
+        distillation.loss_mode, temperature_of(config) or 1.0, token_loss_options(distillation), layers
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from support.models import tiny_model
 from support.small_preferences import make_small_preferences, small_preference_settings
 from support.small_sft import small_sft_settings
 from support.world import metrics, run_record
@@ -23,8 +25,11 @@ from hone.trainers.callbacks import Callbacks, calling
 pytestmark = pytest.mark.long
 
 STEPS = 4
+TEACHER = ("distillation.enable=true", "distillation.path={data}/teacher")
 KINDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "sft": (SFTConfig, ()),
+    "sft-teacher": (SFTConfig, (*TEACHER, "distillation.topk=5", "distillation.task_weight=0.5")),
+    "sft-whole": (SFTConfig, (*TEACHER, "distillation.loss_mode=jsd")),
     "dpo": (PreferenceConfig, ("loss.beta=0.5",)),
     "dpo-lora": (PreferenceConfig, ("loss.beta=0.5", "model.lora_rank=4")),
     "kto": (PreferenceConfig, ("loss.name=kto",)),
@@ -46,15 +51,19 @@ def cluster(forked_ray_workers):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small_preferences(tmp_path_factory.mktemp("data"))
+    root = make_small_preferences(tmp_path_factory.mktemp("data"))
+    shutil.copytree(root / "model", root / "teacher")
+    tiny_model(seed=1).save_pretrained(root / "teacher")
+    return root
 
 
 def run(data: Path, where: Path, kind: str, *overrides: str, steps: int = STEPS) -> list[dict]:
     """Metrics of a run, without those of the division over ranks."""
     tree, options = KINDS[kind]
+    given = [option.format(data=data) for option in options]
     settings = small_sft_settings if tree is SFTConfig else small_preference_settings
     optim = ("optim.lr=1e-3", "optim.eps=1e-6")  # so that rounding alone moves no weight far
-    words = settings(data, where, f"trainer.total_training_steps={steps}", *optim, *options, *overrides)
+    words = settings(data, where, f"trainer.total_training_steps={steps}", *optim, *given, *overrides)
     program: Any = sft if tree is SFTConfig else preference
     assert program.train(load_config(tree, words)) == 0
     return [{name: v for name, v in row.items() if not name.startswith("global_seqlen/")} for row in metrics(where)]
@@ -102,6 +111,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
         *(("sft", "sequence"), ("reward-model", "tensor"), ("dpo", "in order"), ("reward-model", "sequence")),
         *((kind, "ring") for kind in ("sft", "dpo", "reward-model")),
         *((kind, "pipeline") for kind in ("sft", "dpo-lora", "reward-model")),
+        ("sft-whole", "tensor"),
     ],
 )
 def test_two_workers_train_as_one(cluster, data: Path, local, tmp_path: Path, kind: str, layout: str | None):
@@ -110,7 +120,7 @@ def test_two_workers_train_as_one(cluster, data: Path, local, tmp_path: Path, ki
     )
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward-model"])
+@pytest.mark.parametrize("kind", ["sft", "sft-teacher", "dpo", "reward-model"])
 def test_a_checkpoint_fits_any_number_of_workers(cluster, data: Path, local, tmp_path: Path, kind: str):
     """Two steps on two workers, one in this process, the last on two again."""
     where = tmp_path / "run"

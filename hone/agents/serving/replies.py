@@ -105,6 +105,30 @@ def text_log_probs(
     }
 
 
+def prompt_log_probs(
+    tokenizer: PreTrainedTokenizerBase, scores: Sequence[Alternatives]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return the log-probs of a prompt's tokens in vLLM's form: null for the first token, then an object by token id.
+
+    Args:
+        tokenizer: of the model.
+        scores: for each token after the first itself, then the likeliest tokens, with their log-probs.
+    """
+    texts: dict[int, str] = {}
+
+    def entry(token: int, log_prob: float, rank: int | None) -> dict[str, Any]:
+        if token not in texts:
+            texts[token] = str(tokenizer.decode([token]))
+        return {"logprob": log_prob, "rank": rank, "decoded_token": texts[token]}
+
+    places: list[dict[str, dict[str, Any]] | None] = [None]
+    for (token, log_prob), *likeliest in scores:
+        place = {str(token): entry(token, log_prob, None)}
+        place |= {str(other): entry(other, value, rank) for rank, (other, value) in enumerate(likeliest, 1)}
+        places.append(place)
+    return places
+
+
 def cut(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first stop string."""
     positions = [position for stop in stops if (position := text.find(stop)) >= 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,6 +68,8 @@ class Service:
         renderer: name of the renderer; ``auto`` chooses it by the tokenizer.
         parser: name of the tool-call parser.
         template_kwargs: extra arguments of the chat template; a request's arguments override them.
+        prompt_log_probs: returns the log-probs of a prompt's tokens after the first, each followed by the given number of likeliest
+            tokens; called on the engine's loop. None where the engine is another process.
         standalone: True for `hone serve`: errors name its options, and a template that ignores tools gets them as text. False for
             the endpoint of a training run: errors name its keys, and such a template is refused.
     """
@@ -81,6 +83,7 @@ class Service:
     renderer: str = "auto"
     parser: str = "auto"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt_log_probs: Callable[[Sequence[int], int], list[Alternatives]] | None = None
     standalone: bool = True
     _renderers: dict[str, Renderer] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -133,6 +136,16 @@ class Service:
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Decode tokens, by default without special tokens."""
         return decoded(self.tokenizer, ids, skip_special_tokens=not special_tokens)
+
+    async def prompt_scores(self, ids: Sequence[int], top: int) -> list[Alternatives]:
+        """Return the log-probs of a prompt's tokens after the first, each followed by the ``top`` likeliest tokens there."""
+        compute = self.prompt_log_probs
+        assert compute is not None
+
+        async def score() -> list[Alternatives]:
+            return compute(ids, top) if len(ids) > 1 else []
+
+        return await self.gateway.on_engine(score())
 
     def requests(
         self,

@@ -52,9 +52,15 @@ class TextCall:
             raise bad_request(f"{len(body.prompts)} prompts with n={body.n} replies; at most {MAX_REPLIES}", "prompt")
         if body.echo and body.logprobs is not None:
             raise bad_request(
-                "echo with logprobs needs log-probs of the prompt, and the engine computes them for sampled tokens only; "
-                "omit one of the two fields",
+                "echo with logprobs is not supported; prompt_logprobs gives the log-probs of the prompt's tokens",
                 "echo",
+            )
+        if body.prompt_logprobs is not None and (service.prompt_log_probs is None or body.stream):
+            obstacle = "stream=true" if body.stream else "an engine in another process"
+            raise bad_request(
+                f"prompt_logprobs does not work with {obstacle}; it needs a complete answer of `hone serve` without --engine and "
+                "--replicas",
+                "prompt_logprobs",
             )
         self.prompts = [self.session.text_prompt(self._ids(prompt)) for prompt in body.prompts]
         self.requests: list[GenerationRequest] = []
@@ -74,6 +80,10 @@ class TextCall:
             text = self._record(index, completion)
             sampled = Sampled(index, completion.token_ids, completion.log_probs, completion.alternatives)
             choices.append(self._choice(sampled, text, slice(None), replies.finish_reason(completion)))
+        if self.body.prompt_logprobs is not None:
+            for prompt, choice in zip(self.requests, choices, strict=True):
+                scores = await self.service.prompt_scores(prompt.prompt_ids, self.body.prompt_logprobs)
+                choice["prompt_logprobs"] = replies.prompt_log_probs(self.service.tokenizer, scores)
         return self.heading.whole(choices, self._usage(completions))
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:

@@ -24,6 +24,8 @@ from hone.generation.limits import (
 )
 
 MAX_CHOICES = 128
+MAX_PROMPT_LOG_PROBS = 128
+"""Maximum of likeliest tokens for each token of a prompt."""
 MAX_TOKENS = 2**31 - 1
 MAX_FIELDS = 100
 """Maximum number of fields of a request; each unknown one would have an error of its own."""
@@ -100,7 +102,7 @@ class Body(_Strict):
     """Fields of both kinds of request.
 
     ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``, ``return_token_ids``,
-    ``skip_special_tokens``, ``structured_outputs`` and ``guided_*`` extend OpenAI's fields, with vLLM's names.
+    ``prompt_logprobs``, ``skip_special_tokens``, ``structured_outputs`` and ``guided_*`` extend OpenAI's fields, with vLLM's names.
     """
 
     model: str
@@ -181,6 +183,7 @@ class TextBody(Body):
     prompt: str | list[Any]
     """Text, token ids, or a list of such prompts: see :meth:`prompts`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOG_PROBS)] | None = None
     echo: bool = False
     best_of: Literal[1] = 1
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hone.config.derived import OldLogProbs, RunSpec, longest_sequence
+from hone.config.distillation import is_address
 from hone.config.dtypes import is_narrow, resolve_dtype
 from hone.config.limits import micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
@@ -191,6 +192,8 @@ def largest_micro_batch(
 
 def other_shapes(config: AnyConfig) -> dict[str, ModelShape]:
     """Return the shapes of a critic, a reward model and teachers that have a model directory of their own."""
+    if isinstance(config, SFTConfig):
+        return _read_shapes({f"{TEACHER}{number}": path for number, path in enumerate(_answer_teachers(config))})
     if not isinstance(config, RLConfig):
         return {}
     paths = {
@@ -198,8 +201,18 @@ def other_shapes(config: AnyConfig) -> dict[str, ModelShape]:
         "reward_model": config.reward.reward_model.path if config.reward.reward_model.enable else None,
     }
     paths |= {f"{TEACHER}{number}": path for number, path in enumerate(_teachers(config))}
+    return _read_shapes(paths)
+
+
+def _read_shapes(paths: Mapping[str, str | None]) -> dict[str, ModelShape]:
     shapes = {role: shape_of(ModelConfig(path=path)) for role, path in paths.items() if path}
     return {role: shape for role, shape in shapes.items() if shape is not None}
+
+
+def _answer_teachers(config: SFTConfig) -> list[str]:
+    """Return the teacher of stored answers, if the run holds its weights."""
+    settings = config.distillation
+    return [settings.path] if settings.enable and settings.path and settings.has_local else []
 
 
 def _teachers(config: RLConfig) -> list[str | None]:
@@ -207,7 +220,9 @@ def _teachers(config: RLConfig) -> list[str | None]:
     settings, model = config.distillation, config.actor_rollout_ref.model
     has_adapter = model.lora_rank > 0 or model.lora_adapter_path is not None
     is_actor = (settings.self_teacher == "current" or has_adapter) and not settings.enable_resource_pool
-    return [path for path in settings.models if settings.enable and not (path is None and is_actor)]
+    return [
+        path for path in settings.models if settings.enable and not (path is None and is_actor) and not is_address(path)
+    ]
 
 
 def work_of(
@@ -239,7 +254,15 @@ def work_of(
     model = _trained(shape, config.optim, dtype, model_block(config)[1], data.max_token_len_per_gpu, batch)
     response = max(1, data.max_length - prompt)
     compares = spec.reference.value and not spec.precomputes_reference
-    return Work(config, on_cpu, model, compares, spec.pools, prompt, response, samples, batch)
+    teachers = ()
+    if isinstance(config, SFTConfig):
+        shapes = [(others or {}).get(f"{TEACHER}{number}", shape) for number, _ in enumerate(_answer_teachers(config))]
+        teachers = tuple(
+            dataclasses.replace(model, shape=other, lora_rank=0, checkpointing=False, mini_batch=batch)
+            for other in shapes
+        )
+    work = Work(config, on_cpu, model, compares, spec.pools, prompt, response, samples, batch)
+    return dataclasses.replace(work, teachers=teachers)
 
 
 def _rl_work(

@@ -113,6 +113,13 @@ DIRECTORIES = [
         repairs=same_tokenizer,
     ),
     Case(
+        "R84 distillation.served_teachers_answer",
+        "distillation.enable=true distillation.path=http://127.0.0.1:9/v1",
+        ("http://127.0.0.1:9/v1/models", "2 times"),
+        advice="start the server",
+        then="distillation.enable=true distillation.path=TMP/model",
+    ),
+    Case(
         "R90 speculative.draft_model_shares_the_tokenizer",
         f"{ROLLOUT}.speculative.method=draft_model {ROLLOUT}.speculative.model=TMP/teacher",
         ("'teacher'", "1 tokens of the draft model"),

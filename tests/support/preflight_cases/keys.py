@@ -440,6 +440,22 @@ PROCESSES = [
         given="distillation.enable=true distillation.loss_mode=reverse_kl_topk distillation.teacher_prompt='{prompt}!'",
     ),
     Case(
+        "R84 distillation.stored_answers_have_a_teacher",
+        "distillation.enable=true",
+        ("distillation.enable=true", "distillation.path"),
+        advice="distillation.path=",
+        then="distillation.enable=true distillation.path=TMP/model",
+        tree="sft",
+    ),
+    Case(
+        "R84 distillation.served_teachers_fit",
+        "distillation.path=http://127.0.0.1:9/v1",
+        ("loss_mode=jsd", "http://127.0.0.1:9/v1"),
+        advice="the directory of the teacher",
+        then="distillation.path=TMP/model",
+        given="distillation.enable=true distillation.loss_mode=jsd",
+    ),
+    Case(
         "R83 lifecycle.profiled_steps_exist",
         "trainer.profile_steps=[1,9]",
         ("[9]", "1 to 4"),
