@@ -11,6 +11,7 @@ from hone.algorithms.aggregate import aggregate_loss
 from hone.algorithms.divergences import DIVERGENCES, LOG_PROB_FLOOR, divergence
 from hone.algorithms.kl import KL_KINDS, kl_penalty
 from hone.algorithms.masked import masked_mean, where_mask, wide
+from hone.algorithms.spans import span_sums
 from hone.errors import ConfigError, did_you_mean
 
 TOP_K = "_topk"
@@ -26,6 +27,7 @@ def distillation_token_loss(
     tail_bucket: bool = True,
     log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Return the distance of the student from the teacher at each token, ``[B, T]``, with gradient in the student only.
 
@@ -48,9 +50,11 @@ def distillation_token_loss(
             ``forward_kl_topk`` only. Its minimum is then not the teacher but a student with all its mass on the K tokens.
         log_prob_min_clamp: smallest log-prob (negative); smaller ones are raised to it and get no gradient.
         loss_max_clamp: a token's loss is limited to +- this (positive), without gradient beyond.
+        spans: ``[B, T]`` int64, for estimates from the sampled token: the log-probs of a span's tokens are added up, the distance is of
+            these sums, and each token of the span gets an equal part of it. See :func:`~hone.algorithms.spans.span_sums`.
 
     Raises:
-        ConfigError: unknown mode, a clamp of the wrong sign, or ``tail_bucket=false`` for another mode.
+        ConfigError: unknown mode, a clamp of the wrong sign, ``tail_bucket=false`` for another mode, or spans of distributions.
     """
     if loss_mode not in DISTILLATION_MODES:
         raise ConfigError(
@@ -66,6 +70,12 @@ def distillation_token_loss(
             fix="tail_bucket=true",
             where="tail_bucket",
         )
+    if spans is not None and loss_mode not in KL_KINDS:
+        raise ConfigError(
+            f"loss mode {loss_mode} compares distributions of the same tokens, not spans of text",
+            fix="loss_mode=k1",
+            where="loss_mode",
+        )
     floor = LOG_PROB_FLOOR if log_prob_min_clamp is None else log_prob_min_clamp
     teacher_log_probs = teacher_log_probs.detach()
     kind = loss_mode.removesuffix(TOP_K)
@@ -77,7 +87,11 @@ def distillation_token_loss(
         loss = loss if tail_bucket else loss.clamp(min=0)
     else:
         student, teacher = (wide(x).clamp(min=floor) for x in (student_log_probs, teacher_log_probs))
-        loss = kl_penalty(student, teacher, kind)
+        if spans is None:
+            loss = kl_penalty(student, teacher, kind)
+        else:
+            (student, sizes), (teacher, _) = span_sums(student, spans), span_sums(teacher, spans)
+            loss = kl_penalty(student, teacher, kind) / sizes
     return loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)
 
 

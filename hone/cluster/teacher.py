@@ -17,7 +17,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import model_block
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TopKHead
+from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TEACHER_RESPONSES, TopKHead
 from hone.training.backends.protocol import TrainBackend
 from hone.training.teacher import teacher_head, teacher_model
 
@@ -62,12 +62,13 @@ class TeacherWorker(ModelRole):
     def teach(self, batch: Batch) -> Batch:
         """Return what each row's teacher says about its response tokens.
 
-        The columns are ``teacher_log_probs`` of the sampled tokens, or those of :mod:`hone.models.teacher`. Rows whose teacher is
+        The columns are ``teacher_log_probs`` of the sampled tokens (or of ``teacher_response_ids``, if they are there), or those of :mod:`hone.models.teacher`. Rows whose teacher is
         behind a server get NaN; :class:`~hone.training.served_teacher.ServedTeachers` fills them in.
         """
         prompts = TEACHER_PROMPTS if TEACHER_PROMPTS in batch else "prompt_ids"
-        columns = {"prompt_ids": batch[prompts], "response_ids": batch["response_ids"]}
-        if self.config.distillation.loss_mode in SAMPLED_MODES:
+        responses = TEACHER_RESPONSES if TEACHER_RESPONSES in batch else "response_ids"
+        columns = {"prompt_ids": batch[prompts], "response_ids": batch[responses]}
+        if self.config.distillation.loss_mode in SAMPLED_MODES and responses == "response_ids":
             columns |= {name: batch[name] for name in SUPPORT if name in batch}
         scored = Batch(columns)
         with self._weights():

@@ -13,6 +13,13 @@ DISTILLATION_METRICS = (
         "learning rate, or the policy is too small for this teacher.",
     ),
     MetricSpec(
+        "distillation/span_tokens",
+        "tokens",
+        Reduction.MEAN,
+        "Tokens of the policy in a span of text that a teacher with another tokenizer ends at the same place: mean over spans. Look when "
+        "> 4: the tokenizers have little in common, and single tokens hardly differ in what they learn.",
+    ),
+    MetricSpec(
         "distillation/student_mass",
         "probability",
         Reduction.MEAN,

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hone.config.derived import RunSpec
 from hone.config.distillation import (
@@ -23,7 +24,11 @@ from hone.errors import HoneError
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BLOCK = "distillation"
+SINGLE_TURN = "single_turn"
 _PATIENCE = 60.0
 """Most seconds that a teacher's server may take for a check."""
 
@@ -136,19 +141,18 @@ def stored_answers_have_a_teacher(config: SFTConfig) -> Iterator[Finding]:
 
 @rule("R84", RLConfig, SFTConfig, stage=Stage.FILES)
 def teachers_share_the_tokenizer(config: RLConfig | SFTConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Every teacher has the tokenizer of the policy."""
-    if not config.distillation.enable or evidence.tokenizer is None:
+    """Every teacher has the tokenizer of the policy, or the distance compares spans of text."""
+    settings = config.distillation
+    if not settings.enable or evidence.tokenizer is None:
         return
-    from hone.data.tokenizer import load_tokenizer
-
     policy = evidence.tokenizer.get_vocab()
-    for path in config.distillation.models:
+    on_policy = isinstance(config, RLConfig)
+    for path in settings.models:
         if path is None or is_address(path):
             continue
         where = _key_of(config, path)
         try:
-            trusted = model_block(config)[1].trust_remote_code
-            teacher = load_tokenizer(path, trust_remote_code=trusted).get_vocab()
+            teacher = _tokenizer_of(config, path).get_vocab()
         except HoneError as problem:
             yield error(
                 f"the teacher '{path}' cannot be used: {problem.what}",
@@ -157,16 +161,84 @@ def teachers_share_the_tokenizer(config: RLConfig | SFTConfig, evidence: Evidenc
                 where=where,
             )
             continue
-        others = [token for token in policy if teacher.get(token) != policy[token]]
-        if others or len(teacher) != len(policy):
-            extra = len(teacher.keys() - policy.keys())
-            yield error(
-                f"the teacher '{Path(path).name}' has another tokenizer: {len(others)} of the policy's {len(policy)} tokens have "
-                f"another id or none, and {extra} tokens of the teacher are not the policy's",
-                why="a teacher scores the token ids that the policy samples",
-                fix=f"{where}=<a model with the tokenizer of the policy>, or `hone sft` on the teacher's answers as text",
-                where=where,
-            )
+        if teacher == policy or (on_policy and settings.loss_mode in SAMPLED_MODES):
+            continue
+        others, extra = (
+            sum(teacher.get(token) != policy[token] for token in policy),
+            len(teacher.keys() - policy.keys()),
+        )
+        works = f"{BLOCK}.loss_mode=k1, which compares spans of text" if on_policy else "`hone train` with loss_mode=k1"
+        yield error(
+            f"the teacher '{Path(path).name}' has another tokenizer: {others} of the policy's {len(policy)} tokens have another id or "
+            f"none, and {extra} tokens of the teacher are not the policy's",
+            why=f"loss_mode={settings.loss_mode} here compares both models at the same tokens",
+            fix=f"{works}; or {where}=<a model with the tokenizer of the policy>",
+            where=where,
+        )
+
+
+@rule("R84", RLConfig, stage=Stage.FILES)
+def spans_of_text_can_be_compared(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """A teacher with another tokenizer scores single answers in text, at temperature 1."""
+    settings, rollout = config.distillation, config.actor_rollout_ref.rollout
+    if not settings.enable or settings.loss_mode not in SAMPLED_MODES or evidence.tokenizer is None:
+        return
+    for path in settings.models:
+        if path is None or is_address(path):
+            continue
+        try:
+            teacher = _tokenizer_of(config, path)
+        except HoneError:
+            continue  # reported by teachers_share_the_tokenizer
+        if teacher.get_vocab() == evidence.tokenizer.get_vocab():
+            continue
+        loops = {evidence.loops.name(row) for row in evidence.train_rows} - {SINGLE_TURN}
+        obstacles = [
+            (
+                rollout.temperature not in (0, 1),
+                f"rollout.temperature={rollout.temperature:g}",
+                "log-probs of texts are those of temperature 1",
+                "actor_rollout_ref.rollout.temperature=1",
+            ),
+            (
+                RunSpec(config).keeps_support.value,
+                "the policy's log-probs are over the tokens that top-k, top-p and min-p left",
+                "the teacher's tokens are others, and their log-probs are over all",
+                "actor_rollout_ref.rollout.keep_support=false",
+            ),
+            (
+                bool(loops),
+                f"rows are played by {', '.join(sorted(loops))}",
+                "it scores single answers: the turns of others are rendered by the policy's template",
+                f"actor_rollout_ref.rollout.agent.default_agent_loop={SINGLE_TURN}",
+            ),
+            (
+                evidence.has_images,
+                "rows have images",
+                "a model with another tokenizer has other tokens for an image",
+                "rows without images",
+            ),
+            (
+                teacher.eos_token_id is None,
+                "it has no end-of-sequence token",
+                "the end of the policy's answer is compared with it",
+                "an eos_token in the tokenizer_config.json of the teacher",
+            ),
+            (
+                bool(evidence.tokenizer.chat_template) and not teacher.chat_template,
+                "it has no chat template",
+                "the prompt's messages are rendered by the teacher's own",
+                "a chat_template in the tokenizer_config.json of the teacher",
+            ),
+        ]
+        for holds, what, why, fix in obstacles:
+            if holds:
+                yield error(
+                    f"the teacher '{Path(path).name}' has another tokenizer, and {what}",
+                    why=why,
+                    fix=f"{fix}, or a teacher with the tokenizer of the policy",
+                    where=_key_of(config, path),
+                )
 
 
 @rule("R84", RLConfig)
@@ -251,6 +323,12 @@ def every_row_has_a_teacher(config: RLConfig, evidence: Evidence) -> Iterator[Fi
             )
     if settings.teacher_prompt is not None:
         yield from _prompt_fields(config, evidence)
+
+
+def _tokenizer_of(config: RLConfig | SFTConfig, path: str) -> PreTrainedTokenizerBase:
+    from hone.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(path, trust_remote_code=model_block(config)[1].trust_remote_code)
 
 
 def _key_of(config: RLConfig | SFTConfig, path: str) -> str:

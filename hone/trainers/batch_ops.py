@@ -49,7 +49,7 @@ from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import age_metrics, batch_metrics
 from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.scoring import TrainingRewards
-from hone.trainers.teacher_inputs import teacher_inputs
+from hone.trainers.teacher_inputs import TeacherInputs, span_columns
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.trainers.verdicts import scored, sort_rows
@@ -203,8 +203,17 @@ class BatchOps:
 
     @dispatch(Split.ZERO, objects=True)
     def teacher_inputs(self, batch: Batch) -> Batch:
-        """Return the teacher and the teacher's prompt of each row; see :func:`~hone.trainers.teacher_inputs.teacher_inputs`."""
-        return teacher_inputs(batch, self.config, self.tokenizer, self._context.image_processor)
+        """Return the teacher and the teacher's prompt of each row; see :class:`~hone.trainers.teacher_inputs.TeacherInputs`."""
+        return self._teacher_inputs(batch)
+
+    @dispatch(Split.ZERO)
+    def teacher_spans(self, batch: Batch) -> Batch:
+        """Return what teachers with other tokenizers say, by the policy's tokens; see :func:`~hone.trainers.teacher_inputs.span_columns`."""
+        return span_columns(batch, self.metrics)
+
+    @functools.cached_property
+    def _teacher_inputs(self) -> TeacherInputs:
+        return TeacherInputs(self.config, self.tokenizer, self._context.image_processor)
 
     @dispatch(Split.ZERO)
     async def served_teachers(self, batch: Batch) -> Batch:

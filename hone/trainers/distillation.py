@@ -10,6 +10,7 @@ from hone.config.distillation import DistillationConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.metrics import MetricStore
+from hone.models.teacher import SPANS, TEACHER_RESPONSES
 from hone.trainers.stages import Stage
 from hone.training.teacher import token_loss_options
 
@@ -29,11 +30,12 @@ async def taught(trainer: Any, batch: AnyBatch) -> AnyBatch:
     """Add the columns of the teachers."""
     settings = trainer.config.distillation
     inputs = batch
-    if len(settings.models) > 1 or settings.teacher_prompt is not None:
-        inputs = batch.updated(await trainer.batch_ops.teacher_inputs(batch))
-        batch = inputs if len(settings.models) > 1 else batch
+    inputs = batch.updated(await trainer.batch_ops.teacher_inputs(batch))
+    batch = inputs if len(settings.models) > 1 else batch
     if trainer.teacher is not None:
         said = await trainer.teacher.teach(inputs)
+        if TEACHER_RESPONSES in inputs:
+            said = await trainer.batch_ops.teacher_spans(inputs.updated(said))
         batch, inputs = batch.updated(said), inputs.updated(said)
     if settings.addresses:
         batch = batch.updated(await trainer.batch_ops.served_teachers(inputs))
@@ -56,6 +58,7 @@ def mixed_advantages(advantages: Ragged, batch: Batch, settings: DistillationCon
         mask.to_padded(),
         loss_mode=settings.loss_mode,
         **token_loss_options(settings),
+        **({"spans": batch.ragged(SPANS).to_padded(-1)} if SPANS in batch else {}),
     )
     distance = -Ragged.from_padded(teacher, mask.lengths).values
     metrics.add("distillation/loss", distance[mask.values.bool()].mean())

@@ -1,14 +1,17 @@
-"""Inputs of teachers besides the sampled tokens: the teacher of each row, and the prompt that it sees."""
+"""Inputs of teachers besides the sampled tokens: the teacher of each row, its prompt, and the response in its own tokens."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.context import EpisodeContext
 from hone.agents.prompts import tools_of
+from hone.config.distillation import is_address
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import encode_texts, render_prompt
@@ -16,57 +19,154 @@ from hone.data.image_processor import ImageProcessor
 from hone.data.images import content_text
 from hone.data.ragged import Ragged
 from hone.data.row_images import parts_of
+from hone.data.spans import Spans, shares_tokenizer, spans_of
 from hone.data.teacher_prompt import filled
-from hone.data.tokenizer import decoded
+from hone.data.tokenizer import decoded, load_tokenizer, stop_tokens
 from hone.data.types import Sample
 from hone.errors import DataError
-from hone.models.teacher import TEACHER, TEACHER_PROMPTS
+from hone.insight.metrics import MetricStore
+from hone.models.teacher import (
+    SPANS,
+    TEACHER,
+    TEACHER_LOG_PROBS,
+    TEACHER_PROMPTS,
+    TEACHER_RESPONSES,
+    TEACHER_SPANS,
+)
 
 
-def teacher_inputs(
-    batch: Batch, config: RLConfig, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
-) -> Batch:
-    """Return ``teacher [B]`` if there are several, and ``teacher_prompt_ids`` if ``distillation.teacher_prompt`` is set.
+class TeacherInputs:
+    """Maker of the teachers' inputs.
 
-    Raises:
-        DataError: a row lacks a field of the prompt.
+    Args:
+        config: of the run.
+        tokenizer: of the policy.
+        images: image processor of the policy; None for a model of text.
+
+    Attributes:
+        others: tokenizers of the teachers that have another one than the policy, by the index of the teacher.
     """
-    settings = config.distillation
-    columns: dict[str, Any] = {}
-    if len(settings.models) > 1:
-        columns[TEACHER] = torch.tensor([settings.teacher_of(source) for source in batch.objects("data_source")])
-    if settings.teacher_prompt is not None:
-        rendered: dict[str, list[int]] = {}
-        for trajectory in batch.objects("trajectory"):
-            if trajectory.uid not in rendered:
-                rendered[trajectory.uid] = teacher_prompt(trajectory.sample, config, tokenizer, images)
-        columns[TEACHER_PROMPTS] = Ragged.from_rows([rendered[uid] for uid in batch.uids], torch.int64)
-    return Batch(columns)
+
+    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None) -> None:
+        self.config, self.tokenizer, self.images = config, tokenizer, images
+        self.others: dict[int, PreTrainedTokenizerBase] = {}
+        model = config.actor_rollout_ref.model
+        self._stops = stop_tokens(tokenizer, model.path)
+        for number, path in enumerate(config.distillation.models):
+            if path is not None and not is_address(path):
+                teacher = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+                if not shares_tokenizer(tokenizer, teacher):
+                    self.others[number] = teacher
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return the columns that the run needs.
+
+        They are ``teacher [B]``, ``teacher_prompt_ids`` if a teacher has a prompt of its own, and with a teacher of another tokenizer the responses in the teachers' tokens, with the spans of both sides.
+
+        Raises:
+            DataError: a row lacks a field of the prompt, or a teacher with another tokenizer has a row of several turns.
+        """
+        settings = self.config.distillation
+        teachers = [settings.teacher_of(source) for source in batch.objects("data_source")]
+        columns: dict[str, Any] = {TEACHER: torch.tensor(teachers)}
+        if settings.teacher_prompt is None and not self.others:
+            return Batch(columns)
+        prompts: dict[tuple[str, int], list[int]] = {}
+        for trajectory, number in zip(batch.objects("trajectory"), teachers, strict=True):
+            if (trajectory.uid, number) not in prompts:
+                prompts[trajectory.uid, number] = self._prompt(trajectory.sample, self.others.get(number))
+        rows = [prompts[key] for key in zip(batch.uids, teachers, strict=True)]
+        columns[TEACHER_PROMPTS] = Ragged.from_rows(rows, torch.int64)
+        if self.others:
+            columns |= self._responses(batch, teachers)
+        return Batch(columns)
+
+    def _prompt(self, sample: Sample, teacher: PreTrainedTokenizerBase | None) -> list[int]:
+        if teacher is None and self.config.distillation.teacher_prompt is None:
+            return list(sample.prompt_ids)
+        return teacher_prompt(sample, self.config, self.tokenizer, self.images, teacher)
+
+    def _responses(self, batch: Batch, teachers: list[int]) -> dict[str, Ragged]:
+        responses, masks = batch.ragged("response_ids").to_lists(), batch.ragged("response_mask").to_lists()
+        rows: list[Spans] = []
+        for uid, ids, mask, number in zip(batch.uids, responses, masks, teachers, strict=True):
+            if number not in self.others:
+                own = list(range(len(ids)))
+                rows.append(Spans(ids, own, own))
+                continue
+            if not all(mask):
+                raise DataError(
+                    f"row {uid} has {len(mask) - sum(mask)} response tokens that the policy did not sample",
+                    why="a teacher with another tokenizer scores single answers: turns of tools are rendered by the policy's template",
+                    fix="a teacher with the policy's tokenizer, or a single-turn agent loop",
+                    where="distillation.path",
+                )
+            rows.append(spans_of(ids, self.tokenizer, self.others[number], self._stops))
+        of = functools.partial(Ragged.from_rows, dtype=torch.int64)
+        return {
+            TEACHER_RESPONSES: of([row.teacher_ids for row in rows]),
+            TEACHER_SPANS: of([row.teacher for row in rows]),
+            SPANS: of([row.policy for row in rows]),
+        }
+
+
+def span_columns(batch: Batch, metrics: MetricStore) -> Batch:
+    """Return ``teacher_log_probs`` of the policy's tokens and their spans.
+
+    The log-prob of a span under the teacher is that of its text; each of the policy's tokens in it gets an equal part.
+
+    Args:
+        batch: with what the teachers said about their own tokens, and the spans of both sides.
+        metrics: receives the mean number of the policy's tokens in a span.
+    """
+    spans, theirs, said = batch.ragged(SPANS), batch.ragged(TEACHER_SPANS), batch.ragged(TEACHER_LOG_PROBS)
+    counts = torch.tensor([int(spans.row(row).max()) + 1 for row in range(len(spans))])
+    starts = counts.cumsum(0) - counts
+    own = spans.values + starts.repeat_interleave(spans.lengths)
+    other = theirs.values + starts.repeat_interleave(theirs.lengths)
+    total = int(counts.sum())
+    sums = said.values.new_zeros(total).index_add(0, other, said.values)
+    sizes = torch.bincount(own, minlength=total)
+    metrics.add("distillation/span_tokens", len(own) / total, weight=total)
+    log_probs: Tensor = (sums / sizes)[own]
+    return Batch({TEACHER_LOG_PROBS: spans.with_values(log_probs), SPANS: spans})
 
 
 def teacher_prompt(
-    sample: Sample, config: RLConfig, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
+    sample: Sample,
+    config: RLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
+    teacher: PreTrainedTokenizerBase | None = None,
 ) -> list[int]:
-    """Return the prompt's token ids with the text ``distillation.teacher_prompt`` in the last message of the user.
+    """Return the token ids of a teacher's prompt: with ``distillation.teacher_prompt`` in the last message of the user.
+
+    Args:
+        sample: the row.
+        config: of the run.
+        tokenizer: of the policy.
+        images: image processor of the policy; None for a model of text.
+        teacher: the teacher's tokenizer, whose template renders the messages; None for the policy's.
 
     Raises:
         DataError: the row lacks a field of the text.
     """
-    template = str(config.distillation.teacher_prompt)
+    template, reader = config.distillation.teacher_prompt, teacher or tokenizer
     if sample.messages is None:
         text = decoded(tokenizer, sample.prompt_ids)
-        return encode_texts(tokenizer, [filled(template, sample, text)])[0]
-    last = max((n for n, message in enumerate(sample.messages) if message["role"] == "user"), default=-1)
-    if last < 0:
-        raise DataError(f"row {sample.uid} has no message of a user", fix="distillation.teacher_prompt=null")
-    text = filled(template, sample, content_text(sample.messages[last]["content"]))
+        return encode_texts(reader, [text if template is None else filled(template, sample, text)])[0]
     messages = [*sample.messages]
-    messages[last] = {**messages[last], "content": parts_of(text) if sample.images else text}
+    if template is not None:
+        last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        if last < 0:
+            raise DataError(f"row {sample.uid} has no message of a user", fix="distillation.teacher_prompt=null")
+        text = filled(template, sample, content_text(messages[last]["content"]))
+        messages[last] = {**messages[last], "content": parts_of(text) if sample.images else text}
     context = EpisodeContext.from_config(config, tokenizer)
     try:
         tools = list(tools_of(context)(sample))
     finally:
         context.close()
     kwargs = config.data.apply_chat_template_kwargs
-    ids = render_prompt(tokenizer, messages, {**kwargs, "tools": tools} if tools else kwargs)
+    ids = render_prompt(reader, messages, {**kwargs, "tools": tools} if tools else kwargs)
     return ids if images is None else images.expand(ids, sample.images, f"row {sample.uid}")

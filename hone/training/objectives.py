@@ -28,6 +28,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN
 from hone.insight.metrics import MetricSpec, Reduction, declare, is_declared
+from hone.models.teacher import SPANS
 from hone.training.teacher import token_loss_options
 from hone.training.token_keys import token_keys
 from hone.training.updates import GatheredRows, GatherRows, LossFn, Statistics, Totals
@@ -220,6 +221,10 @@ def _distance(
     if "distance" not in outputs:
         log_probs, teacher = outputs["log_probs"].to_padded(), _padded(batch, "teacher_log_probs", outputs)
         options = token_loss_options(distillation)
+        if SPANS in batch:  # a span's sum has no gradient in a token that the update leaves out
+            mask = _padded(batch, "response_mask", outputs) > 0
+            log_probs = torch.where(mask, log_probs, log_probs.detach())
+            options["spans"] = batch.ragged(SPANS).to(log_probs.device).to_padded(-1)
         return distillation_token_loss(log_probs, teacher, distillation.loss_mode, **options), {}
     if "student_mass" not in outputs:
         return outputs["distance"].to_padded(), {}

@@ -100,6 +100,20 @@ def test_teacher_and_reward_mix_by_their_weights(tiny: Path, tmp_path: Path) -> 
         assert both["critic/score/mean"] == alone["critic/score/mean"]
 
 
+@pytest.mark.parametrize("mode", ["k1", "k2"])
+def test_a_teacher_with_another_tokenizer_teaches_by_spans(tiny: Path, tmp_path: Path, mode: str) -> None:
+    """Every row has the text of the policy's answer, in the tokens and the chat template of the teacher."""
+    foreign = make_model(tmp_path / "foreign", layers=1, family="llama3_1")
+    steps = trained(
+        tiny, tmp_path / "run", *PRESET, ONE_UPDATE, f"{BLOCK}.path={foreign}", f"{BLOCK}.loss_mode={mode}",
+        "trainer.total_training_steps=14", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_epochs=8",
+    )  # fmt: skip
+    distances = [step["distillation/loss"] for step in steps]
+    assert sum(distances[-3:]) < 0.95 * sum(distances[:3]), distances
+    assert all(step["distillation/span_tokens"] >= 1 for step in steps)
+    assert all(value == 0 for step in steps for name, value in step.items() if name.startswith("invariant"))
+
+
 @pytest.mark.long
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="three processes")
 @pytest.mark.parametrize("mode", ["k1", "reverse_kl_topk", "forward_kl"])

@@ -39,9 +39,9 @@ class Calls(ToolAgent):
 """
 
 
-def make_model(folder: Path, kind: str = "qwen3", layers: int = 2) -> Path:
-    """Save a random model with the tokenizer and chat template of Qwen 2.5; return its directory."""
-    known = tokenizer("qwen2_5")
+def make_model(folder: Path, kind: str = "qwen3", layers: int = 2, family: str = "qwen2_5") -> Path:
+    """Save a random model with the tokenizer and chat template of a family (Qwen 2.5); return its directory."""
+    known = tokenizer(family)
     shape = SHAPE | (EXPERTS if kind.endswith("moe") else {}) | {"num_hidden_layers": layers}
     ends = {"eos_token_id": known.eos_token_id, "pad_token_id": known.pad_token_id}
     torch.manual_seed(0)

@@ -106,11 +106,19 @@ def same_tokenizer(world: World) -> None:
 DIRECTORIES = [
     Case(
         "R84 distillation.teachers_share_the_tokenizer",
-        "distillation.enable=true distillation.path=TMP/teacher",
+        "distillation.enable=true distillation.path=TMP/teacher distillation.loss_mode=jsd_topk",
         ("'teacher'", "1 tokens of the teacher"),
-        advice="distillation.path=",
+        advice="distillation.loss_mode=k1",
         breaks=other_tokenizer,
         repairs=same_tokenizer,
+    ),
+    Case(
+        "R84 distillation.spans_of_text_can_be_compared",
+        f"distillation.enable=true distillation.path=TMP/teacher {ROLLOUT}.temperature=0.7",
+        ("'teacher'", "0.7"),
+        advice=f"{ROLLOUT}.temperature=1",
+        then=f"distillation.enable=true distillation.path=TMP/teacher {ROLLOUT}.temperature=1",
+        breaks=other_tokenizer,
     ),
     Case(
         "R84 distillation.served_teachers_answer",
