@@ -58,6 +58,9 @@ class ModelConfig:
     """Modules that get an adapter: "all-linear" or a list of module names."""
     lora_adapter_path: str | None = model_path()
     """PEFT adapter directory, or a name of the hub, to start from; null starts from a new adapter."""
+    freeze_vision_tower: bool = False
+    """Train a model that reads images without its vision tower, which then has no gradient, optimizer state or adapter. In Qwen-VL the
+    layers that merge patches belong to it; the connector of SmolVLM and Idefics3 is trained."""
 
 
 @dataclass

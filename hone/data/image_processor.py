@@ -103,6 +103,10 @@ class ImageProcessor(ABC):
         return expanded
 
     @abstractmethod
+    def blank(self) -> Pixels:
+        """Return the smallest input of the vision tower; no token refers to it."""
+
+    @abstractmethod
     def _convert(self, image: ImageData, encoded: Any) -> Pixels:
         """Return the pixels of an image that transformers' processor has prepared."""
 
@@ -111,6 +115,13 @@ class GridProcessor(ImageProcessor):
     """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
     in_grid = True
+
+    def blank(self) -> Pixels:
+        """Return the smallest input of the vision tower; no token refers to it."""
+        merge, patch = int(self._prepare.merge_size), int(self._prepare.patch_size)
+        numbers = 3 * int(self._prepare.temporal_patch_size) * patch**2
+        grid = torch.tensor([[1, merge, merge]])
+        return Pixels({"pixel_values": torch.ones(merge**2, numbers), "image_grid_thw": grid}, [])
 
     def _convert(self, image: ImageData, encoded: Any) -> Pixels:
         frames, *sides = (int(size) for size in encoded["image_grid_thw"][0])
@@ -124,6 +135,12 @@ class TileProcessor(ImageProcessor):
 
     in_grid = False
     _options: dict[str, Any] = {"return_row_col_info": True}
+
+    def blank(self) -> Pixels:
+        """Return the smallest input of the vision tower; no token refers to it."""
+        side = int(self._settings["vision_config"]["image_size"])
+        mask = torch.ones(1, 1, side, side, dtype=torch.int64)
+        return Pixels({"pixel_values": torch.ones(1, 1, 3, side, side), "pixel_attention_mask": mask}, [])
 
     def _convert(self, image: ImageData, encoded: Any) -> Pixels:
         vision, scale = self._settings["vision_config"], self._settings.get("scale_factor", 2)

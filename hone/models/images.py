@@ -20,6 +20,8 @@ from hone.data.ragged import Ragged
 from hone.errors import ModelError
 
 _ATTRIBUTE = "hone_image_processor"
+_TOWERS = ("visual", "vision_model")
+"""Names of vision towers, of Qwen-VL and of Idefics3."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class PackedImages:
     """Images of the rows of a packed micro-batch.
 
     Attributes:
-        by_key: the images.
+        by_key: the images; none where only other ranks have some, which compute the sharded vision tower with this one.
         row_ids: the token ids of each row, its prompt and response.
         index: for each of these tokens, its index in the packed row.
     """
@@ -66,6 +68,15 @@ def processor_of(causal: nn.Module) -> ImageProcessor:
     return processor
 
 
+def vision_tower(causal: nn.Module) -> nn.Module | None:
+    """Return the module that turns pixels into features; None in a model of text.
+
+    In Qwen-VL it includes the layers that merge patches; in SmolVLM and Idefics3 these are a module of their own, the connector.
+    """
+    inner = getattr(causal, "model", None)
+    return next((getattr(inner, name) for name in _TOWERS if isinstance(getattr(inner, name, None), nn.Module)), None)
+
+
 def images_by_key(rows: Iterable[Sequence[ImageData]]) -> dict[int, ImageData]:
     """Return the images of rows by key, each once.
 
@@ -83,18 +94,25 @@ def images_by_key(rows: Iterable[Sequence[ImageData]]) -> dict[int, ImageData]:
     return by_key
 
 
-def decoder_inputs(causal: Any, ids: Tensor, images: Mapping[int, ImageData]) -> dict[str, Any]:
+def decoder_inputs(
+    causal: Any, ids: Tensor, images: Mapping[int, ImageData], *, always: bool = False
+) -> dict[str, Any]:
     """Return the arguments of the decoder that replace ``input_ids``.
 
     Args:
         causal: model for images.
         ids: ``[batch, length]`` token ids, those of images below 0.
         images: by key.
+        always: compute the vision tower without images too. They are a blank one then, whose features have the weight 0: all ranks that
+            share a sharded tower compute it at the same time, forward and backward.
     """
     is_image = ids < 0
     processor = processor_of(causal)
     embedded = causal.get_input_embeddings()(ids.masked_fill(is_image, processor.placeholder))
     if not is_image.any():
+        if always:
+            features, deep = _features(causal, processor, [processor.blank()], ids.device)
+            embedded = embedded + 0.0 * sum(layer.sum() for layer in (features, *deep)).to(embedded.dtype)
         return {"inputs_embeds": embedded}
     tokens = ids[is_image]
     keys, image_of = key_of(tokens).unique(return_inverse=True)
@@ -160,7 +178,7 @@ def hidden_states(causal: Any, ids: Tensor, images: PackedImages, context: Any) 
         positions = torch.empty(3, 1, ids.shape[1], dtype=torch.int64)
         positions[:, 0, images.index.values] = by_token
     return causal.get_decoder()(
-        **decoder_inputs(causal, ids, images.by_key),
+        **decoder_inputs(causal, ids, images.by_key, always=True),
         position_ids=positions.to(ids.device),
         context=context,
         use_cache=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ModelError, did_you_mean
 from hone.models.activations import checkpointing_arguments, tile_mlps
-from hone.models.images import attach_processor
+from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
 from hone.models.registry import family_of
 from hone.models.routing import use_hone_attention
@@ -81,7 +82,34 @@ def as_policy(model: PreTrainedModel, config: ModelConfig, *, seed: int, trainab
     elif config.lora_rank > 0 or config.lora_adapter_path:
         ready = _with_adapter(model, config, seed)
     prepare(ready, config, trainable=trainable)
+    if config.freeze_vision_tower:
+        _tower_of(model).requires_grad_(False)
     return ready
+
+
+def _tower_of(model: nn.Module) -> nn.Module:
+    """Return the vision tower.
+
+    Raises:
+        ModelError: the model has none.
+    """
+    tower = vision_tower(model)
+    if tower is None:
+        raise ModelError(
+            f"{type(model).__name__} has no vision tower to freeze",
+            where="model.freeze_vision_tower",
+            fix="model.freeze_vision_tower=false, or a model that reads images",
+        )
+    return tower
+
+
+def _frozen_modules(model: nn.Module, config: ModelConfig) -> str | None:
+    """Return the pattern of the modules that get no adapter: those of a frozen vision tower."""
+    if not config.freeze_vision_tower:
+        return None
+    tower = _tower_of(model)
+    name = next(name for name, module in model.named_modules() if module is tower)
+    return rf"{re.escape(name)}\..*"
 
 
 def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
@@ -322,6 +350,7 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: s
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT scales by alpha / r, any number does
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type=task,
+        exclude_modules=_frozen_modules(model, config),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora-init"))

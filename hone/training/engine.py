@@ -17,6 +17,7 @@ from hone.config.limits import micro_batch_tokens
 from hone.config.model import OptimConfig
 from hone.data.balance import CostModel
 from hone.data.batch import Batch
+from hone.data.images import IMAGES
 from hone.data.ragged import Ragged
 from hone.insight import activity
 from hone.models.devices import dtype_on
@@ -74,6 +75,7 @@ class MicroBatchLoop:
         cost: cost model of a sequence, for balanced micro-batches.
         loss_scale: factor of the loss in the backward pass, or None.
         routers: of a mixture of experts, which ``forward`` lets follow the engine's choices; None for other models.
+        reads_images: whether the model reads images; ranks agree then in which micro-batches they compute its vision tower.
 
     Attributes:
         recorder: saves the next micro-batch that is trained on; None saves nothing.
@@ -88,7 +90,9 @@ class MicroBatchLoop:
         cost: CostModel | None = None,
         loss_scale: LossScale | None = None,
         routers: ExpertRouters | None = None,
+        reads_images: bool = False,
     ) -> None:
+        self._reads_images = reads_images
         self._forward, self._settings, self._ranks, self._cost = forward, settings, ranks, cost
         self._device, self._loss_scale, self._routers = settings.device, loss_scale, routers
         self._clock = DeviceClock(settings.device)
@@ -106,8 +110,8 @@ class MicroBatchLoop:
         """
         outputs = Outputs(batch.ragged("response_ids"))
         with torch.no_grad(), self._own_routing_after():
-            for rows, micro in self.micro_batches(batch, max_tokens or self._settings.max_tokens):
-                packed = pack(micro, self._device)
+            for rows, micro, sees in self.micro_batches(batch, max_tokens or self._settings.max_tokens):
+                packed = pack(micro, self._device, sees=sees)
                 with self.computing(), autocast(self._device, self._settings.dtype):
                     outputs.add(rows, packed.outputs_by_row(self._forward(head, packed, with_entropy)))
                 activity.tick()
@@ -152,8 +156,8 @@ class MicroBatchLoop:
         outputs_seen: Outputs | None,
     ) -> list[Statistics]:
         statistics: list[Statistics] = []
-        for rows, micro in self.micro_batches(batch, self._settings.max_tokens):
-            packed = pack(micro, self._device)
+        for rows, micro, sees in self.micro_batches(batch, self._settings.max_tokens):
+            packed = pack(micro, self._device, sees=sees)
             recorder, self.recorder = self.recorder, None
             recording = contextlib.nullcontext() if recorder is None else recorder.forward(packed)
             if self._routers is not None:
@@ -204,13 +208,21 @@ class MicroBatchLoop:
         """Return the seconds of computation since the last call."""
         return self._clock.take()
 
-    def micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
-        """Yield the rows of each micro-batch with their indices. Ranks with fewer get fillers, with no indices."""
+    def micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch, bool]]:
+        """Yield the indices and rows of each micro-batch, and whether some rank has images in it.
+
+        Ranks with fewer micro-batches get fillers, with no indices.
+        """
         max_tokens = micro_batch_tokens(max_tokens, on_cpu=self._device.type == "cpu")
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         together = batch.tensor("unit") if "unit" in batch else None  # the sides of a preference stay together
-        for rows in self._plan(prompts, responses, max_tokens, together):
-            yield rows, batch.reorder(rows) if rows else _filler()
+        plan = self._plan(prompts, responses, max_tokens, together)
+        images = batch.objects(IMAGES) if IMAGES in batch else None
+        sees = [images is not None and any(images[row] for row in rows) for rows in plan]
+        if self._reads_images:
+            sees = self._ranks.any_rank(sees)
+        for rows, seen in zip(plan, sees, strict=True):
+            yield rows, batch.reorder(rows) if rows else _filler(), seen
 
     def _plan(self, prompts: Ragged, responses: Ragged, max_tokens: int, together: Tensor | None) -> list[list[int]]:
         """Return the rows of each micro-batch; ranks with fewer rows get empty ones, so that all have the same number."""

@@ -35,10 +35,15 @@ from hone.models.inputs import PackedSequences
 from hone.models.teacher import HIDDEN, IDS, LOG_PROBS, TEACHER
 
 
-def pack(batch: Batch, device: torch.device) -> PackedSequences:
+def pack(batch: Batch, device: torch.device, *, sees: bool = False) -> PackedSequences:
     """Pack columns ``prompt_ids`` and ``response_ids``; common prefixes are packed once.
 
     Every prompt and every response has at least one token.
+
+    Args:
+        batch: the rows.
+        device: of the result.
+        sees: whether the vision tower is computed even if no row has an image, because another rank has one.
     """
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     context, index = packed_rows(prompts, responses, device)
@@ -71,13 +76,16 @@ def pack(batch: Batch, device: torch.device) -> PackedSequences:
         supports=supports,
         experts=_experts_of(batch, index, len(tokens), device),
         teacher=teacher,
-        images=_images_of(batch, prompts, responses, index),
+        images=_images_of(batch, prompts, responses, index, sees),
     )
 
 
-def _images_of(batch: Batch, prompts: Ragged, responses: Ragged, index: Ragged) -> PackedImages | None:
-    """Return the images of the rows; None if no row has some."""
-    if IMAGES not in batch or not (by_key := images_by_key(batch.objects(IMAGES))):
+def _images_of(
+    batch: Batch, prompts: Ragged, responses: Ragged, index: Ragged, always: bool
+) -> PackedImages | None:
+    """Return the images of the rows; None if no row has some, unless ``always``."""
+    by_key = images_by_key(batch.objects(IMAGES)) if IMAGES in batch else {}
+    if not by_key and not always:
         return None
     is_response = _is_response(prompts, responses)
     ids = torch.empty(len(index.values), dtype=torch.int64)

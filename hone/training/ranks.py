@@ -34,6 +34,10 @@ class RankGroup(Protocol):
         """Return the largest count of any rank."""
         ...
 
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any rank; all ranks have the same number of flags."""
+        ...
+
     def gather_statistics(self, statistics: list[Statistics]) -> list[Statistics]:
         """Return the statistics of all ranks, in the order of ranks."""
         ...
@@ -55,6 +59,10 @@ class SingleRank:
     def largest(self, count: int) -> int:
         """Return the same count."""
         return count
+
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        """Return the same flags."""
+        return flags
 
     def gather_statistics(self, statistics: list[Statistics]) -> list[Statistics]:
         """Return the same statistics."""
@@ -89,6 +97,12 @@ class ProcessRanks:
         largest = torch.tensor(count, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return int(largest)
+
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        """See :meth:`RankGroup.any_rank`."""
+        largest = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in largest.tolist()]
 
     def gather_statistics(self, statistics: list[Statistics]) -> list[Statistics]:
         """See :meth:`RankGroup.gather_statistics`."""

@@ -50,3 +50,11 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "three heads": save_model(root / "three", "qwen3", num_attention_heads=3, num_key_value_heads=1),
         "gpt_oss": save_model(root / "gpt_oss", "gpt_oss", tie_word_embeddings=False),
     }
+
+
+@pytest.fixture(scope="session")
+def image_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of models that read images, by architecture."""
+    from support.image_models import ARCHITECTURES, image_model, make_lively
+
+    return {arch: make_lively(image_model(tmp_path_factory.mktemp(arch), arch, "200k")) for arch in ARCHITECTURES}

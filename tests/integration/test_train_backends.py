@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,3 +245,22 @@ def test_compiled_layers_of_sharded_models_train_as_one_process(
         assert outcome.norms == pytest.approx(expected.norms, rel=1e-5)
         for name, value in outcome.weights.items():
             torch.testing.assert_close(value, expected.weights[name], rtol=1e-4, atol=1e-5)
+
+
+IMAGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one rank for each copy": {"parallel": fsdp(fsdp_size=1)},
+    "frozen tower": {"model_settings": {"freeze_vision_tower": True}},
+    "lora": {"model_settings": LORA, "optim": STEADY},
+    "gradient checkpointing": {"model_settings": {"enable_gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", IMAGES)
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_two_ranks_train_models_with_images_as_one(
+    arch: str, what: str, two_ranks: Ranks, image_models: dict[str, Path]
+) -> None:
+    """The first rank has two of eight rows in micro-batches of one or two rows: some have images on one rank only."""
+    assert_trains_as_one(two_ranks.run, Case(image_models[arch], images=True, budget=40, **IMAGES[what]))

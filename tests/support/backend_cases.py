@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.image_models import random_rows
 from support.models import VOCABULARY, random_batch
 from support.prefix_trees import tree_batch
 from torch import Tensor
@@ -65,6 +66,7 @@ class Case:
         device: of the computation.
         trees: whether rows share prefixes at any depth, sampled tokens included; otherwise at most their prompts.
         replayed: whether the tokens of a mixture of experts (two layers, two of four experts) come with experts to follow.
+        images: whether rows have images, for a model that reads them.
         restricted: whether every other response token was sampled from a support.
         dtype: of the computation.
         shift: added to the old and the reference log-probs, as if the policy's own were off by as much.
@@ -87,6 +89,7 @@ class Case:
     restricted: bool = False
     dtype: str = "float32"
     shift: float = 0.0
+    images: bool = False
 
     def model_config(self) -> ModelConfig:
         """The model block."""
@@ -165,7 +168,10 @@ def objective_of(case: Case) -> Any:
 def batch_of(case: Case, update: int) -> Batch:
     """Mini-batch ``update``, with old and reference log-probs made up."""
     seed = case.seed + update
-    batch = tree_batch(seed, case.rows) if case.trees else random_batch(case.rows, seed, group=2)
+    if case.images:
+        batch = random_rows(case.model, case.rows, seed)
+    else:
+        batch = tree_batch(seed, case.rows) if case.trees else random_batch(case.rows, seed, group=2)
     noise = batch.ragged("noise")
     old, ref = (noise.with_values(-4.0 + sign * 0.3 * noise.values + case.shift) for sign in (1, -1))
     columns = ({"expert_ids": experts_of(batch)} if case.replayed else {}) | (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from hone.config.model import ModelConfig
 from hone.data.batch import Batch
-from hone.data.image_processor import load_image_processor
+from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.images import IMAGES, ImageData, key_of
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import load_tokenizer
@@ -59,17 +60,41 @@ def drawn(colour: tuple[int, int, int], size: tuple[int, int] = (70, 60), at: in
 def lively_policy(directory: Path) -> Any:
     """Load a policy and make its weights larger: small random ones give nearly uniform attention."""
     policy = load_policy(ModelConfig(path=str(directory)), device=torch.device("cpu"), seed=0)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in policy.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    enliven(policy)
     return policy
 
 
+def make_lively(directory: Path) -> Path:
+    """Make the weights of a directory larger, in place, and return it."""
+    from safetensors.torch import load_file, save_file
+
+    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name, value in weights.items():
+        if value.dim() > 1:
+            weights[name] = value + 0.05 * torch.randn(value.shape, generator=generator)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def enliven(policy: Any) -> None:
+    """Make the weights larger."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+@functools.cache
+def processor_in(directory: Path) -> ImageProcessor:
+    """Return the image processor of a model directory."""
+    processor = load_image_processor(directory, load_tokenizer(directory))
+    assert processor is not None
+    return processor
+
+
+@functools.cache
 def rows_of(directory: Path) -> list[tuple[list[int], list[int], tuple[ImageData, ...]]]:
     """Return prompts with no, one and two images, responses, and their images."""
-    tokenizer = load_tokenizer(directory)
-    processor = load_image_processor(directory, tokenizer)
-    assert processor is not None
+    tokenizer, processor = load_tokenizer(directory), processor_in(directory)
 
     def row(parts: list[dict[str, str]], images: tuple[ImageData, ...], answer: str) -> tuple:
         text = tokenizer.apply_chat_template(
@@ -104,13 +129,37 @@ def batch_of(rows: list) -> Batch:
     )
 
 
+def random_rows(directory: Path, rows: int, seed: int) -> Batch:
+    """Return random rows, some of them without images, with the columns of :func:`support.models.random_batch`.
+
+    The first row is one of text.
+    """
+    some = rows_of(directory)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [4, *torch.randint(0, len(some), (rows - 1,), generator=generator).tolist()][:rows]
+    batch = batch_of([some[number] for number in chosen])
+    column = batch.ragged("response_ids")
+    noise = {
+        name: column.with_values(torch.randn(len(column.values), generator=generator))
+        for name in ("advantages", "returns", "values", "noise")
+    }
+    return batch.with_columns(uid=[f"p{number}" for number in chosen], **noise)
+
+
 def oracle(
     model: Any, directory: Path, prompt: list[int], response: list[int], images: tuple[ImageData, ...]
 ) -> torch.Tensor:
     """Log-probs of the response by transformers' forward pass over one sequence."""
-    processor = load_image_processor(directory, load_tokenizer(directory))
-    assert processor is not None
-    ids = torch.tensor([as_text_ids([*prompt, *response], processor.placeholder)])
+    with attention_of(model, "eager"), torch.no_grad():
+        logits = plain_logits(model, directory, [*prompt, *response], images)
+    scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return scores.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def plain_logits(model: Any, directory: Path, tokens: list[int], images: tuple[ImageData, ...]) -> torch.Tensor:
+    """Logits ``[N, V]`` by transformers' forward pass over one sequence."""
+    processor = processor_in(directory)
+    ids = torch.tensor([as_text_ids(tokens, processor.placeholder)])
     values: dict[str, Any] = {}
     if images:
         pixels = [processor.pixels(image).values for image in images]
@@ -120,10 +169,7 @@ def oracle(
             values["mm_token_type_ids"] = (ids == processor.placeholder).int()
     if processor.in_grid:
         model.model.rope_deltas = None
-    with attention_of(model, "eager"), torch.no_grad():
-        logits = model(input_ids=ids, **values, use_cache=False).logits[0]
-    scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return scores.gather(1, torch.tensor(response)[:, None])[:, 0]
+    return model(input_ids=ids, **values, use_cache=False).logits[0]
 
 
 def data_url(image: ImageData) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from support.backend_cases import CPU, SEED, TEMPERATURE, Case, Outcome, batch_of, loss_name, objective_of
+from support.image_models import plain_logits
 from support.models import VOCABULARY
 from torch import Tensor, nn
 
@@ -38,7 +39,12 @@ def outputs_of(case: Case, model: nn.Module, batch: Batch) -> dict[str, Ragged]:
             routers = expert_routers(model)
             assert routers is not None
             routers.follow(batch.ragged("expert_ids").row(row).view(-1, routers.width))
-        logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        tokens = torch.cat([prompt, response])
+        if case.images:
+            whole = plain_logits(model, case.model, tokens.tolist(), batch.objects("images")[row])
+        else:
+            whole = model(tokens[None], use_cache=False).logits[0]
+        logits = whole[len(prompt) - 1 : -1].float()
         if case.kind == "value":
             outputs = {"values": logits[:, 0]}
         else:

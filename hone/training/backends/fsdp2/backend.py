@@ -21,6 +21,7 @@ from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import Head
+from hone.models.images import find_processor
 from hone.models.kernels.cpu.memory import heap_watch
 from hone.models.loading import adapter_off, causal_lm
 from hone.training.backends.fsdp2.gradients import clip_gradients
@@ -65,7 +66,13 @@ class Fsdp2Backend:
         if isinstance(sharded.computation, StageComputation):
             self._loop: MicroBatchLoop = Fsdp2PipelineLoop(sharded.computation, settings, **shared)
         else:
-            self._loop = MicroBatchLoop(sharded.computation, settings, routers=sharded.computation.routers, **shared)
+            self._loop = MicroBatchLoop(
+                sharded.computation,
+                settings,
+                routers=sharded.computation.routers,
+                reads_images=find_processor(causal_lm(self.model)) is not None,
+                **shared,
+            )
         self._stager = ModelStager(
             self.model,
             self.optimizer and self.optimizer.inner,

@@ -14,6 +14,7 @@ from hone.config.parallel import FsdpConfig
 from hone.models.compiled import CompiledLayers, compile_layers
 from hone.models.experts import expert_routers
 from hone.models.heads import Head, reads_targets
+from hone.models.images import vision_tower
 from hone.models.inputs import PackedSequences
 from hone.models.kernels import cuda as kernels
 from hone.models.llama import cuda as llama_cuda
@@ -126,11 +127,13 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     }
     for module in experts:
         fully_shard(module, mesh=meshes.expert_fsdp, reshard_after_forward=config.reshard_after_forward, **settings)
-    for layer in layers_of(inner):
+    tower = vision_tower(inner)
+    layers = [layer for layer in layers_of(inner) if tower is None or layer not in set(tower.modules())]
+    for layer in (*layers, *([] if tower is None else [tower])):
         fully_shard(layer, mesh=meshes.fsdp, reshard_after_forward=config.reshard_after_forward, **settings)
     fully_shard(computation, mesh=meshes.fsdp, reshard_after_forward=False, **settings)
     if not experts and meshes.parameters.device_type == "cuda":
-        prefetch_neighbours(computation, layers_of(inner))
+        prefetch_neighbours(computation, layers)
     for module in computation.modules():
         if isinstance(module, FSDPModule):  # losses are shares of the batch's loss, so gradients are summed
             module.set_gradient_divide_factor(1.0)
