@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hone.cluster.remote_batch import RowInfo, Shard, Stored
 from hone.data.batch import Batch, Column
+from hone.data.images import IMAGES
 from hone.data.ragged import Ragged
 from hone.data.types import Sample, Trajectory
 
@@ -76,24 +77,25 @@ def decode_named(tensors: Sequence[tuple[str, _Array]]) -> list[tuple[str, Tenso
 
 
 def stored(batch: Batch, put: Callable[[Any], Any]) -> Stored:
-    """Store a batch: tensors in one object, Python objects in another; ``uid`` goes to the driver.
+    """Store a batch: tensors in one object, Python objects in another, images in a third; ``uid`` goes to the driver.
 
-    A worker that needs only the tensors then fetches only them.
+    A worker with a model needs tensors and images, and fetches only them. An image that several rows share is stored once.
 
     Args:
         batch: the batch.
         put: stores an object and returns its reference.
     """
     tensors = tuple(name for name in batch.names() if not isinstance(batch[name], list))
-    objects = tuple(name for name in batch.names() if isinstance(batch[name], list) and name != "uid")
+    objects = tuple(name for name in batch.names() if isinstance(batch[name], list) and name not in ("uid", IMAGES))
+    images = (IMAGES,) if IMAGES in batch else ()
     names_rows = "uid" in batch and "prompt_ids" in batch
 
     def block(names: Sequence[str]) -> Any:
         return put(encode({name: batch[name] for name in names})) if names else None
 
     return Stored(
-        (tensors, objects),
-        (block(tensors), block(objects)),
+        (tensors, objects, images),
+        (block(tensors), block(objects), block(images)),
         len(batch),
         RowInfo.from_batch(batch) if names_rows else None,
         batch.meta,

@@ -62,7 +62,7 @@ class Dispatch:
     Attributes:
         split: distribution of the arguments.
         collect: combination of the results; a function reduces the list of the data-parallel ranks' results.
-        objects: whether columns of Python objects (episodes, scores) are sent too; tensors and ``uid`` always are.
+        objects: whether columns of Python objects (episodes, scores) are sent too; tensors, images and ``uid`` always are.
         equal: whether every rank must get the same number of rows; rows are then repeated to fill up, and results of the
             repeated ones are dropped.
         background: whether a worker process runs the method in a thread and answers other calls meanwhile.

@@ -157,15 +157,15 @@ class Stored:
     """Report of a worker to the driver about a batch that it put into the object store.
 
     Attributes:
-        names: tensor columns, and columns of Python objects; the two are in separate blocks.
-        refs: references to the two; None without such columns.
+        names: tensor columns, columns of Python objects, and the column of images; the three are in separate blocks.
+        refs: references to the three; None without such columns.
         size: number of rows.
         info: description of the rows, if the batch defines its rows.
         meta: metadata of the batch.
     """
 
-    names: tuple[tuple[str, ...], tuple[str, ...]]
-    refs: tuple[Any, Any]
+    names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+    refs: tuple[Any, Any, Any]
     size: int
     info: RowInfo | None
     meta: Mapping[str, Any]

@@ -28,22 +28,42 @@ def run_reads_images(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]
         yield from image_limits(config)
 
 
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "ulysses_sequence_parallel_size",
+    "expert_parallel_size",
+)
+
+
+def _backend_limits(config: AnyConfig) -> Iterator[Finding]:
+    """Yield an error if the training backend or its layout does not read images."""
+    parallel, key = parallel_block(config), parallel_block(config).key
+    try:
+        entry = backend_of(parallel, actor_processes(config))
+    except ConfigError:
+        return  # R70 reports it
+    if entry not in (BACKENDS.get("local"), BACKENDS.get("fsdp2")):
+        yield error(
+            f"rows have images, but {key('strategy')}={parallel.strategy} does not read them",
+            why="only the backends local and fsdp2 have a vision tower",
+            fix=f"{key('strategy')}=fsdp2",
+            where=key("strategy"),
+        )
+        return
+    for name in _SIZES:
+        if (size := getattr(parallel, name)) > 1:
+            yield error(
+                f"rows have images, but {key(name)}={size} divides a row over processes, which is not supported with images",
+                why="the tokens of an image would be computed without its pixels",
+                fix=f"{key(name)}=1: FSDP2 divides the parameters over the same processes",
+                where=key(name),
+            )
+
+
 def image_limits(config: AnyConfig) -> Iterator[Finding]:
     """Yield an error for each setting with which a run reads no images."""
-    parallel = parallel_block(config)
-    processes = actor_processes(config)
-    key = parallel.key("strategy")
-    try:
-        local = backend_of(parallel, processes) is BACKENDS.get("local")
-    except ConfigError:
-        local = True  # R70 reports it
-    if not local:
-        yield error(
-            f"rows have images, but {key}={parallel.strategy or 'null'} with {processes} processes does not read them",
-            why="only a model that one process holds whole reads images",
-            fix=f"{key}=local trainer.nnodes=1 trainer.n_gpus_per_node=1",
-            where=key,
-        )
+    yield from _backend_limits(config)
     if isinstance(config, RewardModelConfig):
         yield error(
             "rows have images, but reward models do not read them",

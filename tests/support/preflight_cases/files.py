@@ -272,10 +272,10 @@ ROWS = [
     ),
     Case(
         "R86 images.run_reads_images",
-        "trainer.n_gpus_per_node=2",
-        ("strategy=null", "2 processes"),
-        given="trainer.runtime=ray",
-        fix=f"{ACTOR}.strategy=local trainer.nnodes=1 trainer.n_gpus_per_node=1",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        ("ulysses_sequence_parallel_size=2", "with images"),
+        given="trainer.runtime=ray trainer.n_gpus_per_node=2",
+        fix=f"{ACTOR}.ulysses_sequence_parallel_size=1",
         breaks=image_world,
     ),
     Case(
