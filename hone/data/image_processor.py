@@ -181,6 +181,12 @@ PROCESSORS: dict[str, type[ImageProcessor]] = {
 """Processor of each ``model_type`` whose images are read."""
 
 
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Return the content of the ``config.json`` of a model directory; empty without one."""
+    file = Path(path) / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
 def reads_images(settings: Mapping[str, Any]) -> bool:
     """Return whether Hone reads images with the model of a ``config.json``; with another one it reads text alone."""
     return settings.get("model_type") in PROCESSORS
@@ -192,8 +198,7 @@ def load_image_processor(path: str | Path, tokenizer: PreTrainedTokenizerBase) -
     Raises:
         DataError: the processor of the model cannot be loaded.
     """
-    file = Path(path) / "config.json"
-    settings = json.loads(file.read_text()) if file.is_file() else {}
+    settings = read_settings(path)
     if not reads_images(settings):
         return None
     from transformers import AutoImageProcessor

@@ -172,7 +172,7 @@ class RequestLimits:
             raise RequestError(
                 f"{name} has {len(request.images)} images",
                 why="this engine reads text alone",
-                fix="a model that reads images, such as Qwen3-VL, and actor_rollout_ref.rollout.name=native",
+                fix="a model that reads images, such as Qwen3-VL, and actor_rollout_ref.rollout.name=native or vllm",
                 field="images",
             )
         keys = {image.key for image in request.images}

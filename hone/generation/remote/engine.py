@@ -21,6 +21,7 @@ from hone.generation.remote import messages
 from hone.generation.remote.connection import Connection
 from hone.generation.remote.delivery import WeightTransfer
 from hone.generation.remote.delta import Differences
+from hone.generation.remote.images import MISSING, SentImages
 from hone.generation.remote.process import EngineProcess, LaunchPlan
 from hone.generation.remote.transports import Route
 from hone.insight import activity
@@ -57,7 +58,12 @@ class ServedEngine:
         self._connection, self.process = connection, process
         server_info: dict[str, Any] = connection.hello["description"]
         self.server_info = server_info
-        self._limits = RequestLimits(server_info["max_model_len"], server_info.get("max_cache_tokens"))
+        self._limits = RequestLimits(
+            server_info["max_model_len"],
+            server_info.get("max_cache_tokens"),
+            reads_images=server_info["reads_images"],
+        )
+        self._images = SentImages()
         dtype: torch.dtype = getattr(torch, server_info["dtype"])
         self._route = Route(
             backend,
@@ -114,21 +120,27 @@ class ServedEngine:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
                 loop.call_soon_threadsafe(answers.put_nowait, done)
 
-        pending: dict[Future[Any], tuple[str, str]] = {}
+        pending: dict[Future[Any], tuple[str, GenerationRequest]] = {}
+
+        def ask(key: str, request: GenerationRequest, *, again: bool = False) -> None:
+            message = messages.request_as_message(request, self._images.entries(request.images, again=again))
+            self._under_way[key] = request.request_id
+            future = self._connection.ask("generate", request={**message, "request_id": key})
+            pending[future] = key, request
+            future.add_done_callback(deliver)
+
         try:
             for request in requests:
-                key = str(next(self._keys))  # request ids may repeat between callers
-                message = messages.request_as_message(request)
-                self._under_way[key] = request.request_id
-                future = self._connection.ask("generate", request={**message, "request_id": key})
-                pending[future] = key, request.request_id
-                future.add_done_callback(deliver)
-            for _ in range(len(pending)):
+                ask(str(next(self._keys)), request)  # request ids may repeat between callers
+            while pending:
                 done = await answers.get()
-                key, name = pending.pop(done)
+                key, request = pending.pop(done)
                 del self._under_way[key]
                 activity.tick()
-                yield messages.completion_of({**done.result(), "request_id": name})
+                if done.result() == MISSING:
+                    ask(key, request, again=True)
+                    continue
+                yield messages.completion_of({**done.result(), "request_id": request.request_id})
         finally:
             for key, _ in pending.values():
                 self._under_way.pop(key, None)

@@ -18,15 +18,17 @@ import base64
 import json
 import socket
 import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from hone.data.images import ImageData
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, HoneError, RequestError
 from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the messages; both sides must have the same."""
 LONGEST = 2**31 - 1
 """Maximum of bytes in a frame; weights inside frames are sent in smaller chunks."""
@@ -89,22 +91,27 @@ def _decode(body: bytes) -> Message:
     return message
 
 
-def request_as_message(request: GenerationRequest) -> Message:
-    """Return a request as a message, without its progress callback and images, which servers do not read."""
+def request_as_message(request: GenerationRequest, images: Sequence[Mapping[str, Any]] = ()) -> Message:
+    """Return a request as a message, without its progress callback.
+
+    Args:
+        request: to send.
+        images: entries of its images (:mod:`hone.generation.remote.images`).
+    """
     constraint = request.sampling.constraint
     sampling = {**vars(request.sampling), "constraint": vars(constraint) if constraint else None}
-    return {**vars(request), "sampling": sampling, "progress": None, "images": ()}
+    return {**vars(request), "sampling": sampling, "progress": None, "images": list(images)}
 
 
-def request_of(message: Message) -> GenerationRequest:
-    """Return the request in a message."""
+def request_of(message: Message, images: tuple[ImageData, ...] = ()) -> GenerationRequest:
+    """Return the request in a message, with these images."""
     sampling = dict(message["sampling"])
     for name in ("stop_token_ids", "stop"):
         sampling[name] = tuple(sampling[name])
     sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
     if (constraint := sampling["constraint"]) is not None:
         sampling["constraint"] = Constraint(ConstraintKind(constraint["kind"]), constraint["text"])
-    return GenerationRequest(**{**message, "sampling": SamplingParams(**sampling), "images": ()})
+    return GenerationRequest(**{**message, "sampling": SamplingParams(**sampling), "images": images})
 
 
 def completion_as_message(completion: Completion) -> Message:

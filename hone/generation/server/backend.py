@@ -33,11 +33,13 @@ class Backend(Protocol):
         max_cache_tokens: capacity of the KV cache; None if unknown.
         device: type of the devices that compute.
         gpus: UUIDs of the GPUs onto which its processes load weights; empty on a CPU, or if unknown.
+        reads_images: whether engine and model read images.
     """
 
     max_cache_tokens: int | None
     device: str
     gpus: list[str]
+    reads_images: bool
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Serve one request; many run at once. The server sets ``weight_versions``; ``token_versions`` are the backend's, if it knows them."""

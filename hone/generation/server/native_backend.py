@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from hone.config.model import ModelConfig
 from hone.config.rollout import SpeculativeConfig
 from hone.generation.native.engine import NativeEngine
 from hone.generation.native.speculative.build import speculation_from_config
@@ -16,6 +17,8 @@ from hone.generation.remote.gpus import uuid_of
 from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import BackendSettings
+from hone.models.images import attach_processor, find_processor
+from hone.models.loading import image_processor, policy_factory
 from hone.models.routing import use_hone_attention
 from hone.threads import compute_here
 
@@ -30,7 +33,10 @@ class NativeBackend:
         check_names("native", settings.options, _ARGUMENTS, title="The native engine")
         compute_here(len(settings.cpus) or None)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        config = ModelConfig(path=settings.model, tokenizer_path=settings.tokenizer)
+        model: Any = policy_factory(config).from_pretrained(settings.model, dtype=torch.float32)
+        attach_processor(model, image_processor(config))
+        self.reads_images = find_processor(model) is not None
         model.requires_grad_(False).eval().to(device)
         use_hone_attention(model)
         self._mappings, self._version = Mappings(), 0

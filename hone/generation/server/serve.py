@@ -15,6 +15,7 @@ from typing import Any
 from hone.errors import GenerationError
 from hone.generation.remote import messages
 from hone.generation.remote.delta import REFUSED
+from hone.generation.remote.images import MISSING, ReceivedImages
 from hone.generation.remote.messages import PROTOCOL, Message
 from hone.generation.server.backend import Backend, BackendSettings
 from hone.generation.server.mirror import Mirror
@@ -37,7 +38,7 @@ class EngineServer:
         self._version = 0
         self._incomplete: int | None = None
         self._loading, self._broken = asyncio.Lock(), False
-        self._mirror = Mirror()
+        self._mirror, self._images = Mirror(), ReceivedImages()
         self._paused = asyncio.Event()
         self._keys = 0
         self._do: dict[str, Callable[[Message, dict[str, str]], Awaitable[Any]]] = {
@@ -61,6 +62,7 @@ class EngineServer:
             "gpus": backend.gpus,
             "max_model_len": settings.max_model_len,
             "max_cache_tokens": backend.max_cache_tokens,
+            "reads_images": backend.reads_images,
             "version": self._version,
             "incomplete": self._incomplete,
             "stats": backend.stats(),
@@ -125,7 +127,10 @@ class EngineServer:
     async def _generate(self, message: Message, names: dict[str, str]) -> Message:
         if self._incomplete is not None:
             raise GenerationError(f"weights of version {self._incomplete} have arrived only in part")
-        request = messages.request_of(message["request"])
+        images = self._images.take(message["request"]["images"])
+        if images is None:
+            return MISSING
+        request = messages.request_of(message["request"], images)
         self._keys += 1
         key = str(self._keys)  # request ids may repeat between clients
         names[request.request_id] = key

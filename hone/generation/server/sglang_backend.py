@@ -53,6 +53,8 @@ _FORGET_SECONDS = 10.0
 class SglangBackend:
     """SGLang's engine, whose scheduler and detokenizer run in separate processes."""
 
+    reads_images = False
+
     def __init__(self, settings: BackendSettings) -> None:
         # positions stay within the model's limit: only SGLang's reserve exceeds it
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"

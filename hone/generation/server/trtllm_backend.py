@@ -83,6 +83,8 @@ class TrtllmBackend:
     requests continue after these tokens.
     """
 
+    reads_images = False
+
     def __init__(self, settings: BackendSettings) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(

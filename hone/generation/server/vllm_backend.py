@@ -10,6 +10,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.data.image_processor import load_image_processor, read_settings, reads_images
+from hone.data.tokenizer import load_tokenizer
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.grammars import lark_of
@@ -27,6 +29,7 @@ from hone.generation.server.arguments import (
 )
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
+from hone.generation.server.vllm_images import OPTIONS, ImagePrompts, provide_torchvision
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _EXPERTS = "enable_return_routed_experts"
@@ -49,6 +52,9 @@ class VllmBackend:
     """vLLM's asynchronous engine, whose workers run in separate processes."""
 
     def __init__(self, settings: BackendSettings) -> None:
+        self.reads_images = reads_images(read_settings(settings.model))
+        if self.reads_images:
+            provide_torchvision()
         import vllm
         from transformers import AutoTokenizer
         from vllm.platforms import current_platform
@@ -61,6 +67,11 @@ class VllmBackend:
         if self._drafts:
             self._stats |= {"drafted_tokens": 0, "accepted_tokens": 0}
         self._engine = self._start(self._options(settings))
+        self._images: ImagePrompts | None = None
+        if self.reads_images:
+            processor = load_image_processor(settings.model, load_tokenizer(settings.tokenizer))
+            assert processor is not None
+            self._images = ImagePrompts(processor, self._engine.renderer)
         self._end: int | None = AutoTokenizer.from_pretrained(settings.tokenizer).eos_token_id
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks
@@ -111,7 +122,7 @@ class VllmBackend:
             options["enable_sleep_mode"] = settings.sleeps
             if settings.max_cache_tokens is not None:
                 options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
-        return {**options, **settings.options}
+        return {**options, **(OPTIONS if self.reads_images else {}), **settings.options}
 
     def _cache_bytes(self, settings: BackendSettings) -> int:
         """Return the size of the KV cache in bytes."""
@@ -163,6 +174,8 @@ class VllmBackend:
         final = None
         try:
             prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+            if request.images and self._images is not None:
+                prompt = self._images.prompt(request)
             answers = self._engine.generate(
                 prompt, _sampling_params(request), request.request_id, lora_request=self._lora
             )
@@ -236,6 +249,8 @@ class VllmBackend:
         """Update what is derived from weights, and drop the cache of the old ones."""
         await self._engine.collective_rpc("hone_finish_weights")
         await self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self.reads_images:
+            await self._engine.reset_encoder_cache()
 
     async def _prepare(self) -> None:
         if not self._prepared:

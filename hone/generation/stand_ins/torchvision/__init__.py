@@ -1,6 +1,7 @@
 """Replacement for torchvision, whose builds on PyPI cannot be loaded with a torch for CPUs.
 
-SGLang imports its names for images; a text model uses none. `hone engines install sglang --cpu` copies this file.
+SGLang and vLLM import its names for images, and call none of them: pixels come from Hone. `hone engines install sglang --cpu` copies this
+file; vLLM's process has it on its path for a model that reads images.
 """
 
 __version__ = "0.28.0"

@@ -11,7 +11,7 @@ class Absent:
         return Absent(f"{self._name}.{name}")
 
     def __call__(self, *_args, **_kwargs):
-        raise NotImplementedError(f"torchvision.{self._name} is absent: this environment serves models of text")
+        raise NotImplementedError(f"torchvision.{self._name} is absent: Hone does not use it")
 
 
 def names_of(module):

@@ -1,0 +1,108 @@
+"""Images in prompts for vLLM: pixels and tokens as the trainer computes them.
+
+vLLM's processor of a model would prepare the pixels with other kernels, and expand a placeholder by itself. Here both come from Hone's
+processor, so that engine and trainer compute the same inputs. vLLM gets the prompt with a placeholder for each token of an image, the
+pixels, and where they belong.
+
+torchvision's builds on PyPI cannot be loaded with a torch for CPUs. vLLM only imports its names for these models; a stand-in
+(:mod:`hone.generation.stand_ins`) is enough for that.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.data.image_processor import ImageProcessor
+from hone.data.images import ImageData, key_of, place_of
+from hone.generation.protocol import GenerationRequest
+from hone.generation.remote.images import name_of
+
+OPTIONS: dict[str, Any] = {
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_device_do_normalize": False,
+    "mm_processor_cache_gb": 0,
+}
+"""Arguments of vLLM for a model that reads images: pixels arrive normalised, and videos have no place in its memory."""
+_STAND_INS = Path(__file__).parents[1] / "stand_ins"
+
+
+def provide_torchvision() -> None:
+    """Let this process and its children import the stand-in of torchvision, if there is no torchvision."""
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(_STAND_INS))
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*([before] if before else []), str(_STAND_INS)])
+
+
+class ImagePrompts:
+    """Maker of prompts with images.
+
+    Args:
+        processor: of the model, Hone's.
+        renderer: of vLLM's engine.
+    """
+
+    def __init__(self, processor: ImageProcessor, renderer: Any) -> None:
+        self._processor, self._renderer = processor, renderer
+
+    def prompt(self, request: GenerationRequest) -> Any:
+        """Return the input of vLLM's engine for a request with images."""
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import PlaceholderRange
+
+        by_key = {image.key: image for image in request.images}
+        spans = image_spans(request.prompt_ids, [(key, self._processor.pixels(by_key[key]).count) for key in by_key])
+        shown = [by_key[key] for key, _, _ in spans]
+        ranges = []
+        for _, start, stop in spans:
+            seen = torch.tensor([token < 0 for token in request.prompt_ids[start:stop]])
+            ranges.append(PlaceholderRange(start, stop - start, None if seen.all() else seen))
+        return mm_input(
+            [self._processor.placeholder if token < 0 else token for token in request.prompt_ids],
+            self._items(shown),
+            {"image": [name_of(image) for image in shown]},
+            {"image": ranges},
+        )
+
+    def _items(self, images: Sequence[ImageData]) -> Any:
+        """Return vLLM's arguments for the vision tower."""
+        from transformers import BatchFeature
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        pixels = [self._processor.pixels(image).values for image in images]
+        if self._processor.in_grid:
+            values = {name: torch.cat([one[name] for one in pixels]) for name in pixels[0]}
+        else:  # vLLM has no dimension of samples
+            values = {name: torch.cat([one[name][0] for one in pixels]) for name in pixels[0]}
+            values["num_patches"] = torch.tensor([one["pixel_values"].shape[1] for one in pixels])
+        features = BatchFeature(values)
+        fields = self._renderer.get_mm_processor()._get_mm_fields_config(features, {})
+        return MultiModalKwargsItems.from_hf_inputs(features, fields)
+
+
+def image_spans(ids: Sequence[int], counts: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return key, first token and end of each image in a prompt; text between its parts belongs to it.
+
+    Args:
+        ids: of the prompt.
+        counts: key and number of tokens of each image.
+    """
+    spans: list[tuple[int, int, int]] = []
+    last = dict(counts)
+    start = 0
+    for index, token in enumerate(ids):
+        if token >= 0:
+            continue
+        if place_of(token) == 0:
+            start = index
+        if place_of(token) == last[key_of(token)] - 1:
+            spans.append((key_of(token), start, index + 1))
+    return spans
