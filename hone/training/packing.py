@@ -80,9 +80,7 @@ def pack(batch: Batch, device: torch.device, *, sees: bool = False) -> PackedSeq
     )
 
 
-def _images_of(
-    batch: Batch, prompts: Ragged, responses: Ragged, index: Ragged, always: bool
-) -> PackedImages | None:
+def _images_of(batch: Batch, prompts: Ragged, responses: Ragged, index: Ragged, always: bool) -> PackedImages | None:
     """Return the images of the rows; None if no row has some, unless ``always``."""
     by_key = images_by_key(batch.objects(IMAGES)) if IMAGES in batch else {}
     if not by_key and not always:

@@ -57,9 +57,7 @@ def largest_gap(policy: Any, requests: list[GenerationRequest], done: dict[str, 
 
 
 @pytest.mark.parametrize(("name", "arch"), CASES)
-def test_log_probs_are_those_of_the_trainer(
-    name: str, arch: str, directories: dict[str, Path], tmp_path: Path
-) -> None:
+def test_log_probs_are_those_of_the_trainer(name: str, arch: str, directories: dict[str, Path], tmp_path: Path) -> None:
     """Before and after new weights, of which those of the vision tower alone change most; without them the sync fails."""
     if name == "vllm":
         try:

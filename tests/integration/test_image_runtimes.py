@@ -75,7 +75,12 @@ def run(root: Path, where: Path, kind: str, *overrides: str, steps: int = STEPS)
         *("trainer.logger=[]", "trainer.device=cpu", "trainer.num_threads=1", "trainer.watchdog_seconds=0"),
     ]
     if kind == "sft":
-        words += [f"model.path={root}/qwen3_vl", f"data.val_files={root}/rows.jsonl", "data.max_length=200", "trainer.test_freq=1"]
+        words += [
+            f"model.path={root}/qwen3_vl",
+            f"data.val_files={root}/rows.jsonl",
+            "data.max_length=200",
+            "trainer.test_freq=1",
+        ]
         words += ["data.train_batch_size=6", "optim.lr=1e-3", "optim.eps=1e-6", "data.max_token_len_per_gpu=60"]
         assert sft.train(load_config(SFTConfig, [*words, *overrides])) == 0
     else:
