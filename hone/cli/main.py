@@ -11,7 +11,7 @@ raises ``typer.Exit(code)``. A user's mistake is raised as a :class:`hone.errors
 traceback.
 
 Exit codes: 0 success; 1 a bug in Hone (with traceback); 2 a user's mistake; 3 a process of the run died or hung, and the run
-can be resumed; 130 interrupted.
+can be resumed; 4 `hone gate` refuses a model; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ COMMANDS = {
     "prefer": Entry("hone.cli.prefer", "Train a model on preferences (dpo, kto, orpo, ...)."),
     "reward-model": Entry("hone.cli.reward_model", "Train a reward model on preference pairs."),
     "eval": Entry("hone.cli.evaluate", "Measure the accuracy of a model on a dataset."),
+    "gate": Entry("hone.cli.gate", "Decide by a suite of checks whether a model may be released."),
     "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
     "serve": Entry("hone.cli.serve", "Serve a model with an OpenAI-compatible API."),
     "engines": Entry("hone.cli.engines", "Install, check, list and serve external inference engines."),

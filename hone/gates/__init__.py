@@ -1,0 +1,1 @@
+"""Gates: may a model be released? A suite of checks on held-out data, and their verdict."""
