@@ -1,8 +1,8 @@
 """Compare the training throughput of several processes with that of one, one thread each: `python benchmarks/scaling.py`.
 
 A Qwen3 of random weights is updated on the same mini-batch of ragged sequences: whole in one process, and divided over several by
-each requested layout (gloo, on this machine). Data-parallel ranks share the rows, balanced by their work; sequence- and
-tensor-parallel ranks share every row. The contestants take turns update by update, so that other load on the machine affects all of
+each requested layout (gloo, on this machine). Data-parallel ranks share the rows, balanced by their work; ranks of a
+ring, sequence- and tensor-parallel ranks share every row. The contestants take turns update by update, so that other load on the machine affects all of
 them. Throughput is tokens a second of wall time, from the medians. The ratio of processor time (one process's against the busiest
 rank's) is printed too, because it hardly depends on other load.
 
@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp-kept": {"fsdp_config": {"reshard_after_forward": False}},
     "copies": {"fsdp_config": {"fsdp_size": 1}},
     "sequence": {"ulysses_sequence_parallel_size": 2},
+    "ring": {"context_parallel_size": 2},
     "tensor": {"tensor_model_parallel_size": 2},
     "separate": {},
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import backend_checks as checks
 from support.backend_cases import (
     Case,
     dtypes,
@@ -19,7 +20,7 @@ from support.backend_cases import (
 )
 from support.plain_training import alone
 from support.ranks import Ranks
-from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, Ways, assert_trains_as_one
+from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, Ways, assert_trains_as_one, close
 
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"ulysses_sequence_parallel_size": 2}
@@ -176,6 +177,21 @@ def test_two_ranks_orthogonalise_as_one(model: str, changes: dict[str, Any], two
 )
 def test_four_ranks_in_two_dimensions(model: str, changes: dict[str, Any], four_ranks: Ranks, tiny_models) -> None:
     assert_trains_as_one(four_ranks.run, Case(tiny_models[model], **changes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(RING, {}), (TENSOR, RING), (RING, SEQUENCE)])
+def test_a_training_is_resumed_with_another_layout(
+    before: dict[str, Any], after: dict[str, Any], two_ranks: Ranks, tiny_models, tmp_path
+) -> None:
+    case = Case(tiny_models["untied"], updates=2, optim=STEADY)
+    expected, later = checks.uninterrupted(dataclasses.replace(case, parallel={"strategy": "local"}))
+    two_ranks.run(checks.saved, dataclasses.replace(case, parallel=before), tmp_path)
+    for weights, losses in two_ranks.run(checks.resumed, dataclasses.replace(case, parallel=after), tmp_path):
+        close(losses, later)
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            close(weights[name], value, name=name)
 
 
 @pytest.mark.long

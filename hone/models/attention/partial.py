@@ -42,7 +42,7 @@ _TILE_ENTRIES_ELSEWHERE = 1 << 21
 
 
 class Totals(NamedTuple):
-    """What the parts of some queries add up to.
+    """Sums of the parts of some queries.
 
     Attributes:
         out: ``[n, heads, d_v]``.
@@ -81,7 +81,7 @@ class Totals(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What the backward pass of every part needs of the whole.
+    """Gradient and results of the whole, for the backward pass of every part.
 
     Attributes:
         grad: ``[n, heads, d_v]``, gradient of the output.
@@ -129,7 +129,7 @@ class Runs:
         keys: of each run, by place in theirs; at least one.
         query_positions: ``[Q]`` in their sequences.
         key_positions: ``[K]``.
-        own: whether both are of one block; then the last keys of a run are its queries.
+        within: whether both are of one block; then the last keys of a run are its queries.
         block: ``(queries, keys)`` of the blocks, runs or not.
         device: of the states.
     """
@@ -138,7 +138,7 @@ class Runs:
     keys: Ragged
     query_positions: Tensor
     key_positions: Tensor
-    own: bool
+    within: bool
     block: tuple[int, int]
     device: torch.device
 
@@ -194,7 +194,7 @@ class Runs:
             padding[:, None, None].to(self.device) if has_padding else None,
             self.query_positions[query].to(self.device),
             self.key_positions[key].masked_fill(key_padding, far).to(self.device),
-            masked=self.own or bool(key_padding.any()),
+            masked=self.within or bool(key_padding.any()),
         )
 
 
@@ -301,7 +301,7 @@ def _call(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, runs: Run
 
     plan = runs.plan
     query, key, value = _called(query, key, value, runs)
-    options: dict[str, Any] = {"scale": scoring.scale, "window_size": (-1, 0 if runs.own else -1)}
+    options: dict[str, Any] = {"scale": scoring.scale, "window_size": (-1, 0 if runs.within else -1)}
     if plan.names_groups:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     longest = plan.longest_query, plan.longest_key
@@ -328,10 +328,10 @@ def _add_call_gradients(
     parts = torch.ops.torch_attn._varlen_attn_backward(
         grad.to(query.dtype),
         *(query, key, value, out.to(query.dtype), lse.transpose(0, 1).contiguous().float()),
-        *(plan.query_ends, plan.key_ends, plan.longest_query, plan.longest_key, runs.own),
+        *(plan.query_ends, plan.key_ends, plan.longest_query, plan.longest_key, runs.within),
         torch.zeros(2, dtype=torch.uint64, device=query.device),
         scoring.scale,
-        [-1, 0 if runs.own else -1],
+        [-1, 0 if runs.within else -1],
     )
     if rows is None:
         grads[0].add_(parts[0])

@@ -88,8 +88,8 @@ def on_ranks(case: Case, states: list[Tensor], *, fused: bool = False) -> list[T
         if fused:
             out = ring_attention(query, key, value, scoring, context.plan, ring, fused=True)
         else:
-            heads = (part.transpose(0, 1)[None] for part in (query, key, value))
-            out = context.attend(0, *heads, scoring)[0]
+            heads = [part.transpose(0, 1)[None] for part in (query, key, value)]
+            out = context.attend(0, heads[0], heads[1], heads[2], scoring)[0]
         found = torch.autograd.grad(out, [query, key, value, sinks], incoming, allow_unused=True)
         return [out.detach(), *(torch.zeros(HEADS) if part is None else part for part in found)]
 

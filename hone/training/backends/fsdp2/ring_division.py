@@ -115,7 +115,7 @@ class RingPlan:
                     keys=Ragged.from_lengths(place[key], key_lengths[used]),
                     query_positions=positions[mine[query]],
                     key_positions=positions[key],
-                    own=rank == self.rank,
+                    within=rank == self.rank,
                     block=(size, size),
                     device=self.device,
                 )

@@ -93,9 +93,9 @@ def local_tokens(packed: PackedSequences, meshes: Meshes) -> tuple[PackedSequenc
     if meshes.layout.sequence > 1:
         group, count = meshes.sequence_group, len(tokens)
         size = -(-count // meshes.layout.sequence)
-        own = slice(dist.get_rank(group) * size, (dist.get_rank(group) + 1) * size)
-        tokens = torch.nn.functional.pad(tokens, (0, size * meshes.layout.sequence - count), value=NONE)[own]
-        positions = torch.nn.functional.pad(context.position_ids, (0, size * meshes.layout.sequence - count))[:, own]
+        chunk = slice(dist.get_rank(group) * size, (dist.get_rank(group) + 1) * size)
+        tokens = torch.nn.functional.pad(tokens, (0, size * meshes.layout.sequence - count), value=NONE)[chunk]
+        positions = torch.nn.functional.pad(context.position_ids, (0, size * meshes.layout.sequence - count))[:, chunk]
         context = SequenceParallelContext(context, positions, group)
     tokens = tokens.to(packed.input_ids.device)
     missing, source = tokens == NONE, tokens.clamp(min=0)
