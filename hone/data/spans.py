@@ -58,17 +58,17 @@ def spans_of(
     """
     stopped = response[-1] in stop_token_ids
     body = list(response[:-1] if stopped else response)
-    own = token_bytes(policy, body)
-    text = b"".join(own).decode("utf-8")
+    mine = token_bytes(policy, body)
+    text = b"".join(mine).decode("utf-8")
     ids = list(encode_texts(teacher, [text])[0]) if text else []
     theirs = token_bytes(teacher, ids)
-    ends = aligned_ends(own, theirs) if ids and b"".join(own) == b"".join(theirs) else [(len(body), len(ids))]
+    ends = aligned_ends(mine, theirs) if ids and b"".join(mine) == b"".join(theirs) else [(len(body), len(ids))]
     if stopped or not ids:
         end = teacher.eos_token_id
         assert end is not None
         ids.append(int(end))
         ends = [*ends, (len(response), len(ids))] if body and len(ids) > 1 else [(len(response), len(ids))]
-    return Spans(ids, _numbers([mine for mine, _ in ends]), _numbers([other for _, other in ends]))
+    return Spans(ids, _numbers([first for first, _ in ends]), _numbers([second for _, second in ends]))
 
 
 def aligned_ends(one: Sequence[bytes], other: Sequence[bytes]) -> list[tuple[int, int]]:

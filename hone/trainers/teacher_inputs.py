@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -91,8 +90,8 @@ class TeacherInputs:
         rows: list[Spans] = []
         for uid, ids, mask, number in zip(batch.uids, responses, masks, teachers, strict=True):
             if number not in self.others:
-                own = list(range(len(ids)))
-                rows.append(Spans(ids, own, own))
+                each = list(range(len(ids)))
+                rows.append(Spans(ids, each, each))
                 continue
             if not all(mask):
                 raise DataError(
@@ -102,12 +101,12 @@ class TeacherInputs:
                     where="distillation.path",
                 )
             rows.append(spans_of(ids, self.tokenizer, self.others[number], self._stops))
-        of = functools.partial(Ragged.from_rows, dtype=torch.int64)
-        return {
-            TEACHER_RESPONSES: of([row.teacher_ids for row in rows]),
-            TEACHER_SPANS: of([row.teacher for row in rows]),
-            SPANS: of([row.policy for row in rows]),
+        columns = {
+            TEACHER_RESPONSES: [row.teacher_ids for row in rows],
+            TEACHER_SPANS: [row.teacher for row in rows],
+            SPANS: [row.policy for row in rows],
         }
+        return {name: Ragged.from_rows(lists, torch.int64) for name, lists in columns.items()}
 
 
 def span_columns(batch: Batch, metrics: MetricStore) -> Batch:
@@ -122,13 +121,13 @@ def span_columns(batch: Batch, metrics: MetricStore) -> Batch:
     spans, theirs, said = batch.ragged(SPANS), batch.ragged(TEACHER_SPANS), batch.ragged(TEACHER_LOG_PROBS)
     counts = torch.tensor([int(spans.row(row).max()) + 1 for row in range(len(spans))])
     starts = counts.cumsum(0) - counts
-    own = spans.values + starts.repeat_interleave(spans.lengths)
+    mine = spans.values + starts.repeat_interleave(spans.lengths)
     other = theirs.values + starts.repeat_interleave(theirs.lengths)
     total = int(counts.sum())
     sums = said.values.new_zeros(total).index_add(0, other, said.values)
-    sizes = torch.bincount(own, minlength=total)
-    metrics.add("distillation/span_tokens", len(own) / total, weight=total)
-    log_probs: Tensor = (sums / sizes)[own]
+    sizes = torch.bincount(mine, minlength=total)
+    metrics.add("distillation/span_tokens", len(mine) / total, weight=total)
+    log_probs: Tensor = (sums / sizes)[mine]
     return Batch({TEACHER_LOG_PROBS: spans.with_values(log_probs), SPANS: spans})
 
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.generation.protocol import Alternatives
 from hone.models.heads import autocast
 from hone.models.teacher import IDS, LOG_PROBS, PromptHead
 from hone.training.packing import pack
@@ -18,7 +17,7 @@ from hone.training.packing import pack
 @torch.no_grad()
 def prompt_log_probs(
     model: nn.Module, ids: Sequence[int], top: int, *, device: torch.device, dtype: str
-) -> list[Alternatives]:
+) -> list[list[tuple[int, float]]]:
     """Return the log-prob of each token after the first, followed by the likeliest tokens at its place.
 
     Args:
@@ -39,7 +38,9 @@ def prompt_log_probs(
     )
     with autocast(device, dtype):
         outputs = PromptHead(top)(model, pack(rows, device), with_entropy=False)
-    places: list[Alternatives] = [[pair] for pair in zip(ids[1:], outputs["log_probs"].tolist(), strict=True)]
+    places: list[list[tuple[int, float]]] = [
+        [pair] for pair in zip(ids[1:], outputs["log_probs"].tolist(), strict=True)
+    ]
     if top:
         likeliest = zip(outputs[IDS].tolist(), outputs[LOG_PROBS].tolist(), strict=True)
         for place, (tokens, log_probs) in zip(places, likeliest, strict=True):

@@ -104,18 +104,18 @@ class ServedTeacher:
             TeacherError: no answer after all retries, or fewer log-probs than are needed.
         """
         entries = await self._entries([*prompt, *response], top)
-        own, ids, log_probs = [], [], []
+        sampled, ids, log_probs = [], [], []
         for token, entry in zip(response, entries[len(prompt) :], strict=True):
-            own.append(self._log_prob(entry, token))
+            sampled.append(self._log_prob(entry, token))
             if top:
                 likeliest = sorted(((v["logprob"], int(t)) for t, v in entry.items()), key=lambda pair: -pair[0])[:top]
                 if len(likeliest) < top:
                     raise self._unusable(f"gives {len(likeliest)} tokens at a place, of {top}")
                 log_probs.append([value for value, _ in likeliest])
                 ids.append([other for _, other in likeliest])
-        if not all(map(math.isfinite, own)):
+        if not all(map(math.isfinite, sampled)):
             raise self._unusable("gives a log-prob that is not finite")
-        return Scored(own, ids, log_probs)
+        return Scored(sampled, ids, log_probs)
 
     async def check(self, tokenizer: PreTrainedTokenizerBase, top: int, needed: int) -> None:
         """Check that the server has the policy's tokenizer, gives ``top`` log-probs and reads ``needed`` tokens.
@@ -201,7 +201,7 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a teacher says about a response.
+    """Log-probs of a response under a teacher.
 
     Attributes:
         log_probs: of its tokens.
@@ -265,14 +265,14 @@ class ServedTeachers:
         )
 
     def _filled(self, batch: Batch, columns: Mapping[str, Mapping[int, Tensor]]) -> Batch:
-        def of(name: str, rows: Mapping[int, Tensor]) -> Ragged:
+        def column(name: str, rows: Mapping[int, Tensor]) -> Ragged:
             return Ragged.from_rows([rows[n] if n in rows else batch.ragged(name).row(n) for n in range(len(batch))])
 
-        return Batch({name: of(name, rows) for name, rows in columns.items()})
+        return Batch({name: column(name, rows) for name, rows in columns.items()})
 
 
 def probed_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Return at most ``count`` token ids: a quarter of added tokens where there are so many, the rest spread over the vocabulary."""
+    """Return at most ``count`` token ids: up to a quarter are added tokens, the rest is spread over the vocabulary."""
     added = sorted(tokenizer.added_tokens_decoder)[: max(1, count // 4)]
     others = sorted(set(tokenizer.get_vocab().values()) - set(added))
     step = max(1, -(-len(others) // max(1, count - len(added))))
