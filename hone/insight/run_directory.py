@@ -39,6 +39,7 @@ import yaml
 
 from hone.data.images import ImageData
 from hone.insight import environment
+from hone.insight.archive.images import write_image
 from hone.insight.archive.write import to_table, write_step
 from hone.insight.records import trajectory_record
 from hone.insight.redaction import redact_command, redact_text, redact_tree
@@ -48,7 +49,6 @@ from hone.insight.run_files import (
     COVERAGE_FILE,
     METRICS_FILE,
     RUN,
-    atomic_file,
     disk_errors,
     encode_number,
     jsonable,
@@ -178,15 +178,10 @@ class RunDirectory:
             write_atomically(self.rollouts / f"step_{step}.txt", traces)
         return write_step(self.rollouts, step, table, rows=rows)
 
-    def write_images(self, images: Iterable[ImageData]) -> None:
-        """Write the images of archived samples to ``rollouts/images``, each once, under the key that its token ids have."""
-        folder = self.rollouts / "images"
+    def write_images(self, images: Iterable[ImageData], archive: Path) -> None:
+        """Write the images of archived samples to ``images`` in the archive's folder, each once, under the key that its token ids have."""
         for image in {image.key: image for image in images}.values():
-            path = folder / f"{image.key:011x}{image.suffix}"
-            if not path.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                with atomic_file(path) as file:
-                    file.write(image.content)
+            write_image(archive, image)
 
     def write_validation(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
         """Write validation samples (see :func:`trajectory_record`) to the archive."""

@@ -11,6 +11,7 @@ from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.scored_rows import samples_by_uid
 from hone.data.types import Sample, StopReason, Trajectory, row_of
 from hone.errors import DataError
+from hone.insight.archive.images import images_of
 from hone.insight.archive.read import require_archive
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def stored_episodes(
             yield step, record, stored_trajectory(record, rows)
 
 
+IDS = ("prompt_ids", "response_ids")
 _COLUMNS = (
     *("step", "uid", "index", "part", "data_source", "prompt", "messages", "text", "ground_truth", "stop_reason"),
     *("seconds", "score", "unshaped", "terms", "extra", "error", "episode"),
@@ -49,8 +51,18 @@ _COLUMNS = (
 )
 
 
-def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> Trajectory:
-    """Return the trajectory of a record of the archive; ``rows`` has the dataset's rows by uid, for their ``extra_info``."""
+def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample], archive: Path | None = None) -> Trajectory:
+    """Return the trajectory of a record of the archive.
+
+    Args:
+        record: of the archive.
+        rows: the dataset's rows by uid, for their ``extra_info``.
+        archive: folder of the images; None leaves them out.
+
+    Raises:
+        HoneError: an image is missing.
+    """
+    prompt, response = (() if archive is None else images_of(archive, record[name] or []) for name in IDS)
     row = rows.get(row_of(record["uid"]))
     sample = Sample(
         record["uid"],
@@ -60,6 +72,7 @@ def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> 
         record["ground_truth"],
         {} if row is None else row.extra_info,
         None if row is None else row.agent_name,
+        images=prompt,
     )
     return Trajectory(
         record["uid"],
@@ -75,6 +88,7 @@ def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> 
         seconds=record["seconds"] or 0.0,
         episode=record["episode"] and _episode(record["episode"]),
         part=record["part"],
+        images=prompt + response,
     )
 
 

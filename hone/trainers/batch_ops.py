@@ -158,7 +158,7 @@ class BatchOps:
     def validation(
         self, batch: Batch, n: int, shown: int, version: int | None
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics of scored answers, ``n`` per prompt, and the first ``shown`` records.
+        """Return metrics of scored answers, ``n`` per prompt, and the first ``shown`` records. Their images are written.
 
         Args:
             batch: scored answers.
@@ -172,7 +172,13 @@ class BatchOps:
         if version is not None:
             require_version(batch.objects("trajectory"), version)
         evaluation: Evaluation = evaluate_answers(batch.objects("trajectory"), batch.objects("score"), n)
-        return evaluation.metrics, evaluation.records(shown)
+        records = evaluation.records(shown)
+        archived = {record["uid"] for record in records}
+        kept = [trajectory for trajectory in batch.objects("trajectory") if trajectory.uid in archived]
+        self.directory.write_images(
+            (image for trajectory in kept for image in trajectory.images), self.directory.validation
+        )
+        return evaluation.metrics, records
 
     # columns ---------------------------------------------------------------------------------------------------------
 
@@ -359,7 +365,7 @@ class BatchOps:
         images = [image for trajectory in trajectories for image in trajectory.images]
 
         def write() -> None:
-            self.directory.write_images(images)
+            self.directory.write_images(images, self.directory.rollouts)
             self.directory.write_rollouts(step, _table(parts, step), rows=rows)
 
         self.archive.submit(write)

@@ -21,6 +21,7 @@ from hone.data.seeding import derive_seed
 from hone.data.types import Sample, Trajectory, row_of
 from hone.errors import ConfigError, HoneError
 from hone.generation.protocol import Engine, SamplingParams
+from hone.insight.archive.images import images_of
 from hone.insight.compare import find_run
 from hone.insight.run_files import CONFIG
 from hone.rewards.manager import RewardManager
@@ -140,7 +141,7 @@ def fork(request: ForkRequest) -> ForkedEpisode:
     images = load_image_processor(weights_of(request.model or str(folder)), tokenizer)
     context = EpisodeContext.from_config(config, tokenizer, images)
     try:
-        sample = _sample(config, tokenizer, segments[0])
+        sample = _sample(config, tokenizer, segments[0], folder / "rollouts")
         sampling = training_sampling(_with_model(config, request.model or str(folder)), tokenizer)
         if request.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=request.temperature)
@@ -251,13 +252,14 @@ def _recorded(folder: Path, config: RLConfig, request: ForkRequest) -> tuple[int
     return step, segments[0][1], [trajectory for _, _, trajectory in segments]
 
 
-def _sample(config: RLConfig, tokenizer: Any, recorded: Trajectory) -> Sample:
-    """Return the dataset row with the recorded prompt."""
+def _sample(config: RLConfig, tokenizer: Any, recorded: Trajectory, archive: Path) -> Sample:
+    """Return the dataset row with the recorded prompt and its images."""
     dataset = prompt_dataset(config, config.data.train_files, tokenizer, config.data.train_max_samples)
     name = row_of(recorded.uid)
     row = next((row for row in map(dataset.__getitem__, range(len(dataset))) if row.uid == name), None)
     sample = recorded.sample if row is None else row
-    return dataclasses.replace(sample, prompt_ids=list(recorded.prompt_ids))
+    images = images_of(archive, recorded.prompt_ids)
+    return dataclasses.replace(sample, prompt_ids=list(recorded.prompt_ids), images=images)
 
 
 def _with_model(config: RLConfig, model: str) -> RLConfig:

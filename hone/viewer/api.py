@@ -12,6 +12,7 @@ from hone.viewer import (
     comparison,
     episodes,
     groups,
+    images,
     labels,
     overview,
     prompts,
@@ -113,6 +114,10 @@ def _timeline(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return timelines.step_timeline(workspace.run(parameters).path, integer(parameters, "step", -1))
 
 
+def _image(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return images.picture(workspace.archived(parameters), parameters.get("name", ""))
+
+
 def _tokens(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return tokens.token_list(workspace.run(parameters), workspace.archived(parameters), *_sequence(parameters))
 
@@ -195,6 +200,7 @@ READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "selection": _selection,
     "metrics": _metrics,
     "timeline": _timeline,
+    "image": _image,
     "tokens": _tokens,
     "factors": _factors,
     "episode": _episode,
@@ -203,6 +209,6 @@ READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "questions": _questions,
     "count": _count,
 }
-"""Answers to GET; a :class:`~hone.viewer.selections.Download` is saved as a file."""
+"""Answers to GET; a :class:`~hone.viewer.selections.Download` is saved as a file, a :class:`~hone.viewer.images.Picture` shown."""
 WRITES: dict[str, Callable[[Workspace, Any], Any]] = {"label": _label, "rescore": _rescore}
 """Answers to POST."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hone.viewer.images import names_in, shown_message
 from hone.viewer.run import Archived, plain
 
 _COLUMNS = (
@@ -18,7 +19,7 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
 
     Returns:
         ``lanes``: conversations, the episode's own first, then those of sub-agents, each with ``name``, ``first`` (number of its first
-        turn), ``after`` (turn of the own lane that called it) and ``entries``; an entry is a message with its ``turn``, ``reward``,
+        turn), ``after`` (turn of the own lane that called it) and ``entries``; an entry is a message with its ``images`` (names), ``turn``, ``reward``,
         ``value`` (of a forked turn) and ``calls``. ``segments``: number of tokens by segment, with the tokens that a segment shares with the one before (``shared``);
         ``times``: seconds of the engine and of what is
         outside; ``siblings``: numbers of the group's answers.
@@ -41,7 +42,7 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
             "name": "episode",
             "first": 0,
             "after": None,
-            "entries": [*_given(prompt), *_entries(episode, messages, own_turns)],
+            "entries": [*_given(prompt, record["prompt_ids"] or []), *_entries(episode, messages, own_turns)],
         }
     ]
     for number, part in enumerate(conversations):
@@ -65,9 +66,15 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
     )
 
 
-def _given(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _given(messages: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+    names = iter(names_in(prompt_ids))
     for message in messages:
-        yield {"message": dict(message), "turn": None, "reward": None, "value": None, "calls": []}
+        yield _entry(message, names)
+
+
+def _entry(message: Mapping[str, Any], names: Iterator[str], **facts: Any) -> dict[str, Any]:
+    shown, images = shown_message(message, names)
+    return {"message": shown, "images": images, "turn": None, "reward": None, "value": None, "calls": []} | facts
 
 
 def _entries(
@@ -78,13 +85,13 @@ def _entries(
     left = iter(turns)
     for message in messages:
         if message.get("role") != "assistant":
-            yield {"message": dict(message), "turn": None, "reward": None, "value": None, "calls": []}
+            yield _entry(message, iter(()))
             continue
         turn = next(left, None)
         reward = rewards[turn] if turn is not None and turn < len(rewards) else None
         made = [call for call in calls if turn is not None and call.get("turn") == turn]
         value = episode["turn_values"].get(str(turn))
-        yield {"message": dict(message), "turn": turn, "reward": reward, "value": value, "calls": made}
+        yield _entry(message, iter(()), turn=turn, reward=reward, value=value, calls=made)
 
 
 def _segments(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -95,7 +96,29 @@ def _answers(workspace: Workspace, run: str, query: str) -> dict[str, Any]:
                 answers[key] = value
             key, value = _ask(workspace, "episode", place)
             answers[key] = value
-    return answers
+    return answers | _pictures(workspace, run, answers.values())
+
+
+def _pictures(workspace: Workspace, run: str, answers: Iterable[Any]) -> dict[str, str]:
+    """Return the images that the answers name, as ``data:`` URLs; those that are missing are marks in the text."""
+    names = {name for answer in answers for name in _named(answer)}
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        with contextlib.suppress(HoneError):
+            key, shown = _ask(workspace, "image", {"run": run, "name": name})
+            found[key] = f"data:{shown.media_type};base64,{base64.b64encode(shown.content).decode()}"
+    return found
+
+
+def _named(answer: Any) -> Iterator[str]:
+    """Yield the names of the images in the answer about a group, tokens or an episode."""
+    if not isinstance(answer, dict):
+        return
+    yield from answer.get("images", ())
+    for field in ("pictures", "prompt_pictures"):
+        yield from answer.get(field, {}).values()
+    for lane in answer.get("lanes", ()):
+        yield from (name for entry in lane["entries"] for name in entry["images"])
 
 
 def _key(name: str, parameters: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hone.errors import HoneError, did_you_mean
+from hone.viewer.images import names_in
 from hone.viewer.index import Rows
 from hone.viewer.queries import GROUP_SORTS, NUMBERS, Groups, sorted_places
 from hone.viewer.run import Archived, number, numbers, plain
@@ -33,7 +34,7 @@ _BRIEF = (
         "ground_truth",
     ),
     *("stop_reason", "seconds", "score", "unshaped", "terms", "extra", "error", "cause", "episode"),
-    *("response_ids", "response_mask", "advantages"),
+    *("prompt_ids", "response_ids", "response_mask", "advantages"),
 )
 
 
@@ -122,7 +123,7 @@ def answers_at(archived: Archived, rows: Rows, places: Sequence[int] | np.ndarra
 def one_group(archived: Archived, step: int, uid: str) -> dict[str, Any]:
     """Return one prompt with its answers.
 
-    Each answer has ``shared_all`` and ``shared_any``, the number of leading characters that it shares with all other answers, and with at
+    ``images`` are the names of the prompt's images. Each answer has ``shared_all`` and ``shared_any``, the number of leading characters that it shares with all other answers, and with at
     least one.
 
     Raises:
@@ -137,7 +138,7 @@ def one_group(archived: Archived, step: int, uid: str) -> dict[str, Any]:
         _answer(record) | {"shared_all": common, "shared_any": shared}
         for record, shared in zip(records, longest, strict=True)
     ]
-    return plain(prompt) | {"answers": answers}
+    return plain(prompt) | {"answers": answers, "images": names_in(first["prompt_ids"] or [])}
 
 
 def _answer(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from hone.errors import HoneError
 from hone.viewer.api import READS, WRITES, Workspace
+from hone.viewer.images import Picture
 from hone.viewer.selections import Download
 
 PAGE = Path(__file__).parent / "page"
@@ -106,6 +107,8 @@ class Viewer:
             if isinstance(result, Download):
                 headers = {"Content-Disposition": f'attachment; filename="{result.name}"'}
                 return Response(result.text, media_type="application/jsonl", headers=headers)
+            if isinstance(result, Picture):
+                return Response(result.content, media_type=result.media_type)
             return JSONResponse(result)
 
         return answer

@@ -8,6 +8,7 @@ from typing import Any
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, is_image, place_of
 from hone.insight.archive.schema import COLUMNS
 from hone.viewer.chains import loss_factors
+from hone.viewer.images import pictures_by_place
 from hone.viewer.run import Archived, ViewedRun, number, numbers, plain
 
 _NO_ID = -1
@@ -25,8 +26,8 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
     """Return the tokens of a sequence.
 
     Returns:
-        ``prompt`` (texts of the prompt's tokens), ``texts`` and ``ids`` of the response, ``columns`` (name to one value per token), and
-        ``chain``: factors with ``name``, ``key``, ``config`` (value of the key) and ``values``.
+        ``prompt`` (texts of the prompt's tokens), ``texts`` and ``ids`` of the response, ``pictures`` and ``prompt_pictures`` (names of
+        images by the place in the texts), ``columns`` (name to one value per token), and ``chain``: factors with ``name``, ``key``, ``config`` (value of the key) and ``values``.
 
     Raises:
         HoneError: there is no such sequence.
@@ -34,6 +35,7 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
     record = archived.record(step, uid, index, part)
     vocabulary = archived.vocabulary()
     ids = record["response_ids"] or []
+    shown = [token for token in record["prompt_ids"] or [] if not is_image(token) or place_of(token) == 0]
     columns = {
         column.name: numbers(record[column.name])
         for column in COLUMNS
@@ -56,7 +58,9 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
     )
     return {
         **{name: plain(record[name]) for name in facts},
-        "prompt_texts": [text for text in token_texts(record["prompt_ids"] or [], vocabulary) if text != REST_OF_IMAGE],
+        "prompt_texts": token_texts(shown, vocabulary),
+        "prompt_pictures": pictures_by_place(shown),
+        "pictures": pictures_by_place(ids),
         "texts": token_texts(ids, vocabulary) if ids else [record["text"]],
         "ids": [max(token, _NO_ID) for token in ids],
         "columns": columns,

@@ -11,12 +11,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from support.browser import browser, chromium, viewing
+from support.image_models import BLUE, RED, drawn
 from support.launch import hone
 from support.patience import LONG
 from support.viewer_runs import write_run
 
+from hone.data.images import token_ids
 from hone.insight.archive.read import open_archive
 from hone.insight.archive.write import to_table, write_step
+from hone.insight.run_directory import RunDirectory
 
 pytest.importorskip("playwright")
 pytestmark = [
@@ -46,6 +49,53 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, record in enumerate(last[:2])
     ]
     write_step(path / "rollouts", 5, to_table([*bad, *last]))
+    return path
+
+
+SEEN = "seen:0"
+"""Group whose prompt shows two images, and whose tool shows one of them again and one that the run lost."""
+
+
+@pytest.fixture(scope="module")
+def with_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a group of images."""
+    path = write_run(tmp_path_factory.mktemp("images") / "demo", steps=2, groups=2, n=2, prompts=2)
+    archive, red, blue = open_archive(path), drawn(RED, (140, 120)), drawn(BLUE, (70, 60))
+    RunDirectory(path).write_images([red, blue], path / "rollouts")
+    lost = drawn((1, 2, 3))
+    last = list(archive.records(2))
+    place = {"type": "image"}
+    answers = []
+    for index, record in enumerate(last[:2]):
+        ids = [*token_ids(red.key, 6), *record["prompt_ids"], *token_ids(blue.key, 2), record["prompt_ids"][0]]
+        shown = [*token_ids(red.key, 6), *token_ids(lost.key, 2)]
+        empty = {name: None for name, value in record.items() if isinstance(value, list) and name != "terms"}
+        tool = [
+            {"type": "text", "text": "the page:"},
+            {**place, "key": f"{red.key:011x}"},
+            {**place, "key": f"{lost.key:011x}"},
+        ]
+        said = {"role": "assistant", "content": "I look."}
+        episode = {
+            "messages": [said, {"role": "tool", "content": tool}, {**said, "content": "red"}],
+            "assistant_turns": 2,
+            "tool_calls": [],
+        }
+        answers.append(
+            record
+            | empty
+            | {
+                "uid": SEEN,
+                "index": index,
+                "prompt": "<image>Compare it with <image>, please.",
+                "messages": [{"role": "user", "content": [place, {"type": "text", "text": "Compare it with "}, place]}],
+                "prompt_ids": ids,
+                "response_ids": [*record["response_ids"], *shown],
+                "response_mask": [*record["response_mask"], *[0] * len(shown)],
+                "episode": episode,
+            }
+        )
+    write_step(path / "rollouts", 2, to_table([*answers, *last]))
     return path
 
 
@@ -157,6 +207,50 @@ def test_hostile_text_stays_text(viewer: Page) -> None:
     page.keyboard.press("t")
     page.wait_for_selector(".tokens")
     assert page.title() == "Hone"
+
+
+def drawn_widths(page: Any, count: int) -> list[int]:
+    """Widths of the pictures, once they are loaded."""
+    widths, deadline = [], time.monotonic() + LONG
+    while (len(widths) != count or 0 in widths) and time.monotonic() < deadline:
+        widths = page.evaluate("[...document.querySelectorAll('img.picture')].map((one) => one.naturalWidth)")
+        time.sleep(0.05)
+    return widths
+
+
+def check_images(show: Any) -> None:
+    """The images of a group are where they belong in its views; one without a file stays a mark."""
+    page = show("group/2/seen%3A0", ".answer")
+    assert drawn_widths(page, 2) == [140, 70]
+    assert page.evaluate("document.querySelector('.prompt .text').innerText").strip() == "Compare it with , please."
+    page = show("tokens/2/seen%3A0/0/0", ".tokens [data-token]")
+    assert drawn_widths(page, 3) == [140, 70, 140]
+    assert page.locator(".tokens [data-token] img.picture").count() == 1
+    page = show("episode/2/seen%3A0/0/0", ".turn")
+    assert drawn_widths(page, 3) == [140, 70, 140]
+    assert "the page:<image>" in page.locator(".turn.tool .text").inner_text()
+
+
+def test_images_stand_in_the_text(with_images: Path, tmp_path: Path) -> None:
+    with viewing(with_images, log=tmp_path / "log", seconds=LONG) as url, browser() as context:
+        page = Page(context, url)
+        check_images(page.show)
+        assert page.foreign == []
+        assert all("404" in error for error in page.errors)  # of the image that the run lost
+        answer = context.request.get(f"{page.base}/api/image?name=..%2F..%2Frun.json")
+        assert (answer.status, "error" in answer.json()) == (404, True)
+    file = tmp_path / "demo.html"
+    ended = hone("view", with_images, "--export", file, log=tmp_path / "export.log", cwd=tmp_path, timeout=LONG)
+    assert ended.code == 0
+    with browser() as context:
+        page = context.new_page()
+
+        def show(path: str, selector: str) -> Any:
+            page.goto(f"{file.as_uri()}#/demo/{path}")
+            page.wait_for_selector(selector)
+            return page
+
+        check_images(show)
 
 
 def test_a_label_is_written_and_found(viewer: Page, run_path: Path) -> None:

@@ -13,12 +13,17 @@ import ray
 import torch
 from safetensors.torch import load_file
 from support.image_models import BLUE, RED, data_url, drawn, image_model, make_lively
+from support.messages import raises
 from support.world import metrics
 from transformers import AutoModelForImageTextToText
 
 from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, SFTConfig, load_config
+from hone.errors import HoneError
 from hone.trainers import rl, sft
+from hone.trainers.replay.direction import WeightGradients
+from hone.trainers.replay.replay import replay
+from hone.trainers.replay.stored import load_step
 
 pytestmark = pytest.mark.long
 
@@ -151,3 +156,19 @@ def test_a_frozen_vision_tower_stays(cluster, root: Path, tmp_path: Path, overri
     assert changed and not any(".visual." in name for name in changed)
     optimizer = list((tmp_path / "run/checkpoints/step_1").rglob("*optim*.json"))
     assert all(".visual." not in file.read_text() for file in optimizer)
+
+
+def test_a_stored_step_is_replayed_with_its_images(root: Path, tmp_path: Path) -> None:
+    """Log-probs and update are computed again from the images of the archive; without one of them nothing runs."""
+    where = tmp_path / "run"
+    run(root, where, "rl", "trainer.save_steps_for_replay=[2]")
+    assert replay(where, 2, "adv").bisection.first is None
+    stored_step = load_step(where, 2)
+    log_probs = stored_step.batch.ragged("rollout_log_probs")
+    gradient = WeightGradients(stored_step).gradient(log_probs.with_values(torch.ones_like(log_probs.values)))
+    assert float(gradient.norm()) > 0
+    stored = sorted((where / "rollouts/images").iterdir())
+    stored[0].unlink()
+    with raises(HoneError, stored[0].stem, "rollouts/images"):
+        for step in (1, 2, 3):
+            load_step(where, step)

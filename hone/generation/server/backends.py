@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from hone.generation.server.backend import Backend, BackendSettings
+from hone.generation.server.stand_in import provide_torchvision
 
 _BACKENDS = {
     "vllm": "vllm_backend:VllmBackend",
@@ -27,6 +28,8 @@ async def open_backend(settings: BackendSettings) -> Backend:
     name = "vllm with LoRA" if settings.engine == "vllm" and settings.lora else settings.engine
     if name not in _BACKENDS:
         raise ValueError(f"no server for engine '{settings.engine}'")
+    if settings.engine == "vllm":
+        provide_torchvision(settings.model)
     module, _, attributes = _BACKENDS[name].partition(":")
     start: Any = import_module(f"hone.generation.server.{module}")
     for attribute in attributes.split("."):

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hone.data.image_processor import load_image_processor, read_settings, reads_images
+from hone.data.image_processor import load_image_processor
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
@@ -29,7 +29,7 @@ from hone.generation.server.arguments import (
 )
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
-from hone.generation.server.vllm_images import OPTIONS, ImagePrompts, provide_torchvision
+from hone.generation.server.vllm_images import OPTIONS, ImagePrompts
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _EXPERTS = "enable_return_routed_experts"
@@ -52,13 +52,12 @@ class VllmBackend:
     """vLLM's asynchronous engine, whose workers run in separate processes."""
 
     def __init__(self, settings: BackendSettings) -> None:
-        self.reads_images = reads_images(read_settings(settings.model))
-        if self.reads_images:
-            provide_torchvision()
         import vllm
         from transformers import AutoTokenizer
         from vllm.platforms import current_platform
 
+        processor = load_image_processor(settings.model, load_tokenizer(settings.tokenizer))
+        self.reads_images = processor is not None
         self._on_cpu = current_platform.is_cpu()
         self.device = "cpu" if self._on_cpu else current_platform.device_type
         self._stats: dict[str, Any] = {**dict.fromkeys(_COUNTERS, 0), "version": vllm.__version__}
@@ -67,11 +66,7 @@ class VllmBackend:
         if self._drafts:
             self._stats |= {"drafted_tokens": 0, "accepted_tokens": 0}
         self._engine = self._start(self._options(settings))
-        self._images: ImagePrompts | None = None
-        if self.reads_images:
-            processor = load_image_processor(settings.model, load_tokenizer(settings.tokenizer))
-            assert processor is not None
-            self._images = ImagePrompts(processor, self._engine.renderer)
+        self._images = None if processor is None else ImagePrompts(processor, self._engine.renderer)
         self._end: int | None = AutoTokenizer.from_pretrained(settings.tokenizer).eos_token_id
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks

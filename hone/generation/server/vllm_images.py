@@ -3,19 +3,12 @@
 vLLM's processor of a model would prepare the pixels with other kernels, and expand a placeholder by itself. Here both come from Hone's
 processor, so that engine and trainer compute the same inputs. vLLM gets the prompt with a placeholder for each token of an image, the
 pixels, and where they belong.
-
-torchvision's builds on PyPI cannot be loaded with a torch for CPUs. vLLM only imports its names for these models; a stand-in
-(:mod:`hone.generation.stand_ins`) is enough for that.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,15 +24,6 @@ OPTIONS: dict[str, Any] = {
     "mm_processor_cache_gb": 0,
 }
 """Arguments of vLLM for a model that reads images: pixels arrive normalised, and videos have no place in its memory."""
-_STAND_INS = Path(__file__).parents[1] / "stand_ins"
-
-
-def provide_torchvision() -> None:
-    """Let this process and its children import the stand-in of torchvision, if there is no torchvision."""
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(_STAND_INS))
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join([*([before] if before else []), str(_STAND_INS)])
 
 
 class ImagePrompts:

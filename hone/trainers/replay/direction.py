@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hone.cluster.context import WorkerContext
 from hone.cluster.roles import PolicyWorker
 from hone.data.batch import Batch
+from hone.data.images import IMAGES
 from hone.data.ragged import Ragged
 from hone.errors import HoneError
 from hone.models.devices import run_device
@@ -42,7 +43,8 @@ class WeightGradients:
 
     def __init__(self, stored: StoredStep) -> None:
         require_stored_inputs(stored.config, weights=True, code="E-what-if", fix="--no-weights, or a run without it")
-        self._batch = stored.batch.select("prompt_ids", "response_ids", "response_mask")
+        names = ("prompt_ids", "response_ids", "response_mask", IMAGES)
+        self._batch = stored.batch.select(*(name for name in names if name in stored.batch))
         device = run_device(stored.config.trainer.device)
         worker = PolicyWorker(WorkerContext(stored.config, device, resume=checkpoint_before(stored)))
         engine = worker.engine

@@ -94,7 +94,7 @@ def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep
             fix="another step, or a run whose rows hold no credentials",
             code="E-runs",
         )
-    return StoredStep(run, step, run_config(run, overrides), as_batch(records))
+    return StoredStep(run, step, run_config(run, overrides), as_batch(records, archive.folder))
 
 
 def require_stored_inputs(config: RLConfig, *, weights: bool, code: str, fix: str) -> None:
@@ -125,8 +125,8 @@ def require_stored_inputs(config: RLConfig, *, weights: bool, code: str, fix: st
         )
 
 
-def as_batch(records: Sequence[dict[str, Any]]) -> Batch:
-    """Convert records of the archive to the batch that the trainer had."""
+def as_batch(records: Sequence[dict[str, Any]], folder: Path) -> Batch:
+    """Convert records of the archive in a folder to the batch that the trainer had."""
     scores = [Score(r["score"], r["terms"] or {}, r["extra"] or {}, unshaped=r["unshaped"]) for r in records]
     columns: dict[str, Any] = {
         "score": scores,
@@ -141,7 +141,7 @@ def as_batch(records: Sequence[dict[str, Any]]) -> Batch:
         columns["reward_baselines"] = torch.tensor([record["baseline"] for record in records], dtype=torch.float32)
     if all(record["turn_values"] is not None for record in records):
         columns["turn_values"] = [{int(turn): value for turn, value in r["turn_values"].items()} for r in records]
-    return to_batch([stored_trajectory(record, {}) for record in records]).with_columns(
+    return to_batch([stored_trajectory(record, {}, folder) for record in records]).with_columns(
         **{name: column for name, column in columns.items() if column is not None}
     )
 

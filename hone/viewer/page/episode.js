@@ -1,7 +1,7 @@
 // One episode: its turns as a tree with sub-agents and rewritten segments, tool input and output, and where the time went.
 import { html } from "./vendor/preact.js";
 import { useData, link, go, fmt, signed, seconds, tone, plural, useKeys } from "./lib.js";
-import { Failure } from "./widgets.js";
+import { Failure, Pictured } from "./widgets.js";
 
 export function EpisodePage({ route }) {
   const [step, uid, index, part] = route.args;
@@ -26,7 +26,7 @@ export function EpisodePage({ route }) {
       ${data.error && html`<div class="error"><b>The episode broke.</b><pre class="text">${data.error}</pre></div>`}
       <${Times} data=${data} calls=${calls} />
       ${data.segments.length > 1 && html`<${Segmented} segments=${data.segments} />`}
-      <${Lane} lane=${data.lanes[0]} children=${data.lanes.slice(1)} />
+      <${Lane} run=${route.run} kind=${kind} lane=${data.lanes[0]} children=${data.lanes.slice(1)} />
     </div></div>`;
 }
 
@@ -58,24 +58,25 @@ function shownEntries(entries) {
   });
 }
 
-function Lane({ lane, children = [] }) {
-  return html`<ol class="lane" aria-label=${lane.name}>${shownEntries(lane.entries).map((entry, place) => html`<${Entry} key=${place} entry=${entry} children=${children.filter((child) => entry.turn !== null && child.after === entry.turn)} />`)}
-    ${children.filter((child) => child.after === null).map((child) => html`<li key=${child.name}><${Child} lane=${child} /></li>`)}</ol>`;
+function Lane({ lane, children = [], ...at }) {
+  return html`<ol class="lane" aria-label=${lane.name}>${shownEntries(lane.entries).map((entry, place) => html`<${Entry} key=${place} ...${at} entry=${entry} children=${children.filter((child) => entry.turn !== null && child.after === entry.turn)} />`)}
+    ${children.filter((child) => child.after === null).map((child) => html`<li key=${child.name}><${Child} ...${at} lane=${child} /></li>`)}</ol>`;
 }
 
-const Child = ({ lane }) => html`<details class="child" open><summary>${lane.name} <span class="faint">from turn ${lane.first + 1}</span></summary><${Lane} lane=${lane} /></details>`;
+const Child = ({ lane, ...at }) => html`<details class="child" open><summary>${lane.name} <span class="faint">from turn ${lane.first + 1}</span></summary><${Lane} ...${at} lane=${lane} /></details>`;
 
-function Entry({ entry, children }) {
+function Entry({ entry, children, run, kind }) {
   const { message, turn, reward, value, calls } = entry;
   const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content, null, 1) : "";
   const isTool = message.role === "tool";
+  const text = html`<${Pictured} text=${content} images=${entry.images} ...${{ run, kind }} />`;
   return html`<li class="turn ${message.role}">
     <div class="row who"><b>${turn !== null ? `turn ${turn + 1}` : message.role}</b>${message.name && html`<span class="mono">${message.name}</span>`}${reward ? html`<span class="chip ${tone(reward)}">reward ${signed(reward)}</span>` : ""}${value !== null && html`<span class="chip accent" title="mean reward of the answers that were forked here">fork, value ${fmt(value)}</span>`}</div>
     ${message.reasoning_content && html`<details class="thoughts"><summary>thoughts</summary><div class="text">${message.reasoning_content}</div></details>`}
-    ${content && (isTool && content.length > 900 ? html`<details><summary class="muted">${plural(content.length, "character")} of output</summary><div class="text">${content}</div></details>` : html`<div class="text">${content}</div>`)}
+    ${content && (isTool && content.length > 900 ? html`<details><summary class="muted">${plural(content.length, "character")} of output</summary><div class="text">${text}</div></details>` : html`<div class="text">${text}</div>`)}
     ${calls.map((call, place) => html`<${Call} key=${place} call=${call} />`)}
     ${!calls.length && (message.tool_calls || []).map((call, place) => html`<div key=${place} class="call card"><span class="mono">${call.function?.name}(${call.function?.arguments})</span></div>`)}
-    ${children.map((child) => html`<${Child} key=${child.name} lane=${child} />`)}
+    ${children.map((child) => html`<${Child} key=${child.name} ...${{ run, kind }} lane=${child} />`)}
   </li>`;
 }
 

@@ -1,7 +1,7 @@
 // Groups of a run, and one group with its answers side by side.
 import { html, useState, useEffect } from "./vendor/preact.js";
 import { useData, link, go, fmt, signed, tone, useKeys, plural, embedded } from "./lib.js";
-import { VirtualList, Download, Empty, SortHead, Strip, Failure, Nothing, useRows } from "./widgets.js";
+import { VirtualList, Download, Empty, SortHead, Strip, Failure, Nothing, Pictured, useRows } from "./widgets.js";
 
 const COLUMNS = [["step", "step"], [null, "prompt"], ["n", "answers"], ["score", "mean", "right"], ["spread", "spread", "right"], ["tokens", "tokens", "right"]];
 
@@ -63,7 +63,7 @@ export function Group({ run, kind, step, uid, q, alone, index, part }) {
   if (!data) return null;
   return html`
     <div class="prompt">
-      <div class="text">${data.prompt}</div>
+      <div class="text"><${Pictured} text=${data.prompt || ""} images=${data.images} ...${{ run, kind }} /></div>
       <div class="facts" style=${{ marginTop: "8px" }}>
         <span>step <b>${data.step}</b></span>
         ${data.ground_truth !== null && data.ground_truth !== "" && html`<span>expected <b class="mono">${shown(data.ground_truth)}</b></span>`}

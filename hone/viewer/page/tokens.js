@@ -1,7 +1,7 @@
 // The tokens of one answer, coloured by a number, and the chain from reward to weight of the token under the pointer.
 import { html, useState, useMemo, useEffect, useRef } from "./vendor/preact.js";
 import { useData, link, go, fmt, signed, useKeys } from "./lib.js";
-import { Failure, Segments } from "./widgets.js";
+import { Failure, Pieces, Segments } from "./widgets.js";
 import { LabelBox } from "./labels.js";
 
 const MODES = [
@@ -63,8 +63,8 @@ export function TokensPage({ route, state }) {
     <div class="tokens-page">
       <div class="scroll pad" onMouseLeave=${() => setHovered(null)}>
         ${mode && html`<${Legend} mode=${mode} values=${columns[mode[0]]} />`}
-        <div class="text faint" style=${{ marginBottom: "10px" }}>${data.prompt_texts.length ? data.prompt_texts.join("") : data.prompt}</div>
-        <${Body} data=${data} values=${mode ? columns[mode[0]] : null} mode=${mode} at=${picked} onHover=${setHovered} onPick=${setPicked} />
+        <div class="text faint" style=${{ marginBottom: "10px" }}>${data.prompt_texts.length ? html`<${Pieces} pieces=${data.prompt_texts} pictures=${data.prompt_pictures} run=${route.run} kind=${kind} />` : data.prompt}</div>
+        <${Body} run=${route.run} kind=${kind} data=${data} values=${mode ? columns[mode[0]] : null} mode=${mode} at=${picked} onHover=${setHovered} onPick=${setPicked} />
       </div>
       <aside class="inspector scroll" aria-label="token" aria-live="polite">
         ${at === null ? html`<p class="muted">Point at a token, or move with <kbd>h</kbd> <kbd>l</kbd>, to see how its weight came about.</p>` : html`<${Inspector} data=${data} columns=${columns} at=${at} />`}
@@ -115,7 +115,7 @@ function Legend({ mode, values }) {
     ${ends ? ends.map((value) => html`<span key=${value} class="num row" style=${{ gap: "4px" }}><i class="swatch" style=${{ background: colour(value) || "var(--sunken)" }}></i>${fmt(value, 2)}</span>`) : mode[2] === "mask" ? html`<span class="row" style=${{ gap: "4px" }}><i class="swatch" style=${{ background: colour(1) }}></i>learned from<i class="swatch" style=${{ background: colour(0) }}></i>not</span>` : ""}</div>`;
 }
 
-function Body({ data, values, mode, at, onHover, onPick }) {
+function Body({ run, kind, data, values, mode, at, onHover, onPick }) {
   const box = useRef(null);
   const blocks = useMemo(() => {
     const colour = values ? colourOf(mode, values) : () => "";
@@ -124,12 +124,12 @@ function Body({ data, values, mode, at, onHover, onPick }) {
     for (let start = 0; start < data.texts.length; start += BLOCK) {
       const tokens = data.texts.slice(start, start + BLOCK).map((token, offset) => {
         const place = start + offset;
-        return html`<span key=${place} data-token=${place} class=${mask && !mask[place] ? "given" : ""} style=${{ background: values ? colour(values[place] ?? null) : "" }}>${token}</span>`;
+        return html`<span key=${place} data-token=${place} class=${mask && !mask[place] ? "given" : ""} style=${{ background: values ? colour(values[place] ?? null) : "" }}>${data.pictures[place] ? html`<${Pieces} pieces=${[token]} pictures=${[data.pictures[place]]} ...${{ run, kind }} />` : token}</span>`;
       });
       result.push(html`<div key=${start} class="block">${tokens}</div>`);
     }
     return result;
-  }, [data, values, mode?.[0]]);
+  }, [run, kind, data, values, mode?.[0]]);
   useEffect(() => {
     const token = box.current.querySelector(`[data-token="${at}"]`);
     token?.classList.add("at");

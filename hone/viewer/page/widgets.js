@@ -1,12 +1,34 @@
 // Pieces of several views: virtual list, messages, segments, score strips, toasts.
 import { html, useState, useEffect, useRef, useLayoutEffect, useCallback } from "./vendor/preact.js";
-import { get, scoreColour, fmt, useKeys, embedded } from "./lib.js";
+import { get, address, scoreColour, fmt, useKeys, embedded } from "./lib.js";
 
 const PAGE = 100;
 
 export function Failure({ error }) {
   const parts = error.parts || { what: error.message };
   return html`<div class="error" role="alert"><b>${parts.what}</b>${parts.why && html`<div>${parts.why}</div>`}${parts.fix && html`<div class="muted">Fix: ${parts.fix}</div>`}</div>`;
+}
+
+// One image of a sample; where the run or file does not hold it, its mark.
+function Picture({ run, kind, name }) {
+  const [missing, setMissing] = useState(false);
+  const place = address("image", { run, kind, name });
+  const source = embedded ? embedded.answers[place] : `api/${place}`;
+  if (missing || !source) return "<image>";
+  return html`<img class="picture" src=${source} alt="image ${name}" loading="lazy" onError=${() => setMissing(true)} />`;
+}
+
+// Pieces of text, some of which are images: `pictures` has their names by place.
+export const Pieces = ({ pieces, pictures, run, kind }) => pieces.map((piece, place) => (pictures[place] ? html`<${Picture} key=${place} ...${{ run, kind }} name=${pictures[place]} />` : piece));
+
+// A text with a mark for each of the images; with another number of marks they follow it.
+export function Pictured({ text, images, run, kind }) {
+  if (!images?.length) return text;
+  const marked = text.split("<image>");
+  const fits = marked.length === images.length + 1;
+  const pieces = fits ? marked.flatMap((part, place) => (place ? ["", part] : [part])) : [text, ...images.map(() => "")];
+  const pictures = Object.fromEntries(images.map((name, place) => [fits ? 2 * place + 1 : place + 1, name]));
+  return html`<${Pieces} ...${{ pieces, pictures, run, kind }} />`;
 }
 
 export const Nothing = ({ title, children }) => html`<div class="message"><b>${title}</b>${children}</div>`;
