@@ -18,10 +18,9 @@ from hone.data.image_processor import ImageProcessor, Pixels
 from hone.data.images import ImageData, key_of, place_of
 from hone.data.ragged import Ragged
 from hone.errors import ModelError
+from hone.models.vision import TOWERS
 
 _ATTRIBUTE = "hone_image_processor"
-_TOWERS = ("visual", "vision_model")
-"""Names of vision towers, of Qwen-VL and of Idefics3."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def vision_tower(causal: nn.Module) -> nn.Module | None:
     In Qwen-VL it includes the layers that merge patches; in SmolVLM and Idefics3 these are a module of their own, the connector.
     """
     inner = getattr(causal, "model", None)
-    return next((getattr(inner, name) for name in _TOWERS if isinstance(getattr(inner, name, None), nn.Module)), None)
+    return next((getattr(inner, name) for name in TOWERS if isinstance(getattr(inner, name, None), nn.Module)), None)
 
 
 def images_by_key(rows: Iterable[Sequence[ImageData]]) -> dict[int, ImageData]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from hone.config.derived import RunSpec
 from hone.config.preference import RewardModelConfig
 from hone.config.tree import RLConfig
-from hone.config.trees import TREES, AnyConfig, parallel_block
+from hone.config.trees import TREES, AnyConfig, model_block, parallel_block
 from hone.errors import ConfigError, Finding
+from hone.generation.options import sends_adapter
 from hone.preflight.cluster import actor_processes
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Stage, error, rule
@@ -22,12 +23,29 @@ def rows_are_read_whole(config: AnyConfig, evidence: Evidence) -> Iterator[Findi
 
 
 @rule("R86", *TREES.values(), stage=Stage.FILES)
+def frozen_tower_exists(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """A vision tower that is frozen exists."""
+    from hone.data.image_processor import reads_images
+
+    path, model = model_block(config)
+    kind = evidence.model_settings.get("model_type")
+    if model.freeze_vision_tower and kind is not None and not reads_images(evidence.model_settings):
+        yield error(
+            f"{path}.freeze_vision_tower=true, but a model of type {kind} has no vision tower that Hone trains",
+            why="nothing would be frozen",
+            fix=f"{path}.freeze_vision_tower=false",
+            where=f"{path}.freeze_vision_tower",
+        )
+
+
+@rule("R86", *TREES.values(), stage=Stage.FILES)
 def run_reads_images(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """Engine and training backend read images, if rows have some."""
     if evidence.has_images:
-        yield from image_limits(config)
+        yield from image_limits(config, str(evidence.model_settings.get("model_type")))
 
 
+_ENGINES = ("native", "vllm")
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -61,8 +79,13 @@ def _backend_limits(config: AnyConfig) -> Iterator[Finding]:
             )
 
 
-def image_limits(config: AnyConfig) -> Iterator[Finding]:
-    """Yield an error for each setting with which a run reads no images."""
+def image_limits(config: AnyConfig, kind: str = "qwen3_vl") -> Iterator[Finding]:
+    """Yield an error for each setting with which a run reads no images.
+
+    Args:
+        config: of the run.
+        kind: ``model_type`` of the model.
+    """
     yield from _backend_limits(config)
     if isinstance(config, RewardModelConfig):
         yield error(
@@ -71,23 +94,38 @@ def image_limits(config: AnyConfig) -> Iterator[Finding]:
             fix="leave such rows out, or describe the images in the text",
             where="model.path",
         )
-    if not isinstance(config, RLConfig):
-        return
-    from hone.generation import is_served
+    if isinstance(config, RLConfig):
+        yield from _engine_limits(config, kind)
+        if RunSpec(config).critic.value:
+            yield error(
+                "rows have images, but critics do not read them",
+                why="transformers has no value model of this kind",
+                fix="algorithm.adv_estimator=grpo, which needs no critic",
+                where="algorithm.adv_estimator",
+            )
 
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "native" or is_served(rollout):
-        block = "actor_rollout_ref.rollout"
+
+def _engine_limits(config: RLConfig, kind: str) -> Iterator[Finding]:
+    """Yield an error if the engine does not read images."""
+    rollout, block = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.name not in _ENGINES:
         yield error(
-            f"rows have images, but the engine {rollout.name} runs in processes of its own",
-            why="Hone sends images only to its own engine in the process of the trainer",
-            fix=f"{block}.name=native {block}.num_replicas=null",
-            where=f"{block}.num_replicas" if rollout.name == "native" else f"{block}.name",
+            f"rows have images, but the engine {rollout.name} does not get them",
+            why=f"Hone sends images to {' and '.join(_ENGINES)} only",
+            fix=f"{block}.name=native",
+            where=f"{block}.name",
         )
-    if RunSpec(config).critic.value:
+    elif rollout.name == "vllm" and not kind.startswith("qwen"):
         yield error(
-            "rows have images, but critics do not read them",
-            why="transformers has no value model of this kind",
-            fix="algorithm.adv_estimator=grpo, which needs no critic",
-            where="algorithm.adv_estimator",
+            f"rows have images, but Hone does not send them to vLLM for a model of type {kind}",
+            why="only Qwen-VL models were compared with the trainer there",
+            fix=f"{block}.name=native",
+            where=f"{block}.name",
+        )
+    elif sends_adapter(config):
+        yield error(
+            f"rows have images, but {block}.merge_lora=false",
+            why="vLLM takes no adapter of a vision tower",
+            fix=f"{block}.merge_lora=true",
+            where=f"{block}.merge_lora",
         )

@@ -29,6 +29,7 @@ CASES = [
     pytest.param(engine, arch, marks=marks, id=f"{engine}-{arch}")
     for engine, marks in (("served", pytest.mark.slow), ("vllm", pytest.mark.engines))
     for arch in ARCHITECTURES
+    if (engine, arch) != ("vllm", "smolvlm")
 ]
 
 

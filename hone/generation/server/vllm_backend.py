@@ -57,7 +57,7 @@ class VllmBackend:
         from vllm.platforms import current_platform
 
         processor = load_image_processor(settings.model, load_tokenizer(settings.tokenizer))
-        self.reads_images = processor is not None
+        self.reads_images = processor is not None and processor.in_grid
         self._on_cpu = current_platform.is_cpu()
         self.device = "cpu" if self._on_cpu else current_platform.device_type
         self._stats: dict[str, Any] = {**dict.fromkeys(_COUNTERS, 0), "version": vllm.__version__}
@@ -66,7 +66,7 @@ class VllmBackend:
         if self._drafts:
             self._stats |= {"drafted_tokens": 0, "accepted_tokens": 0}
         self._engine = self._start(self._options(settings))
-        self._images = None if processor is None else ImagePrompts(processor, self._engine.renderer)
+        self._images = ImagePrompts(processor, self._engine.renderer) if processor and processor.in_grid else None
         self._end: int | None = AutoTokenizer.from_pretrained(settings.tokenizer).eos_token_id
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks

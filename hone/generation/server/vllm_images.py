@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class ImagePrompts:
-    """Maker of prompts with images.
+    """Maker of prompts with images, for models of a grid (Qwen-VL).
 
     Args:
         processor: of the model, Hone's.
@@ -43,12 +43,12 @@ class ImagePrompts:
         from vllm.multimodal.inputs import PlaceholderRange
 
         by_key = {image.key: image for image in request.images}
-        spans = image_spans(request.prompt_ids, [(key, self._processor.pixels(by_key[key]).count) for key in by_key])
-        shown = [by_key[key] for key, _, _ in spans]
-        ranges = []
-        for _, start, stop in spans:
-            seen = torch.tensor([token < 0 for token in request.prompt_ids[start:stop]])
-            ranges.append(PlaceholderRange(start, stop - start, None if seen.all() else seen))
+        starts = [index for index, token in enumerate(request.prompt_ids) if token < 0 and place_of(token) == 0]
+        shown = [by_key[key_of(request.prompt_ids[start])] for start in starts]
+        ranges = [
+            PlaceholderRange(start, self._processor.pixels(image).count)
+            for start, image in zip(starts, shown, strict=True)
+        ]
         return mm_input(
             [self._processor.placeholder if token < 0 else token for token in request.prompt_ids],
             self._items(shown),
@@ -62,31 +62,6 @@ class ImagePrompts:
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         pixels = [self._processor.pixels(image).values for image in images]
-        if self._processor.in_grid:
-            values = {name: torch.cat([one[name] for one in pixels]) for name in pixels[0]}
-        else:  # vLLM has no dimension of samples
-            values = {name: torch.cat([one[name][0] for one in pixels]) for name in pixels[0]}
-            values["num_patches"] = torch.tensor([one["pixel_values"].shape[1] for one in pixels])
-        features = BatchFeature(values)
+        features = BatchFeature({name: torch.cat([one[name] for one in pixels]) for name in pixels[0]})
         fields = self._renderer.get_mm_processor()._get_mm_fields_config(features, {})
         return MultiModalKwargsItems.from_hf_inputs(features, fields)
-
-
-def image_spans(ids: Sequence[int], counts: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return key, first token and end of each image in a prompt; text between its parts belongs to it.
-
-    Args:
-        ids: of the prompt.
-        counts: key and number of tokens of each image.
-    """
-    spans: list[tuple[int, int, int]] = []
-    last = dict(counts)
-    start = 0
-    for index, token in enumerate(ids):
-        if token >= 0:
-            continue
-        if place_of(token) == 0:
-            start = index
-        if place_of(token) == last[key_of(token)] - 1:
-            spans.append((key_of(token), start, index + 1))
-    return spans

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hone.config.model import ModelConfig
 from hone.models.registry import CacheSize, family_of, tensor_plan_of
+from hone.models.vision import TOWERS
 from hone.preflight.reading import read_json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -141,12 +142,25 @@ def count_parameters(model: ModelConfig) -> int | None:
     return _count_from_config(model) if (directory / "config.json").is_file() else None
 
 
-def _tensor_sizes(file: Path) -> Iterator[int]:
-    """Yield the parameters of each tensor of a safetensors file, from its header."""
+def frozen_parameters(model: ModelConfig) -> int:
+    """Return the parameters of a vision tower that is not trained, from the headers of the weight files; 0 where they do not say."""
+    if not model.freeze_vision_tower:
+        return 0
+    try:
+        files = list(Path(model.path or "").glob("*.safetensors"))
+        return sum(sum(_tensor_sizes(file, part=TOWERS)) for file in files)
+    except (OSError, ValueError, struct.error):
+        return 0
+
+
+def _tensor_sizes(file: Path, part: Sequence[str] = ()) -> Iterator[int]:
+    """Yield the parameters of each tensor of a safetensors file, from its header; with ``part`` of modules of these names alone."""
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
-    yield from (math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    for name, tensor in header.items():
+        if name != "__metadata__" and (not part or any(module in part for module in name.split("."))):
+            yield math.prod(tensor["shape"])
 
 
 def _count_from_config(model: ModelConfig) -> int | None:

@@ -23,7 +23,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.models.registry import family_of
 from hone.preflight.plan.activations import Passes
-from hone.preflight.plan.model import ModelShape, shape_of
+from hone.preflight.plan.model import ModelShape, frozen_parameters, shape_of
 from hone.preflight.reading import read_json
 
 TEACHER = "teacher"
@@ -41,6 +41,7 @@ class TrainedModel:
         keeps_attention: whether checkpointing keeps the outputs of attention.
         value: whether it predicts values instead of log-probs.
         lora_rank: of the adapters that alone are trained, 0 without.
+        frozen: parameters of a vision tower that is not trained.
     """
 
     shape: ModelShape
@@ -53,11 +54,12 @@ class TrainedModel:
     value: bool = False
     lora_rank: int = 0
     keeps_attention: bool = False
+    frozen: int = 0
 
     @property
     def trained_parameters(self) -> int:
         """Parameters that the optimizer changes."""
-        return self.shape.adapter(self.lora_rank) if self.lora_rank else self.shape.parameters
+        return self.shape.adapter(self.lora_rank) if self.lora_rank else self.shape.parameters - self.frozen
 
     @property
     def parameters(self) -> int:
@@ -285,6 +287,7 @@ def _rl_work(
         checkpointing=critic.model.enable_gradient_checkpointing,
         value=True,
         lora_rank=0,
+        frozen=0,
     )
     scores = dataclasses.replace(
         policy,
@@ -319,7 +322,7 @@ def _trained(
     epochs: int = 1,
 ) -> TrainedModel:
     bf16, checkpointing = is_narrow(dtype), block.enable_gradient_checkpointing
-    adapters = {"lora_rank": _lora_rank(block)}
+    adapters = {"lora_rank": _lora_rank(block), "frozen": frozen_parameters(block)}
     kept = {"keeps_attention": block.gradient_checkpointing_keeps == "attention"}
     return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, **adapters, **kept)
 

@@ -279,6 +279,12 @@ ROWS = [
         breaks=image_world,
     ),
     Case(
+        "R86 images.frozen_tower_exists",
+        f"{MODEL}.freeze_vision_tower=true",
+        ("freeze_vision_tower=true", "no vision tower"),
+        fix=f"{MODEL}.freeze_vision_tower=false",
+    ),
+    Case(
         "R42 preference.preference_columns_exist",
         "data.chosen_key=better",
         ("'better' and 'rejected'",),

@@ -23,13 +23,49 @@ def rl(**changes: Any) -> RLConfig:
     return config
 
 
+def lora(**changes: Any) -> RLConfig:
+    config = rl(name="vllm", **changes)
+    config.actor_rollout_ref.model.lora_rank = 8
+    return config
+
+
+def on_ray(**sizes: int) -> SFTConfig:
+    config = SFTConfig()
+    config.trainer.runtime, config.trainer.n_gpus_per_node = "ray", 2
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        (on_ray(), None),
+        (on_ray(tensor_model_parallel_size=2), "tensor_model_parallel_size"),
+        (on_ray(ulysses_sequence_parallel_size=2), "ulysses_sequence_parallel_size"),
+        (on_ray(strategy="megatron"), "strategy"),
+    ],
+)
+def test_each_layout_without_images_is_one_error(config: Any, where: str | None) -> None:
+    assert [finding.error.where for finding in image_limits(config)] == ([] if where is None else [where])
+
+
+def test_vllm_gets_images_of_grids_only() -> None:
+    assert [finding.error.where for finding in image_limits(rl(name="vllm"), "smolvlm")] == [
+        "actor_rollout_ref.rollout.name"
+    ]
+
+
 @pytest.mark.parametrize(
     ("config", "where"),
     [
         (rl(), None),
         (SFTConfig(), None),
-        (rl(name="vllm"), "actor_rollout_ref.rollout.name"),
-        (rl(num_replicas=1), "actor_rollout_ref.rollout.num_replicas"),
+        (rl(name="vllm"), None),
+        (rl(name="sglang"), "actor_rollout_ref.rollout.name"),
+        (rl(name="hf"), "actor_rollout_ref.rollout.name"),
+        (rl(num_replicas=1), None),
+        (lora(merge_lora=False), "actor_rollout_ref.rollout.merge_lora"),
         (rl(adv_estimator="gae"), "algorithm.adv_estimator"),
         (RewardModelConfig(), "model.path"),
     ],
