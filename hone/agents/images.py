@@ -73,7 +73,7 @@ class EpisodeImages:
         """Return ids with one placeholder for each image, as they were before :meth:`expand`."""
         if self.processor is None or not self.all:
             return list(ids)
-        runs = [self.processor.pixels(image).ids for image in self.all]
+        runs = [self.processor.tokens(image) for image in self.all]
         folded, place = list[int](), 0
         while place < len(ids):
             run = next((run for run in runs if list(ids[place : place + len(run)]) == run), None)

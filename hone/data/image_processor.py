@@ -82,6 +82,10 @@ class ImageProcessor(ABC):
             self._kept.popitem(last=False)
         return pixels
 
+    def tokens(self, image: ImageData) -> list[int]:
+        """Return the token ids that replace one placeholder."""
+        return self.pixels(image).ids
+
     def expand(self, ids: Sequence[int], images: Sequence[ImageData], where: str = "") -> list[int]:
         """Replace each placeholder by the tokens of its image, in order.
 
@@ -99,7 +103,7 @@ class ImageProcessor(ABC):
         rest = iter(images)
         expanded: list[int] = []
         for token in ids:
-            expanded += self.pixels(next(rest)).ids if token == self.placeholder else [token]
+            expanded += self.tokens(next(rest)) if token == self.placeholder else [token]
         return expanded
 
     @abstractmethod
@@ -115,6 +119,19 @@ class GridProcessor(ImageProcessor):
     """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
     in_grid = True
+
+    def tokens(self, image: ImageData) -> list[int]:
+        """Return the token ids that replace one placeholder, from the size of the image alone."""
+        if not self._prepare.do_resize:
+            return super().tokens(image)
+        width, height = image.size
+        try:
+            patches = self._prepare.get_number_of_image_patches(height, width)
+        except ValueError as error:
+            raise DataError(
+                f"an image of {width} x {height} pixels is not read: {error}", fix="crop it, or leave the row out"
+            ) from error
+        return token_ids(image.key, int(patches) // int(self._prepare.merge_size) ** 2)
 
     def blank(self) -> Pixels:
         """Return the smallest input of the vision tower; no token refers to it."""

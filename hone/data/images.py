@@ -18,7 +18,7 @@ import binascii
 import hashlib
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,7 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images, of transformers and of OpenAI's two APIs."""
 MAX_PIXELS = 64_000_000
 """Largest image that is opened, in pixels."""
+_END_OF_JPEG = b"\xff\xd9"
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,28 @@ class ImageData:
         heads = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif"}
         return next((name for head, name in heads.items() if self.content.startswith(head)), ".image")
 
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, from the head of the file if the rest of it is whole.
+
+        A PNG is whole if its checksums are right, a JPEG if it has an end. Other files are decoded.
+
+        Raises:
+            DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
+        """
+        if self.suffix == ".png" or (self.suffix == ".jpg" and _END_OF_JPEG in self.content[-64:]):
+            return self._opened(lambda image: (image.verify(), image.size)[1])
+        return self.open().size
+
     def open(self) -> Image:
         """Return the decoded image in RGB.
 
         Raises:
             DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
         """
+        return self._opened(lambda image: image.convert("RGB"))
+
+    def _opened(self, use: Callable[[Any], Any]) -> Any:
         image_module = pillow()
         try:
             with image_module.open(io.BytesIO(self.content)) as image:
@@ -86,7 +103,7 @@ class ImageData:
                         why="decoding it could exhaust the memory",
                         fix="store it smaller: models scale it down anyway",
                     )
-                return image.convert("RGB")
+                return use(image)
         except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
             raise DataError(
                 f"an image cannot be decoded: {error}",
@@ -95,7 +112,7 @@ class ImageData:
             ) from error
 
 
-def read_image(value: Any, where: str, folder: Path | None = None) -> ImageData:
+def read_image(value: Any, where: str, folder: Path | None = None, *, reads: bool = True) -> ImageData:
     """Return the image of a dataset's value.
 
     Args:
@@ -103,6 +120,7 @@ def read_image(value: Any, where: str, folder: Path | None = None) -> ImageData:
             ``path``, ``image``, ``image_url`` or ``url`` (Hugging Face's feature, a message's part).
         where: file and row, for messages.
         folder: of relative paths; None: the current one.
+        reads: whether files are read and URLs decoded; otherwise a file must only exist, and the image has no content.
 
     Raises:
         DataError: it is none of these, or the file does not exist.
@@ -114,9 +132,9 @@ def read_image(value: Any, where: str, folder: Path | None = None) -> ImageData:
     if isinstance(value, Mapping):
         for name in ("bytes", "image", "image_url", "url", "path"):
             if value.get(name) is not None:
-                return read_image(value[name], where, folder)
+                return read_image(value[name], where, folder, reads=reads)
     if isinstance(value, str | Path) and value:
-        return _from_text(str(value), where, folder)
+        return _from_text(str(value), where, folder, reads)
     if hasattr(value, "save") and hasattr(value, "convert"):
         picture: Any = value
         buffer = io.BytesIO()
@@ -130,8 +148,10 @@ def read_image(value: Any, where: str, folder: Path | None = None) -> ImageData:
     )
 
 
-def _from_text(text: str, where: str, folder: Path | None) -> ImageData:
+def _from_text(text: str, where: str, folder: Path | None, reads: bool) -> ImageData:
     if text.startswith("data:"):
+        if not reads:
+            return ImageData(b"")
         head, _, body = text.partition(",")
         try:
             return ImageData(base64.b64decode(body, validate=True) if head.endswith(";base64") else body.encode())
@@ -147,7 +167,9 @@ def _from_text(text: str, where: str, folder: Path | None) -> ImageData:
     path = Path(text.removeprefix("file://")).expanduser()
     path = path if path.is_absolute() or folder is None else folder / path
     try:
-        return ImageData(path.read_bytes())
+        if not reads:
+            path.stat()
+        return ImageData(path.read_bytes() if reads else b"")
     except OSError as error:
         raise DataError(
             f"cannot read the image '{path}': {error.strerror or error}",

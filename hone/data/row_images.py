@@ -41,11 +41,13 @@ class RowImages:
         key: column of the images.
         processor: of the model; None for a model of text, whose rows have no images.
         any_model: read images without a processor, of rows for a model that is not known.
+        reads: see :func:`hone.data.images.read_image`.
     """
 
     key: str
     processor: ImageProcessor | None
     any_model: bool = False
+    reads: bool = True
     _read: dict[bytes, ImageData] = field(default_factory=dict)
 
     @classmethod
@@ -121,12 +123,12 @@ class RowImages:
         expanded, placeholder = self.processor.expand(ids, images, where), self.processor.placeholder
         rest, masked = iter(images), list[int]()
         for token, bit in zip(ids, mask, strict=True):
-            masked += [0] * len(self.processor.pixels(next(rest)).ids) if token == placeholder else [bit]
+            masked += [0] * len(self.processor.tokens(next(rest))) if token == placeholder else [bit]
         return expanded, masked
 
     def _images(self, values: Sequence[Any], row: Row) -> tuple[ImageData, ...]:
         """Read images; those with equal content are one object."""
-        images = (read_image(value, row.where, row.folder) for value in values)
+        images = (read_image(value, row.where, row.folder, reads=self.reads) for value in values)
         return tuple(self._read.setdefault(image.content, image) for image in images)
 
     def _column(self, row: Row) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +237,7 @@ class Evidence:
 
 
 def _image_problems(images: RowImages, rows: list[Row], keys: Iterable[str]) -> list[DataError]:
-    """Return the first error of the rows' images, at most one; the first images are decoded."""
+    """Return the first error of the rows' images, at most one; the first images are decoded, the files of the others exist."""
     from hone.data.messages import check_messages, plain
 
     decoded = 0
@@ -248,7 +249,8 @@ def _image_problems(images: RowImages, rows: list[Row], keys: Iterable[str]) -> 
             except DataError:
                 continue  # R42 reports it
             try:
-                shown = images.of_text(row) if messages is None else images.place(messages, row)[1]
+                reader = images if decoded < _DECODED else replace(images, reads=False)
+                shown = reader.of_text(row) if messages is None else reader.place(messages, row)[1]
                 for image in shown[: max(0, _DECODED - decoded)]:
                     image.open()
                 decoded += len(shown)

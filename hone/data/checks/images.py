@@ -84,7 +84,7 @@ def check_images(rows: Sequence[Row], columns: Sequence[str], images: RowImages)
             check.unreadable.append(DataError(problem.what, why=problem.why, fix=problem.fix, where=row.where))
         else:
             if images.processor is not None:
-                tokens = [len(images.processor.pixels(image).ids) for image in shown]
+                tokens = [len(images.processor.tokens(image)) for image in shown]
                 check.tokens += tokens
                 check.extra_tokens[number] = sum(tokens) - len(tokens)
     return check

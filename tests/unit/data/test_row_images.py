@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from support.image_models import as_text_ids, data_url, drawn, image_model, keys_in
 from support.messages import raises
 from support.preflight import write_rows
@@ -375,11 +377,58 @@ def test_inspected_rows_show_their_images(reader: Reader, tmp_path: Path) -> Non
 def test_a_run_stores_each_image_once(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     photo = ImageData(b"\xff\xd8\xffphoto")
-    run.write_images([RED, BLUE, RED])
+    run.write_images([RED, BLUE, RED], run.rollouts)
     written = {file: file.stat().st_mtime_ns for file in (run.rollouts / "images").iterdir()}
-    run.write_images([RED, photo])
+    run.write_images([RED, photo], run.rollouts)
     files = {file.name: file.read_bytes() for file in (run.rollouts / "images").iterdir()}
     assert files == {f"{image.key:011x}{image.suffix}": image.content for image in (RED, BLUE, photo)}
     assert [image.suffix for image in (RED, photo)] == [".png", ".jpg"]
     assert all(file.stat().st_mtime_ns == time for file, time in written.items())
     assert f"{keys_in(token_ids(RED.key, 2))[0]:011x}.png" in files
+
+
+def encoded(size: tuple[int, int], form: str) -> ImageData:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (9, 90, 200)).save(buffer, form)
+    return ImageData(buffer.getvalue())
+
+
+@pytest.mark.parametrize("size", [(1, 1), (28, 28), (29, 200), (640, 31), (333, 512), (1000, 1500)])
+def test_tokens_are_counted_without_decoding(
+    reader: Reader, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the processor makes; for grids from the size alone."""
+    for form in ("PNG", "JPEG"):
+        image = encoded(size, form)
+        expected = load_image_processor(reader.folder, reader.tokenizer)
+        assert expected is not None
+        assert reader.processor.tokens(image) == expected.pixels(image).ids
+    if reader.processor.in_grid:
+        monkeypatch.setattr(ImageData, "open", lambda self: pytest.fail("decoded"))
+        assert reader.processor.tokens(encoded((size[0] + 1, size[1]), "JPEG"))
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_a_file_that_was_cut_has_no_size(form: str) -> None:
+    whole = encoded((90, 60), form)
+    assert whole.size == (90, 60)
+    for missing in (1, 3, 20):
+        with raises(DataError, "cannot be decoded"):
+            _ = ImageData(whole.content[:-missing]).size
+
+
+def test_an_image_that_is_too_narrow_is_named(reader: Reader) -> None:
+    if reader.processor.in_grid:
+        with raises(DataError, "3 x 900 pixels"):
+            reader.processor.tokens(encoded((3, 900), "PNG"))
+
+
+def test_preflight_reads_each_file_at_most_once(tmp_path: Path) -> None:
+    (tmp_path / "there.png").write_bytes(RED.content)
+    reader = RowImages("images", None, any_model=True, reads=False)
+    rows = [{"prompt": ASKED, "images": ["there.png", name]} for name in ("there.png", "absent.png")]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    there, absent = read_all(file)
+    assert [image.content for image in reader.place(ASKED, there)[1]] == [b"", b""]
+    with raises(DataError, "absent.png"):
+        reader.place(ASKED, absent)
