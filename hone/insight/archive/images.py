@@ -45,9 +45,9 @@ def images_of(archive: Path, ids: Sequence[int]) -> tuple[ImageData, ...]:
     Raises:
         HoneError: the archive does not have one (code E-runs).
     """
-    found: dict[int, ImageData] = {}
+    by_key: dict[int, ImageData] = {}
     for key in keys_in(ids):
-        image = found.get(key) or find_image(archive, key)
+        image = by_key.get(key) or find_image(archive, key)
         if image is None or image.key != key:
             raise HoneError(
                 f"the image {name_of(key)} of a stored sample is missing",
@@ -56,5 +56,5 @@ def images_of(archive: Path, ids: Sequence[int]) -> tuple[ImageData, ...]:
                 fix=f"copy the folder {FOLDER} of the run with its samples",
                 code="E-runs",
             )
-        found[key] = image
-    return tuple(found[key] for key in keys_in(ids))
+        by_key[key] = image
+    return tuple(by_key[key] for key in keys_in(ids))
