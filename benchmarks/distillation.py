@@ -8,9 +8,6 @@ imitated worse ones and copies half of the digits. Every arm then gets the same 
     forward_kl    on-policy: the whole distributions of teacher and student at each token that the student samples
     reverse_kl    the same, in the other direction
     k1            on-policy: the teacher's log-prob of each token that the student samples is an advantage
-    answers       the stored answers of `sft`, with the teacher's whole distributions at each of their tokens
-    spans         on-policy: a teacher with another tokenizer, which has two digits in a token, by spans of text (k2)
-    spans_k1      the same with k1
 
 The curve is the share of right digits in greedy answers to held-out prompts, measured from the checkpoints in the same way for all
 arms. Runs that are complete in `--work` are not repeated. The script draws `distillation.png` into `--out` and prints the table.
@@ -32,8 +29,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, DIGITS, PROMPTS, HELD_OUT, BATCH, EVERY = 6, 4, 128, 128, 64, 20
@@ -45,11 +41,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "forward_kl": ("distillation.loss_mode=forward_kl",),
     "reverse_kl": ("distillation.loss_mode=reverse_kl",),
     "k1": ("distillation.loss_mode=k1",),
-    "answers": ("distillation.loss_mode=forward_kl", "distillation.enable=true"),
-    "spans": ("distillation.loss_mode=k2",),
-    "spans_k1": ("distillation.loss_mode=k1",),
 }
-OF_ANSWERS, OF_SPANS = ("sft", "answers"), ("spans", "spans_k1")
 QUIET = ("trainer.num_threads=1", "trainer.device=cpu", "trainer.logger=[]", "trainer.val_before_train=false")
 
 
@@ -115,27 +107,6 @@ def make_models(work: Path) -> tuple[Path, Path]:
     return teacher, start
 
 
-def make_other_teacher(work: Path) -> Path:
-    """Train a teacher like the first with a tokenizer that has pairs of digits; return its directory."""
-    if not (work / "blank_pairs").is_dir():
-        known = AutoTokenizer.from_pretrained(work / "tokenizer")
-        pairs = Tokenizer(models.BPE())
-        pairs.pre_tokenizer, pairs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer = trainers.BpeTrainer(
-            vocab_size=340, special_tokens=list(known.all_special_tokens), initial_alphabet=letters, max_token_length=2
-        )
-        pairs.train([str(work / "noisy.jsonl")], trainer)
-        other = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token=known.eos_token, pad_token=known.pad_token)
-        other.chat_template = known.chat_template
-        other.save_pretrained(work / "pairs_tokenizer")
-        names = ("--tokenizer", work / "pairs_tokenizer", "--out", work / "blank_pairs")
-        hone("init", "--arch", "qwen3", "--size", "5m", *names)
-    words = ("optim.lr=2e-3", "optim.lr_scheduler_type=cosine", "trainer.save_freq=-1")
-    folder = imitate(work, "pairs", work / "blank_pairs", work / "noisy.jsonl", TEACHER_STEPS, *words)
-    return folder / f"step_{TEACHER_STEPS}/actor"
-
-
 _TRAINED = (("teacher", TEACHER_STEPS), ("start", START_STEPS))
 
 
@@ -170,15 +141,12 @@ def prompts(work: Path, split: str) -> list[str]:
 def train(arm: str, seed: int, steps: int, work: Path, teacher: Path, start: Path) -> Path:
     """Train one run unless it is complete; return its checkpoints."""
     name, file = f"{arm}-{seed}", work / f"teacher-{seed}.jsonl"
-    if arm in OF_SPANS:
-        teacher = make_other_teacher(work)
-    if arm in OF_ANSWERS:
+    if arm == "sft":
         if not file.is_file():
             digits = prompts(work, "train")[:PROMPTS]
             texts = answers(teacher, work / "tokenizer", digits, sample=seed)
             file.write_text("".join(map(conversation, digits, texts)))
-        words = (f"optim.lr={RATE}", f"trainer.save_freq={EVERY}", "trainer.max_ckpt_to_keep=null", *ARMS[arm])
-        words += (f"distillation.path={teacher}",) if arm == "answers" else ()
+        words = (f"optim.lr={RATE}", f"trainer.save_freq={EVERY}", "trainer.max_ckpt_to_keep=null")
         return imitate(work, name, start, file, steps, *words, seed=seed)
     folder = work / name / "checkpoints"
     if not (folder / f"step_{steps}/actor").is_dir():
@@ -246,8 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in options.seeds:
         for arm in options.arms:
             folder = train(arm, seed, options.steps, work, teacher, start)
-            saved = [folder / f"step_{step}/actor" for step in range(EVERY, options.steps + 1, EVERY)]
-            curves[arm].append([first, *(right(answers(m, work / "tokenizer", digits), digits) for m in saved)])
+            models = [folder / f"step_{step}/actor" for step in range(EVERY, options.steps + 1, EVERY)]
+            curves[arm].append([first, *(right(answers(m, work / "tokenizer", digits), digits) for m in models)])
             print(f"{arm:12} seed {seed}: " + " ".join(f"{value:.3f}" for value in curves[arm][-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     draw(curves, best, options.out / "distillation.png")
