@@ -111,7 +111,8 @@ def decoder_inputs(
     if not is_image.any():
         if always:
             features, deep = _features(causal, processor, [processor.blank()], ids.device)
-            embedded = embedded + 0.0 * sum(layer.sum() for layer in (features, *deep)).to(embedded.dtype)
+            seen = torch.stack([layer.sum() for layer in (features, *deep)]).sum()
+            embedded = embedded + 0.0 * seen.to(embedded.dtype)
         return {"inputs_embeds": embedded}
     tokens = ids[is_image]
     keys, image_of = key_of(tokens).unique(return_inverse=True)

@@ -102,12 +102,12 @@ def _answers(workspace: Workspace, run: str, query: str) -> dict[str, Any]:
 def _pictures(workspace: Workspace, run: str, answers: Iterable[Any]) -> dict[str, str]:
     """Return the images that the answers name, as ``data:`` URLs; those that are missing are marks in the text."""
     names = {name for answer in answers for name in _named(answer)}
-    pictures: dict[str, str] = {}
+    urls: dict[str, str] = {}
     for name in sorted(names):
         with contextlib.suppress(HoneError):
             key, shown = _ask(workspace, "image", {"run": run, "name": name})
-            pictures[key] = f"data:{shown.media_type};base64,{base64.b64encode(shown.content).decode()}"
-    return pictures
+            urls[key] = f"data:{shown.media_type};base64,{base64.b64encode(shown.content).decode()}"
+    return urls
 
 
 def _named(answer: Any) -> Iterator[str]:

@@ -29,7 +29,7 @@ def lora(**changes: Any) -> RLConfig:
     return config
 
 
-def on_ray(**sizes: int) -> SFTConfig:
+def on_ray(**sizes: Any) -> SFTConfig:
     config = SFTConfig()
     config.trainer.runtime, config.trainer.n_gpus_per_node = "ray", 2
     for name, value in sizes.items():
