@@ -29,12 +29,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", ["k2", "reverse_kl_topk", "jsd"])
+@pytest.mark.parametrize("mode", ["k2", "k2 of spans", "reverse_kl_topk", "jsd"])
 def test_two_ranks_learn_what_one_learns(layout: str, mode: str, two_ranks: Ranks, tiny_models) -> None:
-    overrides = [*OVERRIDES, f"distillation.loss_mode={mode}"]
+    name, _, spans = mode.partition(" of ")
+    overrides, by_span = [*OVERRIDES, f"distillation.loss_mode={name}"], {"spans": bool(spans)}
     models = tiny_models["tied"], tiny_models["untied"]
-    expected, weights = distilled(*models, overrides)
-    for numbers, other in two_ranks.run(distilled, *models, [*overrides, *LAYOUTS[layout]]):
+    expected, weights = distilled(*models, overrides, **by_span)
+    for numbers, other in two_ranks.run(distilled, *models, [*overrides, *LAYOUTS[layout]], **by_span):
         assert numbers == pytest.approx(expected, rel=2e-4, abs=1e-6)
         for key, value in weights.items():
             torch.testing.assert_close(other[key], value, atol=2e-5, rtol=0)

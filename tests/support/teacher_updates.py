@@ -15,13 +15,20 @@ from hone.cluster.roles import PolicyWorker
 from hone.cluster.teacher import TeacherWorker
 from hone.config import RLConfig, load_config
 from hone.config.parallel_layout import Layout
+from hone.data.ragged import Ragged
+from hone.models.teacher import SPANS
 from hone.training.layout import build_meshes
 
 ROWS = 8
 
 
-def distilled(model: Path, teacher: Path, overrides: list[str]) -> tuple[list[float], dict[str, Tensor]]:
+def distilled(
+    model: Path, teacher: Path, overrides: list[str], *, spans: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
     """One update on the rows of this rank's data-parallel part.
+
+    Args:
+        spans: compare sums over pairs of tokens, as with a teacher of another tokenizer.
 
     Returns:
         Distance and norm of the gradient, and the weights after the update.
@@ -36,6 +43,9 @@ def distilled(model: Path, teacher: Path, overrides: list[str]) -> tuple[list[fl
     actor, frozen = PolicyWorker(context), TeacherWorker(context)
     whole = random_batch(ROWS, 5, group=2)
     whole = whole.with_columns(old_log_probs=whole.ragged("noise"))
+    if spans:
+        lengths = whole.ragged("response_ids").lengths.tolist()
+        whole = whole.with_columns(**{SPANS: Ragged.from_rows([[n // 2 for n in range(size)] for size in lengths])})
     part = rank if layout.dp_size == world else 0
     batch = whole.reorder(list(range(part, ROWS, layout.dp_size)))
     batch = batch.updated(frozen.teach(batch))
