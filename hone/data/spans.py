@@ -65,8 +65,8 @@ def spans_of(
     ends = aligned_ends(mine, theirs) if ids and b"".join(mine) == b"".join(theirs) else [(len(body), len(ids))]
     if stopped or not ids:
         end = teacher.eos_token_id
-        assert end is not None
-        ids.append(int(end))
+        assert isinstance(end, int)
+        ids.append(end)
         ends = [*ends, (len(response), len(ids))] if body and len(ids) > 1 else [(len(response), len(ids))]
     return Spans(ids, _numbers([first for first, _ in ends]), _numbers([second for _, second in ends]))
 
