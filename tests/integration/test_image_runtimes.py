@@ -147,7 +147,11 @@ def test_a_checkpoint_fits_any_number_of_workers(cluster, root: Path, local, tmp
 
 
 @pytest.mark.parametrize("overrides", [(), TWO], ids=["local", "two workers"])
-def test_a_frozen_vision_tower_stays(cluster, root: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_a_frozen_vision_tower_stays(
+    root: Path, tmp_path: Path, overrides: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    if overrides:
+        request.getfixturevalue("cluster")
     run(root, tmp_path / "run", "sft", *overrides, "model.freeze_vision_tower=true", steps=1)
     files = (tmp_path / "run/checkpoints/step_1/actor").glob("*.safetensors")
     after = {name: value for file in files for name, value in load_file(file).items()}
