@@ -173,7 +173,7 @@ def test_dropout_and_other_mixers_are_refused() -> None:
     def rank(ring: ThreadRing) -> Any:
         made = RingContext.from_row(context.position_ids, context.sequences, ring)
         states = torch.zeros(1, 1, 5, 8)
-        with raises(ModelError, "dropout=0.5", f"{key}=1", where=key):
+        with raises(ModelError, "attention_dropout=0.5", f"{key}=1", where=key):
             made.attend(0, states, states, states, Scoring(1.0, dropout=0.5))
         with raises(ModelError, "without softmax", f"{key}=1", where=key):
             made.mix(0, lambda part: part, states)
