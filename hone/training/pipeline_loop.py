@@ -77,7 +77,7 @@ class PipelineLoop(MicroBatchLoop, ABC):
             outputs.add(rows, values)
             return torch.zeros((), device=self._device)
 
-        micro_batches = list(self.micro_batches(batch, max_tokens or self._settings.max_tokens))
+        micro_batches = self._parts(batch, max_tokens or self._settings.max_tokens)
         with torch.no_grad():
             self.run(micro_batches, head, with_entropy, keep, train=False)
         return self._from_last(outputs.columns())
@@ -102,12 +102,16 @@ class PipelineLoop(MicroBatchLoop, ABC):
             statistics.extend(_plain(one) for one in micro_statistics)
             return loss if factor == 1.0 else loss * factor
 
-        self.run(list(self.micro_batches(batch, self._settings.max_tokens)), head, with_entropy, loss_of, train=True)
+        self.run(self._parts(batch, self._settings.max_tokens), head, with_entropy, loss_of, train=True)
         statistics, seen = self._from_last((statistics, seen))
         if outputs_seen is not None:
             for rows, values in seen:
                 outputs_seen.add(rows, values)
         return statistics
+
+    def _parts(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
+        """Return all micro-batches; images, which no pipeline has, are left out."""
+        return [(rows, micro) for rows, micro, _ in self.micro_batches(batch, max_tokens)]
 
     def _from_last(self, value: Any) -> Any:
         """Return the value of the last stage on every stage."""
