@@ -50,6 +50,7 @@ _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "ulysses_sequence_parallel_size",
+    "context_parallel_size",
     "expert_parallel_size",
 )
 
