@@ -57,7 +57,7 @@ class MegatronPipelineLoop(PipelineLoop):
 
         def step(remaining: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]] | None]:
             del model  # the gradient reduction around the stage
-            rows, micro, _ = next(remaining)
+            rows, micro = next(remaining)
             packed = pack(micro, self._device)
             activity.tick()
             with autocast(self._device, self._settings.dtype):
