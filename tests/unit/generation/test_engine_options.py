@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
-from torch import nn
+from support.tiny_runs import make_model
 
 from hone.config import RLConfig, load_config
 from hone.config.rollout import RolloutConfig, SpeculativeConfig
@@ -86,20 +86,17 @@ def test_speculative_decoding_has_one_set_of_keys(engine, name):
         engine_options(RolloutConfig(name=engine, engine_kwargs={engine: {name: {"method": "ngram"}}}))
 
 
-def test_the_native_engine_gets_its_share_of_a_gpu(monkeypatch):
+def test_the_native_engine_gets_its_share_of_a_gpu(monkeypatch, tmp_path):
     """In a process of its own as in the trainer's: the share reaches the limits of its cache."""
-    given = {}
+    model, given = str(make_model(tmp_path / "model")), {}
     monkeypatch.setattr(native_backend, "NativeEngine", lambda *_, **arguments: given.update(arguments))
-    for library in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(getattr(native_backend, library), "from_pretrained", lambda *_, **__: nn.Linear(1, 1))
-    monkeypatch.setattr(native_backend, "use_hone_attention", lambda _: None)
     monkeypatch.setattr(native_backend, "compute_here", lambda _: None)
     options = engine_options(RolloutConfig(name="native", gpu_memory_utilization=0.3))
-    native_backend.NativeBackend(BackendSettings("native", "model", "model", "float32", 4, 64, None, options))
+    native_backend.NativeBackend(BackendSettings("native", model, model, "float32", 4, 64, None, options))
     assert given["gpu_memory_utilization"] == 0.3 and given["shares_weights"] is False
     options = engine_options(RolloutConfig(name="native", engine_kwargs={"native": {"gpu_memory_utilisation": 0.3}}))
     with raises(ConfigError, where="actor_rollout_ref.rollout.engine_kwargs.native"):
-        native_backend.NativeBackend(BackendSettings("native", "model", "model", "float32", 4, 64, None, options))
+        native_backend.NativeBackend(BackendSettings("native", model, model, "float32", 4, 64, None, options))
 
 
 @pytest.mark.parametrize(
