@@ -44,7 +44,11 @@ from hone.generation.protocol import SamplingParams
 from hone.trainers.batch_ops import BatchOps
 
 PROMPTS, N, PROMPT_LENGTH, TOKENS = 2048, 8, 512, 4096
-SAMPLED = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"), ("index", "data_source", "trajectory")
+SAMPLED = (
+    ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"),
+    ("index", "data_source", "trajectory"),
+    (),
+)
 
 
 # simulated ranks -----------------------------------------------------------------------------------------------------
@@ -92,7 +96,7 @@ class SimulatedHost:
             uids = [sample.uid for sample in args[0] for _ in range(N)]
             responses = self._lengths[[int(uid) for uid in uids]]
             info = RowInfo(uids, np.full(len(uids), PROMPT_LENGTH), responses)
-            return Stored(SAMPLED, (self._ref(), self._ref()), len(uids), info, {})
+            return Stored(SAMPLED, (self._ref(), self._ref(), None), len(uids), info, {})
         columns = {
             "log_probs": ("log_probs", "entropy"),
             "score": ("score",),
@@ -100,7 +104,7 @@ class SimulatedHost:
             "advantages": ("advantages", "returns"),
         }
         if method in columns:
-            return Stored((columns[method], ()), (self._ref(), None), rows, None, {})
+            return Stored((columns[method], (), ()), (self._ref(), None, None), rows, None, {})
         return RoleUpdate([], 0.0) if method == "update" else None
 
     def _ref(self) -> bytes:
