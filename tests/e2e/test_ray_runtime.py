@@ -157,9 +157,10 @@ def test_two_workers_on_two_nodes_train_as_one(nodes, world, local, tmp_path, ki
     assert (tmp_path / "run/checkpoints/step_5/actor/config.json").is_file()
 
 
-def test_two_workers_that_share_the_tokens_of_a_row_train_as_one(nodes, world, local, tmp_path):
-    ring = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.context_parallel_size=2", "trainer.save_freq=5")
-    found = run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", *ring)
+@pytest.mark.parametrize("size", ["context_parallel_size", "pipeline_model_parallel_size"])
+def test_two_workers_that_share_tokens_or_layers_train_as_one(nodes, world, local, tmp_path, size):
+    divided = ("trainer.n_gpus_per_node=2", f"actor_rollout_ref.actor.{size}=2", "trainer.save_freq=5")
+    found = run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", *divided)
     assert_close(without_canary(found), local("grpo"), 1e-5)
     assert (tmp_path / "run/checkpoints/step_5/actor/config.json").is_file()
 
