@@ -164,7 +164,7 @@ def _byte_table(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes] | None:
 
 
 def _letters() -> dict[str, int]:
-    """Return the byte of each letter that stands for one in a byte-level tokenizer (GPT-2)."""
+    """Return the byte that each letter encodes in a byte-level tokenizer (GPT-2)."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.errors import ConfigError, DataError, Finding, HoneError
@@ -234,6 +235,14 @@ class Evidence:
         if loaded is not None and not isinstance(loaded, DataError):
             self._media += _image_problems(loaded, rows, required(self.config))
         return rows
+
+
+def trained_models(config: AnyConfig, evidence: Evidence) -> list[tuple[str | None, dict[str, Any]]]:
+    """Return path and ``config.json`` of the policy and of a critic with a model of its own, those that can be read."""
+    models = {model_block(config)[1].path: evidence.model_settings}
+    if isinstance(config, RLConfig) and RunSpec(config).critic.value and (path := config.critic.model.path):
+        models[path] = read_json(Path(path) / "config.json")
+    return [(path, settings) for path, settings in models.items() if settings]
 
 
 def _image_problems(images: RowImages, rows: list[Row], keys: Iterable[str]) -> list[DataError]:

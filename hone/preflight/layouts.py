@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
-from pathlib import Path
 
 from hone.config.derived import RunSpec
 from hone.config.limits import REPORT_EXPERTS
@@ -15,9 +14,8 @@ from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block, parallel_block
 from hone.errors import ConfigError, ModelError
 from hone.preflight.cluster import actor_processes
-from hone.preflight.evidence import Evidence
+from hone.preflight.evidence import Evidence, trained_models
 from hone.preflight.plan.model import has_tensor_plan
-from hone.preflight.reading import read_json
 from hone.preflight.rules import Finding, error, rule
 from hone.training.backends.fsdp2.pipeline_models import require_divisible
 from hone.training.backends.registry import BACKENDS, backend_of
@@ -108,13 +106,9 @@ def pipeline_divides(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]
     stages, key = parallel.pipeline_model_parallel_size, parallel.key("pipeline_model_parallel_size")
     if stages == 1 or parallel.strategy not in FSDP2_NAMES:
         return
-    models = {model_block(config)[1].path: evidence.model_settings}
-    if isinstance(config, RLConfig) and RunSpec(config).critic.value and (path := config.critic.model.path):
-        models[path] = read_json(Path(path) / "config.json")
-    for path, settings in models.items():
+    for path, settings in trained_models(config, evidence):
         try:
-            if settings:
-                require_divisible(settings, stages, str(path), key)
+            require_divisible(settings, stages, str(path), key)
         except ModelError as problem:
             yield Finding(problem, stops=True)
     if isinstance(config, RLConfig) and RunSpec(config).follows_engine_experts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from hone.config.derived import RunSpec
 from hone.config.dtypes import dtype_keys
@@ -12,8 +11,7 @@ from hone.config.preference import RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block, parallel_block
 from hone.errors import ConfigError, ModelError
-from hone.preflight.evidence import Evidence
-from hone.preflight.reading import read_json
+from hone.preflight.evidence import Evidence, trained_models
 from hone.preflight.rules import Finding, error, rule
 from hone.training.backends import BACKENDS
 from hone.training.backends.megatron import support
@@ -62,13 +60,9 @@ def megatron_supports_the_models(config: AnyConfig, evidence: Evidence) -> Itera
     parallel = parallel_block(config)
     if parallel.strategy != support.NAME:
         return
-    models = {model_block(config)[1].path: evidence.model_settings}
-    if isinstance(config, RLConfig) and RunSpec(config).critic.value and (path := config.critic.model.path):
-        models[path] = read_json(Path(path) / "config.json")
-    for path, settings in models.items():
+    for path, settings in trained_models(config, evidence):
         try:
-            if settings:
-                support.require_model(settings, parallel, path)
+            support.require_model(settings, parallel, path)
         except ModelError as problem:
             yield Finding(problem, stops=True)
 

@@ -1,4 +1,4 @@
-"""Teachers behind a server: log-probs of token ids by OpenAI's completions with vLLM's field ``prompt_logprobs``.
+"""Served teachers: log-probs of token ids by OpenAI's completions with vLLM's field ``prompt_logprobs``.
 
     policy's ids [prompt | response] -> POST /completions {"prompt": ids, "prompt_logprobs": K} -> for each response token its
     log-prob and those of the K likeliest tokens
@@ -215,7 +215,7 @@ class Scored:
 
 
 class ServedTeachers:
-    """All teachers of a run that are behind a server.
+    """All served teachers of a run.
 
     Args:
         distillation: block ``distillation``.

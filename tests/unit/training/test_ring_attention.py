@@ -74,7 +74,7 @@ def by_definition(case: Case, states: list[Tensor]) -> list[Tensor]:
 
 
 def on_ranks(case: Case, states: list[Tensor], *, fused: bool = False) -> list[Tensor]:
-    """The same of a ring, put together from all ranks."""
+    """The same of a ring, gathered from all ranks."""
     sequences, positions = case.context.sequences, case.context.position_ids
     tokens = divide_row(sequences, case.ranks)
 
