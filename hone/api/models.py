@@ -181,7 +181,7 @@ def serve(model: str | Path | Run, **options: Any) -> None:
     Raises:
         HoneError: the model cannot be loaded, or the address is not available.
     """
-    from hone.trainers.serving import ServeRequest
+    from hone.trainers.served_model import ServeRequest
     from hone.trainers.serving import serve as program
 
     program(ServeRequest(model=str(model_directory(model)), **options))

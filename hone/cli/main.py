@@ -35,6 +35,7 @@ COMMANDS = {
     "reward-model": Entry("hone.cli.reward_model", "Train a reward model on preference pairs."),
     "eval": Entry("hone.cli.evaluate", "Measure the accuracy of a model on a dataset."),
     "gate": Entry("hone.cli.gate", "Decide by a suite of checks whether a model may be released."),
+    "release": Entry("hone.cli.release", "Keep models that passed their gate, serve them, and roll back."),
     "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
     "serve": Entry("hone.cli.serve", "Serve a model with an OpenAI-compatible API."),
     "engines": Entry("hone.cli.engines", "Install, check, list and serve external inference engines."),

@@ -79,7 +79,8 @@ def command(
 
         serve_training(TrainRequest(**server, out=out, max_rank=max_rank, max_adapters=max_adapters))
         return
-    from hone.trainers.serving import ServeRequest, serve
+    from hone.trainers.served_model import ServeRequest
+    from hone.trainers.serving import serve
 
     serve(
         ServeRequest(

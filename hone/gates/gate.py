@@ -21,6 +21,7 @@ from hone.trainers.episode_keys import episode_keys
 from hone.trainers.evaluation import EvaluationRequest, run_evaluation
 from hone.trainers.validation import Evaluation, score_columns
 from hone.training.export import find_actor
+from hone.training.releases import model_digest
 
 LEVEL = 0.95
 """Level of the intervals; a condition on their lower end is one-sided at 97.5 %."""
@@ -56,12 +57,16 @@ class Verdict:
         against: released model, or None.
         conditions: of all checks.
         data: SHA-256 of each dataset file.
+        model_digest: SHA-256 of the model's files (:func:`hone.training.releases.model_digest`).
+        against_digest: of the released model's files, or None.
     """
 
     model: str
     against: str | None
     conditions: tuple[Condition, ...]
     data: dict[str, str]
+    model_digest: str
+    against_digest: str | None
 
     @property
     def passed(self) -> bool:
@@ -76,7 +81,9 @@ class Verdict:
         return {
             "passed": self.passed,
             "model": self.model,
+            "model_digest": self.model_digest,
             "against": self.against,
+            "against_digest": self.against_digest,
             "hone": __version__,
             "data": self.data,
             "conditions": conditions,
@@ -118,7 +125,8 @@ def run_gate(
         conditions += _conditions(check, evaluation, released)
     files = sorted({file for check in checks for file in check.data if Path(file).is_file()})
     hashes = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
-    return Verdict(model, against, tuple(conditions), hashes)
+    digests = [None if path is None else model_digest(find_actor(path)) for path in (model, against)]
+    return Verdict(model, against, tuple(conditions), hashes, str(digests[0]), digests[1])
 
 
 def _evaluate(model: str, check: Check, dtype: str) -> Evaluation:

@@ -174,9 +174,15 @@ def open_model(path: str, max_model_len: int, dtype: str = "auto") -> tuple[Engi
         max_model_len: most tokens of a prompt with its answer.
         dtype: compute dtype: auto, float32, bfloat16 or float16; see :func:`hone.models.devices.dtype_on`.
     """
+    return load_engine(path, max_model_len, prepare_torch(RunConfig()), dtype)
+
+
+def load_engine(
+    path: str, max_model_len: int, device: torch.device, dtype: str = "auto"
+) -> tuple[Engine, PreTrainedTokenizerBase]:
+    """Load a model like :func:`open_model` in a process that computes already; any thread may do it."""
     actor = find_actor(path)
     base = base_of_adapter(actor)
-    device = prepare_torch(RunConfig())
     config = ModelConfig(path=str(base or actor), lora_adapter_path=str(actor) if base else None)
     tokenizer = load_tokenizer(str(actor))
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from hone.agents.serving.responses import ResponsesBody, ResponsesCall, Response
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
 from hone.agents.serving.sessions import Sessions
+from hone.agents.serving.swapping import SCOPE, Opened, ReleaseRoutes, ServedApp, Services
 from hone.agents.serving.text import TextCall
 from hone.agents.serving.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from hone.agents.serving.wire import ChatBody, TextBody, decode, parse
@@ -42,6 +43,10 @@ REFUSAL_SECONDS = 0.01
 """Delay of the answer to a bad request: a connection that sends nothing else then takes little time from the others."""
 
 
+async def _nothing() -> None:
+    """Free nothing."""
+
+
 class Endpoint:
     """Endpoint as an ASGI application (:attr:`app`).
 
@@ -51,6 +56,7 @@ class Endpoint:
     ``GET  /metrics``                       counters in the format of Prometheus
     ``POST /tokenize``, ``/detokenize``     tokens of a prompt, text of tokens
     ``     /replicas``                      replicas of the engine (:mod:`hone.agents.serving.replicas`)
+    ``     /release``                       release that is served (:mod:`hone.agents.serving.swapping`)
     ``GET  /v1/models``
     ``POST /v1/chat/completions``           recorded when the API key is a session's
     ``POST /v1/completions``
@@ -65,10 +71,20 @@ class Endpoint:
         service: service that answers.
         token: access token that callers must send; None allows every caller.
         sessions: recorded sessions.
+        open_release: loads a release of the shelf that the model belongs to; None for another model.
+        close: frees the engine of ``service`` after a swap.
     """
 
-    def __init__(self, service: Service, *, token: str | None = None, sessions: Sessions | None = None) -> None:
-        self.service, self.token = service, token
+    def __init__(
+        self,
+        service: Service,
+        *,
+        token: str | None = None,
+        sessions: Sessions | None = None,
+        open_release: Callable[[int, Service], Awaitable[Opened]] | None = None,
+        close: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
+        self.services, self.token = Services(service), token
         self.sessions = sessions or Sessions()
         self._numbers = itertools.count(1)
         self.responses = ResponseStore()
@@ -90,7 +106,8 @@ class Endpoint:
                 Route("/metrics", self.metrics, methods=["GET"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
-                *ReplicaRoutes(service.gateway, lambda request: self._check_token(_key_of(request))).routes,
+                *ReplicaRoutes(lambda: self.services.current.gateway, self._check_caller).routes,
+                *ReleaseRoutes(self.services, self._check_caller, open_release, close).routes,
                 Route("/sessions/{session}", self.show, methods=["GET"]),
                 Route("/sessions/{session}", self.forget, methods=["DELETE"]),
                 Mount("/sessions/{session}", routes=api),
@@ -98,13 +115,13 @@ class Endpoint:
             ],
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
         )
-        self.app = CountedApp(app, service.gateway.metrics)
+        self.app = CountedApp(ServedApp(app, self.services), service.gateway.metrics)
 
     # routes ----------------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
         """Report that the endpoint works, and the number of running requests."""
-        return JSONResponse({"status": "ok", "under_way": self.service.gateway.under_way})
+        return JSONResponse({"status": "ok", "under_way": _service(request).gateway.under_way})
 
     async def version(self, request: Request) -> Response:
         """Return Hone's version."""
@@ -114,7 +131,7 @@ class Endpoint:
     async def metrics(self, request: Request) -> Response:
         """Return the metrics; a remote engine may take its time to report its state."""
         self._session_of(request)
-        text = await asyncio.to_thread(self.service.gateway.metrics.text)
+        text = await asyncio.to_thread(_service(request).gateway.metrics.text)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, request: Request) -> Response:
@@ -128,13 +145,13 @@ class Endpoint:
     async def models(self, request: Request) -> Response:
         """List the one model."""
         self._session_of(request)
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [_card(_service(request))]})
 
     async def model(self, request: Request) -> Response:
         """Describe the model, by name."""
         self._session_of(request)
-        self.service.check_model(request.path_params["name"])
-        return JSONResponse(self._card())
+        _service(request).check_model(request.path_params["name"])
+        return JSONResponse(_card(_service(request)))
 
     async def chat(self, request: Request) -> Response:
         """Answer ``/v1/chat/completions``."""
@@ -173,24 +190,24 @@ class Endpoint:
         """End a session."""
         session = self._existing(request)
         self.sessions.close(session)
-        await self.service.gateway.end_session(session.name)
+        await _service(request).gateway.end_session(session.name)
         return JSONResponse({"id": session.name, "deleted": True})
 
     # the work --------------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, kind: type[B], call_of: Callable[..., Call]) -> Response:
         """Answer a request by a call of the engine, complete or streamed."""
-        session = self._session_of(request)
+        session, service = self._session_of(request), _service(request)
 
         def make(fields: B) -> Call:
             if session is not None:
                 session.counts["calls"] += 1
-            return call_of(self.service, session, fields, str(next(self._numbers)))
+            return call_of(service, session, fields, str(next(self._numbers)))
 
         try:
             call = await self._read(request, kind, make)
             if call.streams:
-                await self.service.check_constraints(call.requests)  # while the answer can have a status
+                await service.check_constraints(call.requests)  # while the answer can have a status
                 return StreamingResponse(events(call, session), media_type="text/event-stream", headers=call.headers)
             return JSONResponse(await while_connected(request, call.whole()), headers=call.headers)
         except Exception as error:
@@ -202,33 +219,26 @@ class Endpoint:
         """Answer a request without the engine."""
         self._session_of(request)
         try:
-            return JSONResponse(await self._read(request, kind, lambda fields: work(self.service, fields)))
+            return JSONResponse(await self._read(request, kind, lambda fields: work(_service(request), fields)))
         except Exception as error:
             raise await _delayed(error) from error
 
     async def _read(self, request: Request, kind: type[B], make: Callable[[B], R]) -> R:
         """Read a request, and process its fields with ``make`` in a thread."""
 
+        length = _service(request).max_model_len
+
         def process(body: bytes) -> R:
-            check_structure(body, self.service.max_model_len)
+            check_structure(body, length)
             return make(parse(kind, decode(body)))
 
-        max_bytes = max_request_bytes(self.service.max_model_len)
+        max_bytes = max_request_bytes(length)
         with self._workers.holding(max_bytes) as grow:
             try:
                 body = await read_body(request.stream(), request.headers.get("content-length"), grow, max_bytes)
             except ClientDisconnect as error:
                 raise bad_request("the client disconnected") from error
             return await self._workers.run(len(body), process, body)
-
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self.service.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "hone",
-            "max_model_len": self.service.max_model_len,
-        }
 
     # who calls -------------------------------------------------------------------------------------------------------
 
@@ -250,17 +260,36 @@ class Endpoint:
         return by_key or self.sessions.named(name)
 
     def _existing(self, request: Request) -> Session:
-        self._check_token(_key_of(request))
+        self._check_caller(request)
         name = request.path_params["session"]
         session = self.sessions.find(name)
         if session is None:
             raise ApiError(404, f"session '{name}' does not exist", code="session_not_found")
         return session
 
+    def _check_caller(self, request: Request) -> None:
+        self._check_token(_key_of(request))
+
     def _check_token(self, given: str) -> None:
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
             raise ApiError(401, "wrong or missing API key: send `Authorization: Bearer <token>`",
                            code="invalid_api_key")  # fmt: skip
+
+
+def _service(request: Request) -> Service:
+    """Return the service that answers a request."""
+    service: Service = request.scope[SCOPE]
+    return service
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "hone",
+        "max_model_len": service.max_model_len,
+    }
 
 
 def _key_of(request: Request) -> str:

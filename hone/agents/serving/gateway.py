@@ -29,16 +29,25 @@ class Gateway:
         client: client of the engine.
         loop: the engine's event loop.
         most_waiting: maximum number of concurrent requests; further ones get status 503, to be retried.
+        metrics: counters of the gateway before, which this one continues; None starts new ones.
 
     Attributes:
         under_way: number of running requests.
         metrics: counters of requests and replies.
     """
 
-    def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop, *, most_waiting: int = 16384) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        most_waiting: int = 16384,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.client, self.loop, self.most_waiting = client, loop, most_waiting
         self.under_way = 0
-        self.metrics = Metrics(lambda: self.under_way, lambda: client.engine.describe().stats)
+        self.metrics = metrics or Metrics()
+        self.metrics.follow(lambda: self.under_way, lambda: client.engine.describe().stats)
 
     async def complete(self, request: GenerationRequest) -> Completion:
         """Return a request's completion, awaited on the endpoint's loop. Cancelling the caller aborts the request.

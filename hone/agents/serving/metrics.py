@@ -43,16 +43,12 @@ Send = Callable[[Scope], Awaitable[None]]
 
 
 class Metrics:
-    """Counters and histograms of one endpoint.
+    """Counters and histograms of one endpoint, with the state of the engine that it uses now."""
 
-    Args:
-        load: function that returns the number of requests in the engine.
-        engine_stats: function that returns the engine's counters (``EngineDescription.stats``).
-    """
-
-    def __init__(self, load: Callable[[], int], engine_stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineState(load, engine_stats))
+        self._engine = _EngineState(lambda: 0, dict)
+        self._registry.register(self._engine)
         self._answers = Counter(
             "hone_http_requests", "Answered requests.", ["endpoint", "status"], registry=self._registry
         )
@@ -73,6 +69,15 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=self._registry,
         )
+
+    def follow(self, load: Callable[[], int], engine_stats: Callable[[], Mapping[str, Any]]) -> None:
+        """Report the state of this engine from now on; its counters may start again at 0.
+
+        Args:
+            load: function that returns the number of requests in the engine.
+            engine_stats: function that returns the engine's counters (``EngineDescription.stats``).
+        """
+        self._engine.load, self._engine.engine_stats = load, engine_stats
 
     def count_answer(self, path: str, status: int) -> None:
         """Count an HTTP answer."""
@@ -98,14 +103,14 @@ class _EngineState(Collector):
     """Load and cache of the engine, read when metrics are requested."""
 
     def __init__(self, load: Callable[[], int], engine_stats: Callable[[], Mapping[str, Any]]) -> None:
-        self._load, self._engine_stats = load, engine_stats
+        self.load, self.engine_stats = load, engine_stats
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that the engine reports; engines without a counter have no such metric."""
-        stats = self._engine_stats()
+        stats = self.engine_stats()
         waiting = int(stats.get("waiting", 0))
         yield GaugeMetricFamily("hone_num_requests_waiting", "Requests that wait in the engine.", waiting)
-        running = max(0, self._load() - waiting)
+        running = max(0, self.load() - waiting)
         yield GaugeMetricFamily("hone_num_requests_running", "Requests that the engine decodes.", running)
         if stats.get("max_cache_tokens"):
             share = stats["cache_tokens"] / stats["max_cache_tokens"]
@@ -158,4 +163,4 @@ def endpoint_of(path: str) -> str:
         if not path:
             return prefix
     path = _NAMED.sub(r"\1", path)
-    return prefix + path if path in PATHS or path == "/replicas" else "other"
+    return prefix + path if path in PATHS or path in ("/replicas", "/release") else "other"

@@ -18,11 +18,11 @@ class ReplicaRoutes:
     """Routes below ``/replicas``.
 
     Args:
-        gateway: gateway to the engine.
+        gateway: returns the gateway to the engine.
         check: function that raises if the caller has no access.
     """
 
-    def __init__(self, gateway: Gateway, check: Callable[[Request], None]) -> None:
+    def __init__(self, gateway: Callable[[], Gateway], check: Callable[[Request], None]) -> None:
         self._gateway, self._check = gateway, check
         self.routes = [
             Route("/replicas", self.show, methods=["GET"]),
@@ -37,7 +37,7 @@ class ReplicaRoutes:
     async def drain(self, request: Request) -> Response:
         """Give a replica no new requests; answer when its current ones have finished."""
         pool, index = self._replica(request)
-        await self._gateway.on_engine(pool.drain(index))
+        await self._gateway().on_engine(pool.drain(index))
         return JSONResponse((await self._reports(pool))[index])
 
     async def admit(self, request: Request) -> Response:
@@ -47,18 +47,18 @@ class ReplicaRoutes:
         async def admit() -> None:
             pool.admit(index)
 
-        await self._gateway.on_engine(admit())
+        await self._gateway().on_engine(admit())
         return JSONResponse((await self._reports(pool))[index])
 
     async def _reports(self, pool: EnginePool) -> list[dict[str, Any]]:
         async def reports() -> list[dict[str, Any]]:
             return [replica.report() for replica in pool.replicas]
 
-        return await self._gateway.on_engine(reports())
+        return await self._gateway().on_engine(reports())
 
     def _pool(self, request: Request) -> EnginePool:
         self._check(request)
-        engine = self._gateway.client.engine
+        engine = self._gateway().client.engine
         if not isinstance(engine, EnginePool):
             raise ApiError(404, "the engine runs in this process and has no replicas", code="no_replicas")
         return engine

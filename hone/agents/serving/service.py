@@ -72,6 +72,7 @@ class Service:
             tokens; called on the engine's loop. None where the engine is another process.
         standalone: True for `hone serve`: errors name its options, and a template that ignores tools gets them as text. False for
             the endpoint of a training run: errors name its keys, and such a template is refused.
+        release: number of the release that answers; None for a model of no shelf.
     """
 
     model: str
@@ -85,6 +86,7 @@ class Service:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     prompt_log_probs: Callable[[Sequence[int], int], list[Alternatives]] | None = None
     standalone: bool = True
+    release: int | None = None
     _renderers: dict[str, Renderer] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _constraints: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "hone-constraints"))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.errors import ConfigError
-from hone.trainers.serving import ServerRequest, call_on_loop, engine_loop, prepare_server
+from hone.trainers.served_model import ServerRequest
+from hone.trainers.serving import call_on_loop, engine_loop, prepare_server
 
 if TYPE_CHECKING:
     from hone.trainers.service.service import ServiceLimits, TrainingService

@@ -9,7 +9,8 @@ from support.tool_model import NAME
 
 from hone.agents.serving.options import OPTIONS, named_by_options
 from hone.errors import ConfigError, DataError, HoneError
-from hone.trainers.serving import MAX_DEFAULT_LENGTH, ServeRequest, check_names, context_length
+from hone.trainers.served_model import MAX_DEFAULT_LENGTH, ServeRequest, context_length
+from hone.trainers.serving import check_names
 
 
 @pytest.fixture(scope="module")
