@@ -2,7 +2,7 @@
 
 Raise :class:`HoneError` (or a subclass) for a mistake that the user can fix. The command line prints the message and exits
 with code 2; ``--debug`` shows the traceback. A bug in Hone should raise an ordinary Python exception. A run whose process was
-killed or hangs ends with code 3, one that an alert of ``insight.stop_on`` ended with code 4; both can be resumed.
+killed or hangs ends with code 3, one that an alert of ``insight.stop_on`` or `hone stop` ended with code 4; both can be resumed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 EXIT_FAILED = 3
 """Exit code of a run that lost a process or hung."""
 EXIT_STOPPED = 4
-"""Exit code of a run that an alert of ``insight.stop_on`` ended; the same command resumes it."""
+"""Exit code of a run that an alert of ``insight.stop_on`` or `hone stop` ended; the same command resumes it."""
 
 
 class HoneError(Exception):

@@ -11,7 +11,7 @@ raises ``typer.Exit(code)``. A user's mistake is raised as a :class:`hone.errors
 traceback.
 
 Exit codes: 0 success; 1 a bug in Hone (with traceback); 2 a user's mistake; 3 a process of the run died or hung, and the run
-can be resumed; 4 `hone gate` refuses a model; 130 interrupted.
+can be resumed; 4 an alert or `hone stop` ended a run, or `hone gate` refuses a model; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ COMMANDS = {
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),
+    "stop": Entry("hone.cli.stop", "Stop a run after its step, or at once with its tools."),
+    "audit": Entry("hone.cli.audit", "Show and verify the log of an agent's tool calls."),
     "profile": Entry("hone.cli.profile", "Show where the time of a run goes, and what to change first."),
     "runs": Entry("hone.cli.runs", "List, show, compare and bisect runs; sheets and samples."),
     "twins": Entry("hone.cli.twins", "Train two configurations in pairs until one is better, or they are equal."),

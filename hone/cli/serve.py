@@ -11,7 +11,7 @@ from hone.cli.options import ComputeDtype, Dtype
 from hone.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
-_WITHOUT_TRAINING = ("chat_template", "renderer", "parser", "engine", "replicas")
+_WITHOUT_TRAINING = ("chat_template", "renderer", "parser", "engine", "replicas", "audit")
 _OF_TRAINING = ("out", "max_rank", "max_adapters")
 
 
@@ -47,6 +47,9 @@ def command(
     replicas: Annotated[
         int | None,
         typer.Option(min=1, help="engines in separate processes with one queue; by default native in this process"),
+    ] = None,
+    audit: Annotated[
+        Path | None, typer.Option(help="folder for an append-only log of the model's tool calls; see `hone audit`")
     ] = None,
     dtype: ComputeDtype = Dtype.auto,
     train: Annotated[
@@ -84,7 +87,13 @@ def command(
 
     serve(
         ServeRequest(
-            **server, chat_template=chat_template, renderer=renderer, parser=parser, engine=engine, replicas=replicas
+            **server,
+            chat_template=chat_template,
+            renderer=renderer,
+            parser=parser,
+            engine=engine,
+            replicas=replicas,
+            audit=audit,
         )
     )
 

@@ -76,6 +76,9 @@ class MultiTurnConfig:
     pythonic, deepseek, kimi."""
     renderer: str = "auto"
     """Rendering of messages as tokens: auto (by the chat template), or a model family; see `hone data template`."""
+    audit_dir: str | None = texts(None, "path")
+    """Folder with an append-only log of every tool call, in chained lines, also of programs that use the endpoint; null keeps none. See
+    `hone audit`."""
     tokenization_sanity_check_mode: str = choice("ignore_strippable", "strict", "ignore_strippable", "disable")
     """Compare the tokens of every episode with its conversation rendered again: strict counts every difference,
     ignore_strippable ignores white space, disable skips the check. Training always uses the sampled tokens."""

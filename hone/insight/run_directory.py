@@ -15,6 +15,7 @@
       profile/step_<N>.*      profiles of updates, see :mod:`hone.training.step_profile`
       timeline/               what each process did and when, see :mod:`hone.insight.timeline`
       replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.replica_requests`
+      STOP                    request to stop the run, see :mod:`hone.insight.stop_requests`
       run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`
 
 ``metrics.jsonl``, ``coverage.jsonl`` and ``alerts.jsonl`` grow by whole lines, see :mod:`hone.insight.step_lines`. Every other file is written

@@ -112,6 +112,19 @@ class RunLock:
         self.release()
 
 
+def is_held(directory: Path) -> bool:
+    """Return whether a process trains in a directory; one of another machine counts until it has released its lock."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        owner = _read(descriptor)
+    finally:
+        os.close(descriptor)
+    return owner is None or not is_here(owner.host) or owner.is_alive()
+
+
 def _acquire(directory: Path) -> None:
     with _guard:
         if directory in _held:

@@ -53,6 +53,7 @@ class ServeRequest(ServerRequest):
     parser: str = "auto"
     engine: str = "native"
     replicas: int | None = None
+    audit: Path | None = None
 
 
 def scorer_of(engine: Engine) -> Callable[[Sequence[int], int], list[Alternatives]] | None:

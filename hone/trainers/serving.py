@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from hone.errors import ConfigError, HoneError
+from hone.insight.audit import AuditLog
 from hone.trainers.served_model import (
     ServeRequest,
     ServerRequest,
@@ -69,6 +70,7 @@ def serve(request: ServeRequest) -> None:
 
     token = request.token or None
     check_names(request)
+    audit = AuditLog(request.audit) if request.audit is not None else None
     with engine_loop() as loop:
         engine, tokenizer = call_on_loop(loop, lambda: open_engine(request, max_model_len))
         if request.chat_template is not None:
@@ -83,6 +85,7 @@ def serve(request: ServeRequest) -> None:
             renderer=request.renderer,
             parser=request.parser,
             prompt_log_probs=scorer_of(engine),
+            audit=audit,
         )
         releases = Releases(request, loop)
         service.release = releases.served

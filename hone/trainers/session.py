@@ -27,6 +27,7 @@ from hone.insight.detectors.watch import Watch
 from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_lock import RunLock
+from hone.insight.stop_requests import StopRequest, StopWatch, check_may_start, clear_stop, kill_children, read_stop
 from hone.insight.trackers import build_trackers
 from hone.trainers.callbacks import run_callbacks
 from hone.trainers.run_checkpoints import RunCheckpoints, steps_before_replays
@@ -59,13 +60,15 @@ class RunSession:
         agent_contract: version and hashes of what the policy expects as an agent, for run.json; set before the run starts.
 
     Raises:
-        HoneError: another process trains in the directory, or the checkpoint to resume from is damaged.
+        HoneError: somebody stopped the run (`hone stop`), another process trains in the directory, or the checkpoint to resume from
+            is damaged.
     """
 
     def __init__(self, config: AnyConfig, on_hang: Callable[[Hang], bool] = end_run) -> None:
         self.config = config
         self.trainer: RunConfig = config.trainer
         hide_variables(environment_variables(config))
+        check_may_start(Path(self.trainer.default_local_dir))
         self._lock = lock_run(self.trainer)
         weakref.finalize(self, self._lock.release)
         self.directory = RunDirectory(Path(self.trainer.default_local_dir))
@@ -82,6 +85,7 @@ class RunSession:
         settings = dict(flatten(yaml.safe_load(to_yaml(config))))
         self.detectors = Watch(self.directory, settings, ignore=config.insight.ignore, stop_on=config.insight.stop_on)
         self._signal: int | None = None
+        self._stop: StopRequest | None = None
         self._callbacks = run_callbacks()
         self._stopped_by_callback, self._exit_code = False, 0
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
@@ -129,18 +133,30 @@ class RunSession:
             log.info("resuming from %s (step %d of %d)", self.resumed_from, self.resumed_from.step, total_steps)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:
+        if self._signal is not None or (self._stop is not None and self._stop.at_once):
             raise KeyboardInterrupt
         self._signal = number
         log.warning(
             "%s: finishing this step, saving, and stopping (repeat to stop immediately)", signal.Signals(number).name
         )
 
+    def _stop_at_once(self, request: StopRequest) -> None:
+        """Note a request to stop at once, so that SIGTERM ends the run without another step."""
+        self._stop = request
+
+    def _killed(self, request: StopRequest) -> None:
+        """Record the end of a run whose main thread does not end."""
+        reason = f"stopped at once by {request}; its processes were killed"
+        self.directory.update_status("interrupted", exit_reason=reason, last_step=self._logged_step)
+
     @property
     def stop_requested(self) -> bool:
-        """True once SIGINT or SIGTERM has arrived, a callback has returned True, or insight.stop_on names the detector of an alert."""
+        """True once SIGINT, SIGTERM or a request of `hone stop` has arrived, a callback has returned True, or an alert ends the run."""
+        if self._stop is None and (request := read_stop(self.directory.path)) is not None:
+            self._stop = request
+            log.warning("stopped by %s: saving and stopping", request)
         stopped = self._stopped_by_callback or self.detectors.stopped_by is not None
-        return self._signal is not None or stopped
+        return self._signal is not None or self._stop is not None or stopped
 
     def due(self, frequency: int | str, step: int) -> bool:
         """Return whether an activity is due after ``step``: every k steps, -1 only at the end, 0 never, or after each epoch."""
@@ -223,6 +239,14 @@ class RunSession:
             self._outcome = ("interrupted", f"{reason}; {alert.fix}; {resume}", step)
             self._exit_code = EXIT_STOPPED
             log.error("%s.\n  Why it matters: %s\n  Fix: %s; then %s", reason, alert.why, alert.fix, resume)
+        elif self._stop is not None and self._signal is None:
+            clear_stop(self.directory.path)  # the same command resumes the run
+            if left:
+                reason = f"stopped after step {step} of {self.total_steps} by {self._stop}"
+                self._outcome = ("interrupted", f"{reason}; run the command again to resume", step)
+                self._exit_code = EXIT_STOPPED
+            else:
+                self._outcome = ("finished", f"all {self.total_steps} steps done", step)
         elif self._stopped_by_callback and left:
             self._outcome = ("finished", f"a callback ended it after step {step} of {self.total_steps}", step)
         elif self._signal is None:
@@ -237,7 +261,7 @@ class RunSession:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 0, 4 if an alert of insight.stop_on ended the run, or 128 + the signal that stopped it."""
+        """Exit code: 0, 4 if an alert of insight.stop_on or `hone stop` ended the run, or 128 + the signal that stopped it."""
         return self._exit_code if self._signal is None else 128 + self._signal
 
     @contextlib.contextmanager
@@ -245,11 +269,14 @@ class RunSession:
         """Start the run; on exit, also after an error, close the trackers and record the run's end."""
         self.steps_per_epoch = steps_per_epoch
         self._start(total_steps)
+        watch = StopWatch(self.directory.path, self._stop_at_once, self._killed)
         try:
             yield
             self.checkpoints.wait()
         except BaseException as error:
             self._outcome = ("failed", f"{type(error).__name__}: {error}", self._logged_step)
+            if self._stop is not None and self._stop.at_once:
+                self._outcome = ("interrupted", f"stopped at once by {self._stop}", self._logged_step)
             if isinstance(error, Exception):  # an immediate stop does not wait
                 self.checkpoints.settle()
             if is_out_of_memory(error) and not isinstance(error, HoneError):
@@ -259,6 +286,9 @@ class RunSession:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
             self._finish()
+            watch.close()
+            if self._stop is not None and self._stop.at_once:
+                kill_children()
             activity.end()
             if self._watchdog is not None:
                 self._watchdog.close()

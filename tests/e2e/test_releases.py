@@ -121,6 +121,7 @@ def test_a_streamed_answer_ends_on_the_model_that_began_it(url: str) -> None:
         async with client(url) as asking:
             whole = (await asking.post("/v1/completions", json=body(300))).json()["choices"][0]["text"]
             pieces: list[str] = []
+            swap: asyncio.Future[httpx2.Response] | None = None
             async with asking.stream("POST", "/v1/completions", json=body(300) | {"stream": True}) as lines:
                 async for line in lines.aiter_lines():
                     if not line.startswith("data: {"):
@@ -129,8 +130,8 @@ def test_a_streamed_answer_ends_on_the_model_that_began_it(url: str) -> None:
                     if len(pieces) == 1:
                         swap = asyncio.ensure_future(asking.post("/release", json={"release": 1}))
                     if len(pieces) == 3:
-                        assert not swap.done()
-            assert (await swap).json()["finished"] == 1
+                        assert swap is not None and not swap.done()
+            assert swap is not None and (await swap).json()["finished"] == 1
             return whole, "".join(pieces)
 
     whole, streamed = asyncio.run(asyncio.wait_for(stream(), LONG))

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from hone.agents.rendering import renderer_for
 from hone.agents.serving.server import allow_many_connections
+from hone.insight.audit import read_audit
 
 pytestmark = pytest.mark.slow
 TOKENIZER = tokenizer(NAME)
@@ -36,9 +37,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with serving(forks, model, log, token=TOKEN) as address:
+    folder = tmp_path_factory.mktemp("serve")
+    with serving(forks, model, folder / "log", "--audit", str(folder / "audit"), token=TOKEN) as address:
         yield address
+    calls = [line for line in read_audit(folder / "audit") if line.record["tool"] == "get_weather"]
+    assert any(line.record["session"] == "one" and '"Rome"' in line.record["arguments"] for line in calls)
+    assert not any(line.problem for line in read_audit(folder / "audit"))
 
 
 def client(url: str, path: str = "") -> openai.OpenAI:

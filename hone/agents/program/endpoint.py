@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hone.agents.client import EngineClient
 from hone.agents.context import EpisodeContext
 from hone.errors import ConfigError
+from hone.insight.audit import AuditLog
 
 if TYPE_CHECKING:
     from hone.agents.episode import Episode
@@ -54,6 +55,7 @@ class TrainingEndpoint:
             parser=context.multi_turn.format,
             template_kwargs=context.template_kwargs,
             standalone=False,
+            audit=AuditLog(folder) if (folder := context.multi_turn.audit_dir) is not None else None,
         )
         self._sessions = Sessions(max_sessions=2**31, named_by_path=False)
         endpoint = Endpoint(self._service, token=secrets.token_urlsafe(24), sessions=self._sessions)

@@ -111,7 +111,8 @@ class ChatCall:
         return error.body()
 
     def _record(self, index: int, completion: Completion, message: Message) -> None:
-        """Record a reply as tokens and as the message that the client receives."""
+        """Record a reply as tokens and as the message that the client receives, and its calls in the audit log."""
+        self.service.audit_calls(message, self.session, self.names[index])
         self.turns[index] = self.session.record(self.prompt, completion, message, self.names[index])
 
     def _message(self, completion: Completion) -> Message:

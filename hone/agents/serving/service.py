@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.agents.messages import Message
 from hone.agents.rendering import TEXT_TOOLS, Renderer, renderer_for
 from hone.agents.rendering.probes import shows_tools
 from hone.agents.rendering.template import Template
@@ -27,6 +28,7 @@ from hone.errors import HoneError, RequestError
 from hone.generation.grammars import check_compiles
 from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Alternatives, Completion, Constraint, GenerationRequest, SamplingParams
+from hone.insight.audit import AuditLog
 
 MAX_RENDERERS = 32
 """Maximum of kept renderers, one for each combination of template arguments."""
@@ -73,6 +75,7 @@ class Service:
         standalone: True for `hone serve`: errors name its options, and a template that ignores tools gets them as text. False for
             the endpoint of a training run: errors name its keys, and such a template is refused.
         release: number of the release that answers; None for a model of no shelf.
+        audit: log of the tool calls in replies, or None.
     """
 
     model: str
@@ -87,6 +90,7 @@ class Service:
     prompt_log_probs: Callable[[Sequence[int], int], list[Alternatives]] | None = None
     standalone: bool = True
     release: int | None = None
+    audit: AuditLog | None = None
     _renderers: dict[str, Renderer] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _constraints: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "hone-constraints"))
@@ -255,6 +259,18 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def audit_calls(self, message: Message, session: Session, reply: str) -> None:
+        """Write the tool calls of a reply to the audit log, if there is one.
+
+        Raises:
+            HoneError: the log cannot be written.
+        """
+        for call in message.get("tool_calls") or () if self.audit is not None else ():
+            function = call["function"]
+            about = {"session": session.name, "reply": reply, "model": self.model, "release": self.release}
+            assert self.audit is not None
+            self.audit.served(function["name"], function["arguments"], **about)
 
 
 def _seeds(body: ChatBody | TextBody, prompt: Prompt, session: Session | None) -> list[int]:

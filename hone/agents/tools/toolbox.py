@@ -26,6 +26,7 @@ from hone.data.episode_log import CallRecord, CallStatus
 from hone.data.images import IMAGE_PARTS, read_image
 from hone.data.row_images import part_image
 from hone.errors import ConfigError, DataError, HoneError, NoVerdict, did_you_mean
+from hone.insight.audit import AuditLog
 from hone.text import valid_text
 
 log = logging.getLogger("hone.agents.tools")
@@ -38,10 +39,14 @@ class Toolbox:
 
     Args:
         tools: tools with distinct names.
-        multi_turn: config with the limits of calls.
+        multi_turn: config with the limits of calls and the folder of the audit log.
+
+    Attributes:
+        audit: audit log, or None.
 
     Raises:
         ConfigError: a name occurs twice, or a schema is not a JSON schema.
+        HoneError: the folder of the audit log cannot be written.
     """
 
     def __init__(self, tools: Sequence[Tool], multi_turn: MultiTurnConfig) -> None:
@@ -57,6 +62,7 @@ class Toolbox:
                     where="actor_rollout_ref.rollout.multi_turn",
                 )
             self._tools[tool.name] = tool
+        self.audit = AuditLog(multi_turn.audit_dir) if multi_turn.audit_dir is not None else None
         self._validators = {name: _validator(tool) for name, tool in self._tools.items()}
         self._gates: dict[str, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -217,7 +223,8 @@ class ToolSession:
         self, call: ToolCall, permitted: bool, allowed: int
     ) -> tuple[CallRecord, str | list[dict[str, Any]]]:
         """Return the record of a call, and the content of the message that answers it."""
-        started = time.perf_counter()
+        started, audit = time.perf_counter(), self.toolbox.audit
+        audited = self._begin_audit(call) if audit is not None else 0
         if permitted:
             answer = await self._try(call)
         else:
@@ -246,7 +253,19 @@ class ToolSession:
             result.left_out,
             started - self.episode.started,
         )
+        if audit is not None:
+            audit.end(audited, record.status.value, text, record.seconds)
         return record, [{"type": "text", "text": text}, *images] if images else text
+
+    def _begin_audit(self, call: ToolCall) -> int:
+        """Record in the audit log that a call begins; return its number there."""
+        audit, episode = self.toolbox.audit, self.episode
+        assert audit is not None
+        arguments = call.raw if call.arguments is None else call.arguments
+        turn = episode.log.assistant_turns - 1
+        return audit.begin(
+            call.name, arguments, episode=episode.name, turn=turn, data_source=episode.sample.data_source
+        )
 
     def _images(self, result: ToolResult) -> list[dict[str, Any]]:
         """Return the images of a result as parts; none if the policy reads no images, or if one of them cannot be read."""

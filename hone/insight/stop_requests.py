@@ -1,0 +1,156 @@
+"""Requests to stop a run: a file in its directory, because the run may be on another machine.
+
+<run>/STOP      written by `hone stop`, or by hand: an empty file ends the run after its step
+
+A run that ends after its step removes the file. After a stop at once it remains, so that nothing restarts the run before somebody
+removes it with `hone stop RUN --clear`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import platform
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hone.errors import HoneError
+from hone.insight.run_files import now, write_atomically
+
+STOP = "STOP"
+PERIOD = 0.5
+"""Seconds between two looks for a request to stop at once."""
+GRACE = 10.0
+"""Seconds that a run and its tools have to end by themselves after such a request; then their processes are killed."""
+INTERRUPTED = 130
+"""Exit code of a run that was stopped at once."""
+
+log = logging.getLogger("hone")
+
+
+def _author() -> str:
+    try:
+        return f"{getpass.getuser()}@{platform.node()}"
+    except (KeyError, OSError):  # a user id without a name, as in a container
+        return f"{os.getuid()}@{platform.node()}"
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """Request to stop a run.
+
+    Attributes:
+        at_once: True ends it with its tools within :data:`GRACE` seconds; False ends it after its step, and saves.
+        reason: in words.
+        by: user and machine.
+        at: time of the request.
+    """
+
+    at_once: bool = False
+    reason: str = ""
+    by: str = field(default_factory=_author)
+    at: str = field(default_factory=now)
+
+    def __str__(self) -> str:
+        return f"{self.by} at {self.at}{f': {self.reason}' if self.reason else ''}"
+
+
+def send_stop(run: Path, request: StopRequest) -> None:
+    """Write a request for the run in this directory.
+
+    Raises:
+        HoneError: the directory is not writable, or the disk is full.
+    """
+    write_atomically(run / STOP, json.dumps(asdict(request)) + "\n")
+
+
+def read_stop(run: Path) -> StopRequest | None:
+    """Return the request in a run directory; None without one. A file that is no request ends the run after its step."""
+    try:
+        content = (run / STOP).read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return StopRequest(**json.loads(content))
+    except (ValueError, TypeError):
+        return StopRequest(reason=f"the file {run / STOP}", by="unknown", at="an unknown time")
+
+
+def clear_stop(run: Path) -> bool:
+    """Remove a request, so that the run may start; return whether there was one."""
+    there = (run / STOP).exists()
+    (run / STOP).unlink(missing_ok=True)
+    return there
+
+
+def check_may_start(run: Path) -> None:
+    """Check that nobody stopped the run.
+
+    Raises:
+        HoneError: there is a request from before its start.
+    """
+    request = read_stop(run)
+    if request is not None:
+        raise HoneError(
+            f"the run was stopped by {request}",
+            why="a stopped run does not start again by itself",
+            fix=f"hone stop {run} --clear, then the same command again",
+            where=str(run / STOP),
+            code="E-stopped",
+        )
+
+
+class StopWatch:
+    """Thread that ends this process when somebody requests a stop at once.
+
+    Args:
+        run: run directory.
+        interrupt: called once with the request, before SIGTERM.
+        kill: called if the process has not ended after :data:`GRACE` seconds, before it is killed with its children.
+    """
+
+    def __init__(
+        self, run: Path, interrupt: Callable[[StopRequest], None], kill: Callable[[StopRequest], None]
+    ) -> None:
+        self._run, self._interrupt, self._kill = run, interrupt, kill
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hone-stop", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the process does not end by itself any more."""
+        self._ended.set()
+        self._thread.join(PERIOD)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(PERIOD):
+            request = read_stop(self._run)
+            if request is None or not request.at_once:
+                continue
+            log.error("stopped at once by %s", request)
+            self._interrupt(request)
+            os.kill(os.getpid(), signal.SIGTERM)
+            if not self._ended.wait(GRACE):
+                log.error("the run has not ended within %g s; its processes are killed", GRACE)
+                try:
+                    self._kill(request)
+                finally:
+                    kill_children()
+                    os._exit(INTERRUPTED)
+            return
+
+
+def kill_children() -> None:
+    """Kill all processes that this one started, and theirs: workers, engines and tools."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
