@@ -174,7 +174,7 @@ class CheckpointStore:
                 write()
                 self._seal(step, texts, manifest)
                 self._mark_best(str(manifest["metric"]))
-                self._retire()
+                self.retire()
             except Exception as error:
                 number = _system_error(error)
                 if number is None:
@@ -199,7 +199,7 @@ class CheckpointStore:
                 MANIFEST, json.dumps(sealed({**manifest, "metric": metric, "value": value}), indent=1)
             )
             self._mark_best(metric)
-            self._retire()
+            self.retire()
         except OSError as error:
             self._failure = self._explain(error, error.errno or errno.EIO, step)
         except BaseException as error:  # noqa: BLE001  # raised in the thread that trains
@@ -294,12 +294,16 @@ class CheckpointStore:
         else:
             self.root.remove_file(BEST)
 
-    def _retire(self) -> None:
-        if self.keep is not None:
-            best = self.best()
-            for step in self.steps()[: -self.keep]:
-                if step not in self._always and (best is None or step != best[0]):
-                    self._remove(step)
+    def surplus(self) -> list[int]:
+        """Return the steps of the checkpoints that are not kept: neither among the newest, nor the best, nor always kept."""
+        best = self.best()
+        kept = self._always if best is None else self._always | {best[0]}
+        return [] if self.keep is None else [step for step in self.steps()[: -self.keep] if step not in kept]
+
+    def retire(self) -> None:
+        """Delete the checkpoints of :meth:`surplus`."""
+        for step in self.surplus():
+            self._remove(step)
 
     def _remove(self, step: int) -> None:
         """Delete a checkpoint, if it exists; after an interruption the rest is not taken for a checkpoint."""
