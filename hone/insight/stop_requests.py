@@ -72,7 +72,7 @@ def send_stop(run: Path, request: StopRequest) -> None:
 
 
 def read_stop(run: Path) -> StopRequest | None:
-    """Return the request in a run directory; None without one. A file that is no request ends the run after its step."""
+    """Return the request in a run directory; None without one. Any other content of the file ends the run after its step."""
     try:
         content = (run / STOP).read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -91,7 +91,7 @@ def clear_stop(run: Path) -> bool:
 
 
 def check_may_start(run: Path) -> None:
-    """Check that nobody stopped the run.
+    """Check that the run was not stopped.
 
     Raises:
         HoneError: there is a request from before its start.
@@ -142,15 +142,26 @@ class StopWatch:
                 try:
                     self._kill(request)
                 finally:
-                    kill_children()
+                    kill_children(services=True)
                     os._exit(INTERRUPTED)
             return
 
 
-def kill_children() -> None:
-    """Kill all processes that this one started, and theirs: workers, engines and tools."""
+def kill_children(*, services: bool = False) -> None:
+    """Kill all processes that this one started, and theirs: workers, engines and tools.
+
+    Args:
+        services: also the services of a Ray cluster that this process started; without them it could not end in order.
+    """
     for child in psutil.Process().children(recursive=True):
         try:
-            child.kill()
-        except psutil.NoSuchProcess:
+            if services or not _is_ray_service(child.cmdline()):
+                child.kill()
+        except psutil.Error:
             continue
+
+
+def _is_ray_service(words: list[str]) -> bool:
+    """Return whether a command line is a service of Ray; its workers have titles that begin with ``ray::``."""
+    line = " ".join(words)
+    return "/ray/" in line and not line.startswith("ray::")

@@ -40,7 +40,7 @@ class Releases:
 
     def __init__(self, request: ServeRequest, loop: asyncio.AbstractEventLoop) -> None:
         self._request, self._loop = request, loop
-        shelf = Shelf.of(request.model)
+        shelf = Shelf.containing(request.model)
         self.served = shelf.at(request.model).number if shelf is not None else None
         self._shelf = shelf
         self.open = None if shelf is None else self._open

@@ -63,7 +63,7 @@ class Shelf:
         self.path = Path(path).expanduser()
 
     @classmethod
-    def of(cls, directory: str | Path) -> Shelf | None:
+    def containing(cls, directory: str | Path) -> Shelf | None:
         """Return the shelf that a directory of a release, or ``current``, belongs to; None if it belongs to none."""
         directory = Path(directory).expanduser()
         if (directory / RELEASE).is_file():

@@ -37,7 +37,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Surplus:
-    """What the rules do not keep of one run.
+    """Files of one run that the rules do not keep.
 
     Attributes:
         run: its directory.

@@ -183,3 +183,25 @@ def test_only_what_passed_is_released(work: Path, tmp_path: Path) -> None:
         run(work, *make, str(tmp_path / name), code=2)
     run(work, *make, "suite.yaml", code=2)
     assert not (tmp_path / "shelf").exists()
+
+
+@pytest.mark.long
+def test_replicas_swap_too(work: Path, forks: Forks, tmp_path: Path) -> None:
+    """A pool of processes is replaced like the engine in the server's process."""
+    run(work, "release", "rollback", "shelf", "--to", "2")
+
+    async def swap(url: str) -> None:
+        async with client(url) as asking:
+            before = await answer(asking, 6)
+            waiting = [asyncio.ensure_future(answer(asking, 200)) for _ in range(8)]
+            swapped = await asking.post("/release", json={"release": 1})
+            assert swapped.status_code == 200, swapped.text
+            assert {release for release, _ in await asyncio.gather(*waiting)} == {"2"}
+            after = await answer(asking, 6)
+            assert (before[0], after[0]) == ("2", "1") and before[1] != after[1]
+            replicas = (await asking.get("/replicas")).json()["replicas"]
+            assert [replica["state"] for replica in replicas] == ["serving"]
+
+    options = ("--name", "model", "--replicas", "1")
+    with serving(forks, work / "shelf" / "current", tmp_path / "log", *options, token=TOKEN) as url:
+        asyncio.run(asyncio.wait_for(swap(url), LONG))

@@ -88,8 +88,11 @@ def test_a_run_ends_after_its_step_and_resumes(program: str, tiny: Path, tmp_pat
     assert [row["step"] for row in read_metrics(run)] == list(range(1, last + 2))
 
 
-@pytest.mark.parametrize("tool", ["waits", "blocks"])
-def test_a_stop_at_once_ends_tools_and_what_they_started(tool: str, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tool", "runtime"),
+    [("waits", "local"), ("blocks", "local"), pytest.param("blocks", "ray", marks=pytest.mark.long)],
+)
+def test_a_stop_at_once_ends_tools_and_what_they_started(tool: str, runtime: str, tiny: Path, tmp_path: Path) -> None:
     run, child = tmp_path / "run", tmp_path / "child"
     (tmp_path / "slow_tools.py").write_text(TOOLS)
     (tmp_path / "tools.yaml").write_text(f"tools: [{{function: 'slow_tools:{tool}', timeout: 900}}]\n")
@@ -103,6 +106,7 @@ def test_a_stop_at_once_ends_tools_and_what_they_started(tool: str, tiny: Path, 
             f"{MULTI_TURN}.max_assistant_turns=3",
             f"{MULTI_TURN}.tool_config_path={tmp_path}/tools.yaml",
         ),
+        f"trainer.runtime={runtime}",
         rows="calls",
     )
     training = Command(words, tmp_path / "log", tmp_path)
@@ -115,7 +119,8 @@ def test_a_stop_at_once_ends_tools_and_what_they_started(tool: str, tiny: Path, 
     assert time.monotonic() - begun < GRACE + 20
     ended = record(run)
     assert ended["status"] == "interrupted" and "it deletes files" in ended["exit_reason"]
-    assert ("were killed" in ended["exit_reason"]) == (tool == "blocks")
+    if runtime == "local":  # a worker of Ray is killed with its tools while the driver ends
+        assert ("were killed" in ended["exit_reason"]) == (tool == "blocks")
     assert birth(int(child.read_text())) is None, "what a tool started has ended too"
 
     lines = list(read_audit(tmp_path / "audit"))

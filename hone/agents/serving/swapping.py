@@ -128,7 +128,7 @@ class ReleaseRoutes:
         self.routes = [Route("/release", self.show, methods=["GET"]), Route("/release", self.swap, methods=["POST"])]
 
     async def show(self, request: Request) -> Response:
-        """Return the number of the served release; null for a model that is no release."""
+        """Return the number of the served release; null for a model that belongs to no shelf."""
         self._check(request)
         return JSONResponse({"release": self._services.current.release, "swapping": self._swap is not None})
 
