@@ -59,6 +59,7 @@ COMMANDS = {
     "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),
     "oracle": Entry("hone.cli.oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
     "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),
+    "explain": Entry("hone.cli.explain", "Explain a key, a metric, a code, a method or a term of the field."),
     "config": Entry("hone.cli.config", "Show and explain configuration keys."),
 }
 

@@ -86,21 +86,31 @@ def answer(words: str, commands: list[str]) -> list[Answer]:
         if matches:
             return [*matches]
         raise unknown_key(words.replace(" ", "_"), TREES[commands[0]])
-    name = words.strip().lstrip("+~").partition("=")[0]
-    keys = [KeyAnswer(command, key) for command in commands for key in documentation(TREES[command])]
-    inside = [entry for entry in keys if name in blocks(TREES[entry.command]) and entry.key.path.startswith(f"{name}.")]
-    exact = [entry for entry in keys if f".{entry.key.path}".endswith(f".{full_key(name, TREES[entry.command])}")]
-    if inside or exact:
-        return [*(inside or exact)]
-    tables = {command: TABLES[TREES[command]] for command in commands if TREES[command] in TABLES}
-    foreign = [ForeignAnswer(command, name, described(t.find(name))) for command, t in tables.items() if t.find(name)]
-    if foreign:
-        return [*foreign]
+    name = _name(words)
+    if answers := exact(words, commands):
+        return answers
     matches = search(name.replace("_", " "), commands) if "." not in name else []
     near = [entry for entry in matches if name in entry.key.path]
     if near:
         return [*near]
     raise unknown_key(name, TREES[commands[0]])
+
+
+def exact(word: str, commands: list[str]) -> list[Answer]:
+    """Return the keys of a block, the keys whose path ends in ``word``, or else what became of a key of verl."""
+    name = _name(word)
+    keys = [KeyAnswer(command, key) for command in commands for key in documentation(TREES[command])]
+    inside = [entry for entry in keys if name in blocks(TREES[entry.command]) and entry.key.path.startswith(f"{name}.")]
+    same = [entry for entry in keys if f".{entry.key.path}".endswith(f".{full_key(name, TREES[entry.command])}")]
+    if inside or same:
+        return [*(inside or same)]
+    tables = {command: TABLES[TREES[command]] for command in commands if TREES[command] in TABLES}
+    return [ForeignAnswer(command, name, described(t.find(name))) for command, t in tables.items() if t.find(name)]
+
+
+def _name(word: str) -> str:
+    """Return the key of an override: ``+trainer.seed=1`` names ``trainer.seed``."""
+    return word.strip().lstrip("+~").partition("=")[0]
 
 
 def search(words: str, commands: list[str]) -> list[KeyAnswer]:
