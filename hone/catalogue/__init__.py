@@ -7,6 +7,7 @@ registered method appears automatically in ``hone algorithms`` and in ``docs/alg
 from hone.catalogue.candidates import Situation
 from hone.catalogue.methods import find, methods
 from hone.catalogue.pages import algorithm_pages
+from hone.catalogue.papers import papers_page
 from hone.catalogue.recommend import Recommendation, recommend
 from hone.catalogue.records import KINDS, Cost, Knob, Method, Need
 
@@ -21,5 +22,6 @@ __all__ = [
     "algorithm_pages",
     "find",
     "methods",
+    "papers_page",
     "recommend",
 ]

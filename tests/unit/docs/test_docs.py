@@ -32,13 +32,14 @@ from support.forked_python import Forks
 from support.patience import LONG
 
 ROOT = Path(__file__).resolve().parents[3]
-GENERATED = ("config.md", "metrics.md")
+GENERATED = ("config.md", "metrics.md", "papers.md")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("docs/algorithms/*.md"),
+        *ROOT.glob("docs/handbook/*.md"),
         *ROOT.glob("examples/README.md"),
         *ROOT.glob("examples/*/README.md"),
     )
