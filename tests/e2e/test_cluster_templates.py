@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import socket
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,9 +146,12 @@ def test_scripts_are_clean(script: str) -> None:
 
 def test_every_template_is_tested_and_listed() -> None:
     files = {path.name for path in TEMPLATES.iterdir()}
-    assert files == {"README.md", "grpo.yaml", "node.sh", "slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml"}
+    assert files - {"__pycache__"} == {
+        *("README.md", "grpo.yaml", "node.sh", "slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml"),
+        *("launch_sagemaker.py", "sagemaker_entry.sh"),
+    }
     readme = (TEMPLATES / "README.md").read_text()
-    assert all(f"[`{name}`]({name})" in readme for name in files - {"README.md"})
+    assert all(f"[`{name}`]({name})" in readme for name in files - {"README.md", "__pycache__"})
 
 
 def known(content: dict[str, Any], fields: str, where: str) -> None:
@@ -222,6 +227,44 @@ def test_the_skypilot_task_has_only_fields_that_sky_reads() -> None:
         assert done.returncode == 0, done.stdout
 
 
+class _Recorded:
+    """Stands in for a class of SageMaker's package: keeps what it was made with."""
+
+    made: list[_Recorded] = []
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+        self.trained = False
+        self.made.append(self)
+
+    def train(self) -> None:
+        self.trained = True
+
+
+def test_the_sagemaker_launcher_starts_the_entry_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("CheckpointConfig", "Compute", "InputData", "OutputDataConfig", "SourceCode")
+    configs = SimpleNamespace(**dict.fromkeys(names, _Recorded))
+    modules = {"sagemaker": {}, "sagemaker.core": {}, "sagemaker.core.training": {"configs": configs}}
+    for name, content in {**modules, "sagemaker.train": {"ModelTrainer": _Recorded}}.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    words = "--image i --role r --bucket s3://b/ --instances 3 trainer.seed=2 data.train_batch_size=64"
+    monkeypatch.setattr(sys, "argv", ["launch_sagemaker.py", *words.split()])
+    monkeypatch.setattr(_Recorded, "made", [])
+    runpy.run_path(str(TEMPLATES / "launch_sagemaker.py"), run_name="__main__")
+    (job,) = [one for one in _Recorded.made if one.trained]
+    fields = job.fields
+    source = fields["source_code"].fields
+    assert (Path(source["source_dir"]) / source["entry_script"]).is_file()
+    assert fields["compute"].fields["instance_count"] == 3
+    assert [one.fields["channel_name"] for one in fields["input_data_config"]] == ["model", "data"]
+    assert [one.fields["data_source"] for one in fields["input_data_config"]] == ["s3://b/model", "s3://b/data"]
+    assert fields["hyperparameters"] == {"trainer.seed": "2", "data.train_batch_size": "64"}
+    assert len(fields["environment"]["RAY_AUTH_TOKEN"]) == 64
+    assert fields["checkpoint_config"].fields == {"s3_uri": "s3://b/runs/hone-grpo/checkpoints"}
+
+
 # ------------------------------------------------------------------------------------------------- the commands in them
 
 
@@ -238,7 +281,9 @@ def command_of(template: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("template", ["slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml"])
+@pytest.mark.parametrize(
+    "template", ["slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml", "sagemaker_entry.sh"]
+)
 def test_hone_takes_the_command(template: str, task: Path, tmp_path: Path) -> None:
     """All keys exist, and the run passes every check before it would begin."""
     values = {
@@ -249,6 +294,12 @@ def test_hone_takes_the_command(template: str, task: Path, tmp_path: Path) -> No
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE:-8": "8",
         "SLURM_JOB_ID": "7",
+        "SM_CHANNEL_MODEL": str(task / "model"),
+        "SM_CHANNEL_DATA": str(task),
+        "#hosts[@]": "2",
+        "SM_NUM_GPUS": "8",
+        "keys[@]": "",
+        "run": str(tmp_path / "run"),
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     }
@@ -327,6 +378,35 @@ def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tm
         assert 1 <= row["global_seqlen/balanced_imbalance"] <= row["global_seqlen/imbalance"]
         assert row["global_seqlen/balanced_max"] <= row["perf/total_num_tokens"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_the_sagemaker_script_trains_on_two_instances_and_leaves_a_model(
+    start: Any, forked_ray_workers, task: Path, tmp_path: Path
+) -> None:
+    """Both instances of a job here, with the variables that SageMaker's toolkit sets and the keys as hyperparameters."""
+    keys = dict(key.split("=", 1) for key in SMALL)
+    instances = [
+        start(
+            *("bash", str(TEMPLATES / "sagemaker_entry.sh")),
+            SM_HOSTS='["127.0.0.1", "localhost"]',
+            SM_CURRENT_HOST=host,
+            SM_NUM_GPUS="1",
+            SM_HPS=json.dumps(keys),
+            SM_CHANNEL_MODEL=str(task / "model"),
+            SM_CHANNEL_DATA=str(task),
+            SM_MODEL_DIR=str(tmp_path / "model"),
+            HONE_CHECKPOINTS=str(tmp_path),
+            **forked_ray_workers,
+        )
+        for host in ("localhost", "127.0.0.1")
+    ]
+    for instance in reversed(instances):
+        code, output = ended(instance)
+        assert code == 0, output
+    assert [row["training/global_step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    assert list((tmp_path / "model").glob("*.safetensors"))
 
 
 @pytest.mark.long
