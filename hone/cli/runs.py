@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli import run_alerts, run_bisect, run_compare, run_coverage, run_engines, run_prune, run_samples, run_sheet
+from hone.cli import (
+    run_alerts,
+    run_bisect,
+    run_compare,
+    run_coverage,
+    run_engines,
+    run_prune,
+    run_samples,
+    run_sheet,
+    run_triage,
+)
 from hone.cli.options import Json
 from hone.cli.run_output import (
     CHARTS,
@@ -51,6 +61,7 @@ app.command("samples")(run_samples.samples)
 app.command("coverage")(run_coverage.coverage)
 app.command("engines")(run_engines.engines)
 app.command("prune")(run_prune.prune)
+app.command("triage")(run_triage.triage)
 app.command("alerts")(run_alerts.alerts)
 app.command("diagnose")(run_alerts.diagnose)
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from hone.errors import HoneError
+from hone.insight.expected import TAIL, expected_pattern
 from hone.viewer.index import Rows, RunIndex
 from hone.viewer.prompts import prompts_of, right_score
 from hone.viewer.queries import MASKS
 from hone.viewer.run import Archived
-
-_TAIL = 240
-"""Characters at the end of an answer in which the expected one is looked for."""
-_LONG = 100
-"""Most characters of an expected answer that is looked for."""
 
 
 @dataclass(frozen=True)
@@ -133,24 +127,10 @@ def ends_right(index: RunIndex, step: int) -> np.ndarray:
     result = []
     for text, encoded in pairs:
         if encoded is not None and encoded not in patterns:
-            patterns[encoded] = _pattern(json.loads(encoded))
+            patterns[encoded] = expected_pattern(json.loads(encoded))
         pattern = patterns.get(encoded) if encoded is not None else None
-        result.append(pattern is not None and pattern.search(text[-_TAIL:]) is not None)
+        result.append(pattern is not None and pattern.search(text[-TAIL:]) is not None)
     return np.array(result, bool)
-
-
-def _pattern(expected: Any) -> re.Pattern[str] | None:
-    """Return the pattern of an expected answer as a word; None for one that cannot be looked for."""
-    if isinstance(expected, Mapping):
-        expected = next((expected[name] for name in ("answer", "target", "ground_truth") if name in expected), None)
-    if isinstance(expected, list) and len(expected) == 1:
-        expected = expected[0]
-    if isinstance(expected, bool) or not isinstance(expected, (str, int, float)):
-        return None
-    text = str(expected).strip()
-    if not text or len(text) > _LONG:
-        return None
-    return re.compile(rf"(?<![\w.,-]){re.escape(text)}(?![\w]|[.,]\d)")
 
 
 _IS = {"rejected": _rejected, "longer": _longer, "identical": _identical, "equal": _equal}

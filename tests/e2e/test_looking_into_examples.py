@@ -77,6 +77,20 @@ def test_the_step_again_is_the_step(trained: Path, run: Callable[..., Ended]) ->
     assert result["first"] is None and {"gen", "reward", "adv", "update_actor"} <= set(result["stages"])
 
 
+def test_failed_episodes_are_sorted(trained: Path, run: Callable[..., Ended], tmp_path: Path) -> None:
+    """Every failed episode of the run has a kind, a turn that it has, and an example that `runs samples` finds."""
+    found = parsed(run("runs", "triage", trained, "--json", "--per-task", 1000))
+    records = {(r["step"], r["uid"], r["index"]): r for step in (1, 2, 3) for r in open_archive(trained).records(step)}
+    assert found["episodes"] == len(records) and 0 < found["failed"] == found["sorted"] == sum(found["kinds"].values())
+    assert found["change"] and found["because"] in found["kinds"]
+    for task in found["tasks"]:
+        for failure in task["failures"]:
+            episode = records[(failure["step"], failure["uid"], failure["index"])]["episode"]
+            assert 1 <= failure["turn"] <= failure["turns"] == (episode["assistant_turns"] if episode else 1)
+    page = run("runs", "triage", trained, "--out", tmp_path / "page.md")
+    assert page.code == 0 and found["change"] in (tmp_path / "page.md").read_text()
+
+
 def test_the_profile_has_all_of_the_time(trained: Path, run: Callable[..., Ended], tmp_path: Path) -> None:
     profile = parsed(run("profile", trained, "--trace", tmp_path / "trace.json", "--json"))
     assert sum(profile["shares"].values()) == pytest.approx(1) and profile["steps"] == 2

@@ -9,7 +9,7 @@ from hone.insight.detectors.tuning import setting
 
 OFTEN, MANY_CALLS = 0.5, 0.2
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-_LIMITS = {
+LIMITS = {
     "tokens": "data.max_response_length",
     "context": f"{_MULTI_TURN}.compaction.context_tokens",
     "assistant_turns": f"{_MULTI_TURN}.max_assistant_turns",
@@ -32,7 +32,7 @@ def zero_causes(settings: Settings, metrics: Metrics) -> Iterator[Cause]:
         limit = setting(settings, "data.max_response_length", 0)
         evidence = f"{cut:.0%} of the responses reach data.max_response_length={limit}"
         yield Cause(evidence, f"data.max_response_length={2 * limit}")
-    for reason, key in _LIMITS.items():
+    for reason, key in LIMITS.items():
         share = metrics.get(f"episode/end/{reason}", 0.0)
         if share > OFTEN and not (reason == "tokens" and cut > OFTEN):
             yield Cause(f"{share:.0%} of the episodes end by the limit {key}", f"raise {key}")
