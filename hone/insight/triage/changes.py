@@ -17,7 +17,9 @@ _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 _SANDBOX = "reward.sandbox"
 
 
-def change_for(kind: Kind, failures: Sequence[Failure], settings: Settings, tools: Sequence[str]) -> str:
+def change_for(
+    kind: Kind, failures: Sequence[Failure], settings: Settings, tools: Sequence[str], without_success: tuple[int, int]
+) -> str:
     """Return the change: ``key=value``, or the file to look at and what to do there.
 
     Args:
@@ -25,6 +27,7 @@ def change_for(kind: Kind, failures: Sequence[Failure], settings: Settings, tool
         failures: failures of this kind, at least one.
         settings: configuration of the run, flat.
         tools: names of tools that answered in the run.
+        without_success: number of prompts of which every episode failed, and of all prompts.
     """
     detail = Counter(failure.detail for failure in failures).most_common(1)[0][0]
     if kind in _OF_CALLS:
@@ -44,9 +47,18 @@ def change_for(kind: Kind, failures: Sequence[Failure], settings: Settings, tool
         return "the chat template: see what the model is shown and where its turn ends (`hone data template`)"
     if kind is Kind.WRONG_FORMAT:
         return f"the prompts of {files}: ask for the form that the scorer reads, or choose another reward.scorer"
-    return TOO_HARD.fix
+    hopeless, prompts = without_success
+    if 2 * hopeless < prompts:
+        return f"none yet: {prompts - hopeless} of {prompts} prompts have a success, which training learns from; sort again after more steps"
+    return (
+        f"demonstrations of calls first (hone sft), with {_described(settings)}"
+        if kind is Kind.NO_TOOL_CALL
+        else TOO_HARD.fix
+    )
 
 
+LEARNED = (Kind.WRONG_CONTENT, Kind.NO_TOOL_CALL)
+"""Kinds that training corrects where some episodes of a prompt succeed."""
 _OF_CALLS = {
     *(Kind.HALLUCINATED_TOOL, Kind.INVALID_ARGUMENTS, Kind.MALFORMED_CALL, Kind.REPEATED_CALL),
     *(Kind.TOOL_ERROR, Kind.TOOL_TIMEOUT),
@@ -59,7 +71,7 @@ _REWARD = {
 
 
 def _calls(kind: Kind, name: str, settings: Settings, tools: Sequence[str]) -> str:
-    described = next((str(settings[key]) for key in _tool_files() if settings.get(key)), "the tools of the rows")
+    described = _described(settings)
     if kind is Kind.HALLUCINATED_TOOL:
         meant = did_you_mean(name, tools).strip()
         known = f" ({meant})" if meant else f" (tools that answered: {', '.join(tools) or 'none'})"
@@ -79,8 +91,9 @@ def _calls(kind: Kind, name: str, settings: Settings, tools: Sequence[str]) -> s
     return f"{described}: run `{name}` alone with the arguments above"
 
 
-def _tool_files() -> tuple[str, ...]:
-    return (f"{_MULTI_TURN}.tool_config_path", f"{_MULTI_TURN}.function_tool_path")
+def _described(settings: Settings) -> str:
+    keys = (f"{_MULTI_TURN}.tool_config_path", f"{_MULTI_TURN}.function_tool_path")
+    return next((str(settings[key]) for key in keys if settings.get(key)), "the tools of the rows")
 
 
 def _limit(end: str, settings: Settings) -> str:

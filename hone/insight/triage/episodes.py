@@ -85,11 +85,13 @@ class Bar:
         score: rewards below it are failures.
         paid: reward from which a wrong answer is paid like a right one.
         expects: data sources of which some row has an expected answer.
+        calls: data sources of which most right answers called a tool.
     """
 
     score: float
     paid: float = 1.0
     expects: frozenset[str] = frozenset()
+    calls: frozenset[str] = frozenset()
 
 
 def accuracy(record: Mapping[str, Any]) -> float | None:
@@ -173,6 +175,9 @@ def _judged(record: Mapping[str, Any], last: int, bar: Bar) -> Iterator[tuple[Ki
         yield Kind.RIGHT_REJECTED, last, f"expected {json.dumps(record['ground_truth'])}; {shown}", ""
     if not record["text"].strip():
         yield Kind.EMPTY, last, f"no text; {shown}", ""
+    calls = (record["episode"] or {}).get("tool_calls")
+    if not calls and (record["data_source"] or "unknown") in bar.calls:
+        yield Kind.NO_TOOL_CALL, last, shown, ""
     if terms.get("format", 1.0) < PASSES:
         yield Kind.WRONG_FORMAT, last, shown, ""
     wanted = "" if missing else f"expected {_short(json.dumps(record['ground_truth'], ensure_ascii=False), 80)}; "

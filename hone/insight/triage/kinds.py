@@ -39,6 +39,7 @@ class Kind(StrEnum):
     CUT = "cut"
     TURN_LIMIT = "turn_limit"
     EMPTY = "empty"
+    NO_TOOL_CALL = "no_tool_call"
     WRONG_FORMAT = "wrong_format"
     WRONG_CONTENT = "wrong_content"
 
@@ -74,6 +75,7 @@ KINDS: dict[Kind, About] = {
     Kind.CUT: About(Bucket.CONFIG, "cut at the limit of tokens"),
     Kind.TURN_LIMIT: About(Bucket.CONFIG, "ended by a limit of turns"),
     Kind.EMPTY: About(Bucket.CONFIG, "an answer without text"),
+    Kind.NO_TOOL_CALL: About(Bucket.DATA, "no call, and most right answers of the task have one"),
     Kind.WRONG_FORMAT: About(Bucket.DATA, "an answer in which the scorer finds none"),
     Kind.WRONG_CONTENT: About(Bucket.DATA, "the right form, and a wrong answer"),
 }

@@ -11,8 +11,8 @@ from typing import Any
 from hone.insight.archive.read import require_archive
 from hone.insight.compare import Run
 from hone.insight.samples import spread
-from hone.insight.triage.changes import change_for
-from hone.insight.triage.episodes import COLUMNS, Bar, Failure, accuracy, first_failure, has_failed
+from hone.insight.triage.changes import LEARNED, change_for
+from hone.insight.triage.episodes import COLUMNS, PASSES, Bar, Failure, accuracy, first_failure, has_failed
 from hone.insight.triage.kinds import KINDS, Bucket, Kind
 
 STEPS = 5
@@ -136,18 +136,25 @@ def triage(
     change = None
     if decisive is not None:
         chosen = [failure for failure in failures if failure.kind is decisive]
-        change = change_for(decisive, chosen, run.config, _working_tools(records))
+        without = sum(task.hopeless[0] for task in tasks), sum(task.hopeless[1] for task in tasks)
+        change = change_for(decisive, chosen, run.config, _working_tools(records), without)
     return Triage(run.name, list(read), bar, f"no verdict, or {judged_by}", tasks, change, decisive)
 
 
 def _bar(records: Sequence[dict[str, Any]]) -> Bar:
     scores = [record["score"] for record in records if record["score"] is not None] or [0.0]
     low, high = min(scores), max(scores)
-    right = [record["score"] for record in records if record["score"] is not None and (accuracy(record) or 0.0) >= 0.5]
+    right = [record for record in records if record["score"] is not None and (accuracy(record) or 0.0) >= PASSES]
     expects = {_source(record) for record in records if record["ground_truth"] not in (None, "", [], {})}
-    if low == high:  # all the same: at most 0 is a failure of all
-        return Bar(1e-9 if high <= 0 else low, (low + median(right)) / 2 if right else 1.0, frozenset(expects))
-    return Bar((low + high) / 2, (low + median(right)) / 2 if right else 1.0, frozenset(expects))
+    calling = Counter(_source(record) for record in right if (record["episode"] or {}).get("tool_calls"))
+    of_source = Counter(_source(record) for record in right)
+    bar = (low + high) / 2 if low < high else low if low > 0 else 1e-9  # equal rewards of at most 0: all failed
+    return Bar(
+        bar,
+        (low + median(record["score"] for record in right)) / 2 if right else 1.0,
+        frozenset(expects),
+        frozenset(source for source, number in calling.items() if 2 * number > of_source[source]),
+    )
 
 
 def _task(name: str, records: Sequence[dict[str, Any]], bar: Bar, per_task: int) -> Task:
@@ -164,7 +171,7 @@ def _decisive(failures: Sequence[Failure]) -> Kind | None:
     if not failures:
         return None
     counts = Counter(failure.kind for failure in failures)
-    others = {kind: number for kind, number in counts.items() if kind is not Kind.WRONG_CONTENT}
+    others = {kind: number for kind, number in counts.items() if kind not in LEARNED}
     most = max(others, key=lambda kind: (others[kind], -list(KINDS).index(kind)), default=Kind.WRONG_CONTENT)
     return most if others.get(most, 0) >= OFTEN * len(failures) else counts.most_common(1)[0][0]
 

@@ -98,7 +98,8 @@ CASES = {
     "turn_limit": (record(episode=episode(end="assistant_turns")), 3, f"{MULTI_TURN}.max_assistant_turns=6 (now 3)"),
     "empty": (record(text=" "), 1, "hone data template"),
     "wrong_format": (record(terms={"acc": 0.0, "format": 0.0}), 1, "ask for the form"),
-    "wrong_content": (record(), 1, "data.sampler.name=stages"),
+    "no_tool_call": (record(episode=episode(turns=1)), 1, "none yet: 1 of 1 prompts have a success"),
+    "wrong_content": (record(episode=episode(call(0))), 3, "none yet: 1 of 1 prompts have a success"),
 }
 """Kind to an episode that shows it, its first failing turn, and a part of the change."""
 
@@ -117,7 +118,8 @@ def test_there_is_a_case_for_every_kind() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_kind_and_its_turn_are_found_and_one_change_proposed(name: str, tmp_path: Path) -> None:
     failing, turn, change = CASES[name]
-    right = record(text="4", score=1.0, terms={"acc": 1.0, "format": 1.0}, episode=episode(call(0)))
+    played = episode(call(0)) if name == "no_tool_call" else None
+    right = record(text="4", score=1.0, terms={"acc": 1.0, "format": 1.0}, episode=played)
     result = triaged(tmp_path, failing, right)
     (failure,) = result.failures
     assert (failure.kind, failure.turn) == (Kind(name), turn), failure
@@ -196,6 +198,14 @@ def test_a_reward_that_pays_wrong_answers_half_of_a_right_one_is_no_hacking(tmp_
     paid = record(score=0.9, terms={"acc": 0.0, "form": 1.0})
     kinds = [one.kind for one in triaged(tmp_path / "b", right, paid, record()).failures]
     assert kinds == [Kind.HACKED, Kind.WRONG_CONTENT]
+
+
+def test_prompts_without_a_success_ask_for_easier_rows_or_demonstrations(tmp_path: Path) -> None:
+    change = triaged(tmp_path / "a", *[record()] * 4).change
+    assert change is not None and "data.sampler.name=stages" in change
+    right = record(score=1.0, terms={"acc": 1.0}, episode=episode(call(0)))
+    change = triaged(tmp_path / "b", right, *[record()] * 5).change  # one of three prompts has a success
+    assert change == "demonstrations of calls first (hone sft), with tools.yaml"
 
 
 def test_tasks_are_apart_sampled_evenly_and_hopeless_prompts_counted(tmp_path: Path) -> None:
