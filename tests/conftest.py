@@ -26,7 +26,9 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", help="run only part K of N of the long tests, such as 2/3")
+    parser.addoption(
+        "--part", default="1/1", help="run only part K of N of the tests marked long or learn, such as 2/3"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [
         item
         for item in items
-        if not item.get_closest_marker("long") or zlib.crc32(item.nodeid.encode()) % parts == part - 1
+        if not (item.get_closest_marker("long") or item.get_closest_marker("learn"))
+        or zlib.crc32(item.nodeid.encode()) % parts == part - 1
     ]
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long: dict[str, list[pytest.Item]] = {name: [] for name in LONG}

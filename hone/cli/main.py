@@ -44,6 +44,7 @@ COMMANDS = {
     "init": Entry("hone.cli.init", "Make a small model with random weights."),
     "data": Entry("hone.cli.data", "Make, check, convert and inspect datasets."),
     "reward": Entry("hone.cli.reward", "Try a reward on answers of known quality."),
+    "learn": Entry("hone.cli.learn", "Learn by doing: a course whose boxes check your files."),
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),

@@ -1,0 +1,1 @@
+"""Checks of the boxes, a module for each part."""

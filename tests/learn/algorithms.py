@@ -1,0 +1,7 @@
+"""How the boxes of the part Algorithms are played."""
+
+from __future__ import annotations
+
+from playing import Play
+
+PLAYS: dict[str, Play] = {}
