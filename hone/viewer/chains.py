@@ -30,11 +30,13 @@ WHY = {
 
 
 @functools.cache
-def prepare() -> None:
+def prepare() -> threading.Thread:
     """Import in the background, once, what the factors need: the first answer would otherwise wait for it."""
-    threading.Thread(
+    thread = threading.Thread(
         target=importlib.import_module, args=("hone.trainers.replay.token_gradients",), daemon=True
-    ).start()
+    )
+    thread.start()
+    return thread
 
 
 def loss_factors(run: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,6 +78,7 @@ def _why(record: Mapping[str, Any], factors: Mapping[str, list[float]], token: i
 @functools.lru_cache(maxsize=4)
 def _step_factors(run: Path, step: int, modified: int) -> dict[tuple[str, int, int], dict[str, list[float]]]:
     """Return the factors of every sequence of a step; ``modified`` names the version of its file."""
+    prepare().join()  # two threads that import transformers at once see it half imported
     from hone.trainers.replay.stored import load_step
     from hone.trainers.replay.token_gradients import token_gradients
     from hone.trainers.update_view import learnt_tokens
