@@ -35,4 +35,9 @@ def run_check(
     text = box.text()
     importlib.import_module(f"hone.learn.checks.{box.part}")
     work = Work(name, " ".join(text.body("Hint").split()), text.questions, answers, ask, folder)
-    return CHECKS.get(name)(work)
+    try:
+        return CHECKS.get(name)(work)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:  # files that the learner wrote
+        raise work.refuse(
+            "form", f"expected files as the text describes them; reading them ended with {error!r}"
+        ) from error

@@ -58,7 +58,11 @@ def find_entry(name: str) -> Entry:
 ENTRIES = {
     entry.name: entry
     for entry in (
-        Entry("new", "new to RL for language models", _stops({1: "install data_and_model first_training curves evaluate baseline"})),
+        Entry(
+            "new",
+            "new to RL for language models",
+            _stops({1: "install data_and_model first_training curves evaluate baseline"}),
+        ),
         Entry("sft", "from SFT to RL", _stops({1: "install data_and_model"})),
         Entry("agents", "building agents", _stops({1: "install data_and_model"})),
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +30,17 @@ class Refused(HoneError):
     def __init__(self, box: str, field: str, what: str, hint: str) -> None:
         super().__init__(what, fix=hint, where=f"{box}, {field}")
         self.box, self.field = box, field
+
+
+_CALLS = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("learners_file", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+results = [getattr(module, sys.argv[2])(*arguments) for arguments in json.load(sys.stdin)]
+print()
+print(json.dumps(results))
+"""
 
 
 @dataclass
@@ -74,16 +88,49 @@ class Work:
             raise self.refuse(name, f"expected {path}, which does not exist")
         return path
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
+    def rows(self, name: str, *columns: str) -> list[dict[str, Any]]:
         """Return the rows of a dataset file below the folder of the course.
 
+        Args:
+            name: the file.
+            columns: columns that every row must have.
+
         Raises:
-            Refused: it does not exist.
+            Refused: the file or a column does not exist.
             DataError: it cannot be read.
         """
         from hone.data.files import EVERY_COLUMN, read_rows
 
-        return [row.values for row in read_rows(str(self.path(name)), required=(), optional=EVERY_COLUMN)]
+        rows = [row.values for row in read_rows(str(self.path(name)), required=(), optional=EVERY_COLUMN)]
+        missing = sorted({column for row in rows for column in columns if row.get(column) is None})
+        self.require(not missing, "columns", f"{', '.join(columns)} in each row of {name}", f"no {', '.join(missing)}")
+        return rows
+
+    def call(self, file: str, function: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call a function that the learner wrote, in a process of its own, once for each list of arguments.
+
+        Args:
+            file: Python file below the folder of the course.
+            function: name of the function.
+            calls: arguments of each call, as JSON has them.
+
+        Returns:
+            What it returned, as JSON has it.
+
+        Raises:
+            Refused: the file does not exist, a call fails, or all take more than a minute.
+        """
+        path = self.path(file)
+        words = [sys.executable, "-c", _CALLS, str(path), function]
+        try:
+            ended = subprocess.run(words, input=json.dumps(calls), capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            raise self.refuse(file, f"expected {function} to return; it did not within 60 seconds") from None
+        lines = ended.stdout.splitlines()
+        if ended.returncode or not lines:
+            said = (ended.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise self.refuse(file, f"expected {function} to return for {len(calls)} calls; seen {said}")
+        return json.loads(lines[-1])
 
     def run(self, name: str, steps: int = 1, keys: Mapping[str, Any] | None = None) -> Run:
         """Return a finished run.

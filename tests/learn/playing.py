@@ -104,8 +104,10 @@ def commands(box: str) -> str:
     lines = []
     for info, body in re.findall(r"^```([^\n]*)\n(.*?)^```$", find_box(box).text().body("Do"), re.M | re.S):
         language, _, file = info.partition(" ")
-        if language == "bash":
-            lines.append(body)
-        elif file:
+        if file:
             lines.append(f"mkdir -p $(dirname {file})\ncat > {file} <<'WHOLE_FILE'\n{body}WHOLE_FILE\n")
+        elif language == "python":
+            lines.append(f"cat > shown.py <<'WHOLE_FILE'\n{body}WHOLE_FILE\npython shown.py\n")
+        elif language == "bash":
+            lines.append(body)
     return "\n".join(lines)
