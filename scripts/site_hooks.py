@@ -45,9 +45,11 @@ def expanded(nav: list[Any], pages: set[str]) -> list[Any]:
     def expand(items: list[Any]) -> Iterator[Any]:
         for item in items:
             if isinstance(item, str) and item.endswith("/"):
-                yield from sorted(page for page in english - named if page.startswith(item))
+                inside = (page for page in english - named if page.startswith(item))
+                yield from sorted(inside, key=lambda page: (not page.endswith(("index.md", "README.md")), page))
             elif isinstance(item, dict):
-                yield {key: list(expand(value)) if isinstance(value, list) else value for key, value in item.items()}
+                whole = {key: list(expand(value)) if isinstance(value, list) else value for key, value in item.items()}
+                yield from [whole] if all(whole.values()) else []
             else:
                 yield item
 
@@ -60,9 +62,11 @@ def expanded(nav: list[Any], pages: set[str]) -> list[Any]:
 
 
 def on_config(config: Any) -> Any:
-    """Expand the navigation, and make anchors as code hosts do."""
+    """Expand the navigation, show the version, and make anchors as code hosts do."""
     from pymdownx.slugs import slugify  # pyright: ignore[reportMissingImports]  # of the extra docs, which lint does not install
 
+    version = re.search(r'^__version__ = "([^"]+)"', (ROOT / "hone/__init__.py").read_text(encoding="utf-8"), re.M)
+    config["copyright"] = f"Pages of Hone {version[1] if version else ''}; Apache License 2.0"
     config["nav"] = expanded(config["nav"], all_pages(Path(config["docs_dir"])))
     config["mdx_configs"].setdefault("toc", {})["slugify"] = slugify(case="lower")
     return config

@@ -1,4 +1,4 @@
-"""Look a term up in every source: glossary, configuration keys, metrics, detectors, codes and methods.
+"""Look a term up in every source: glossary, configuration keys, metrics, detectors, presets, codes and methods.
 
 Each source is where the thing is declared, so an explanation cannot differ from the page that is generated from it. Codes of
 rules and methods need torch, which takes seconds to import; they are read only if the term looks like one or if nothing else matches.
@@ -15,7 +15,8 @@ from typing import Any
 from hone import methods as method_tables
 from hone.config import explaining
 from hone.config.keys import documentation
-from hone.config.trees import TREES
+from hone.config.layers import PRESETS, preset_names
+from hone.config.trees import PRESET_KINDS, TREES
 from hone.errors import ConfigError
 from hone.explain.error_codes import error_codes
 from hone.explain.glossary import Term, glossary
@@ -40,7 +41,7 @@ class Explanation:
     """Description of a term by one source.
 
     Attributes:
-        kind: term, key, metric, detector, code or method.
+        kind: term, key, metric, detector, preset, code or method.
         name: exact name.
         text: description for a person, of one or several lines.
         facts: the description as plain data.
@@ -69,11 +70,9 @@ def explain(words: str) -> list[Explanation]:
     name = " ".join(words.split())
     if not name:
         raise ConfigError("no term is given", fix="hone explain staleness", code="E-config")
-    sources: list[Callable[[str], Iterable[Explanation]]] = [_terms, _keys, _metrics, _detectors]
-    if _CODE.fullmatch(name):
-        sources = [_codes]
-    elif name.lower() in _METHODS:
-        sources.append(_methods)
+    known_method = [_methods] if name.lower() in _METHODS else []
+    sources: list[Callable[[str], Iterable[Explanation]]]
+    sources = [_codes] if _CODE.fullmatch(name) else [_terms, _keys, _metrics, _detectors, *known_method, _presets]
     matches = [match for source in sources for match in source(name)]
     matches = matches or list(_methods(name)) or _containing(name)
     if matches:
@@ -166,6 +165,16 @@ def _detectors(name: str) -> Iterator[Explanation]:
             yield Explanation("detector", detector.name, "\n".join(lines), facts)
 
 
+def _presets(name: str) -> Iterator[Explanation]:
+    for command, tree in TREES.items():
+        folder = PRESET_KINDS[tree]
+        if name.lower() in preset_names(folder):
+            head, _, body = (PRESETS / folder / f"{name.lower()}.yaml").read_text(encoding="utf-8").partition("\n")
+            title = head.removeprefix("# ")
+            text = f"{title}\nUse it: hone {command} --preset {name.lower()}\n{body.strip()}"
+            yield Explanation(f"preset, hone {command}", name.lower(), text, {"meaning": title, "sets": body.strip()})
+
+
 def _codes(name: str) -> Iterator[Explanation]:
     for code, meaning in error_codes().items():
         if code.lower() == name.lower():
@@ -239,6 +248,8 @@ def _names() -> Iterator[str]:
     yield from (spec.name for spec in METRICS)
     yield from (detector.name for detector in DETECTORS)
     yield from error_codes()
+    for tree in TREES.values():
+        yield from preset_names(PRESET_KINDS[tree])
     for method in methods():
         yield from (method.name, *method.aliases)
 

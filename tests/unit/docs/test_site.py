@@ -37,13 +37,13 @@ def test_the_navigation_names_every_page_once() -> None:
 
 
 def test_translations_get_a_section_in_the_order_of_the_english_pages() -> None:
-    pages = {"index.md", "b.md", "a.md", "c/x.md", "c/y.md", "a.zh.md", "b.zh.md", "c/y.vi.md"}
-    whole = site_hooks.expanded([{"Home": "index.md"}, {"All": ["b.md", "a.md", "c/"]}], pages)
+    pages = {"index.md", "b.md", "a.md", "c/a.md", "c/index.md", "a.zh.md", "b.zh.md", "c/a.vi.md"}
+    whole = site_hooks.expanded([{"Home": "index.md"}, {"All": ["b.md", "a.md", "c/"]}, {"None": ["d/"]}], pages)
     assert whole == [
         {"Home": "index.md"},
-        {"All": ["b.md", "a.md", "c/x.md", "c/y.md"]},
+        {"All": ["b.md", "a.md", "c/index.md", "c/a.md"]},
         {"中文": ["b.zh.md", "a.zh.md"]},
-        {"Tiếng Việt": ["c/y.vi.md"]},
+        {"Tiếng Việt": ["c/a.vi.md"]},
     ]
     linked = site_hooks.with_languages("# 标题\n\n文", "a.zh.md", {"a.md", "a.zh.md", "a.vi.md"})
     assert linked == "# 标题\n\n[English](a.md) · [Tiếng Việt](a.vi.md)\n\n文"

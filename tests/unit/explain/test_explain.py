@@ -38,6 +38,7 @@ DOCS = PACKAGE.parent / "docs"
         ("D-mask", "error code", "D-mask"),
         ("e-runs", "error code", "E-runs"),
         ("grpo", "method, advantage estimator", "grpo"),
+        ("dapo", "preset, hone train", "dapo"),
         ("entropy_bonus", "method, building block", "entropy_bonus"),
     ],
 )
@@ -49,6 +50,8 @@ def test_every_source_answers(words: str, kind: str, name: str) -> None:
 
 def test_a_name_of_two_sources_gets_both() -> None:
     assert [answer.kind for answer in explain("gae")] == ["term", "method, advantage estimator"]
+    assert [answer.kind for answer in explain("grpo")] == ["method, advantage estimator", "preset, hone train"]
+    assert [answer.kind for answer in explain("cispo")] == ["method, policy loss", "preset, hone train"]
 
 
 def test_a_rule_lists_all_its_checks_and_when() -> None:
