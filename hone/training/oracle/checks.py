@@ -168,8 +168,10 @@ class _Compared:
         error = abs(self._saved.about["loss"] - value) / (scale or 1.0)
         detail = f"run {self._saved.about['loss']:.6g}, oracle {value:.6g}"
         errors = self._gradient_errors(pushed, gradients)
+        _, single = self._objective(self._saved.batch, torch.float32)
+        rounding = float(self._gradient_errors(single, gradients).max())  # large where terms of the loss cancel
         return [
-            self._check("loss_gradient", None, errors, LOSS_BOUND, self._response_places),
+            self._check("loss_gradient", None, errors, max(FACTOR * rounding, LOSS_BOUND), self._response_places),
             Check("loss", None, error, LOSS_BOUND, int(not error <= LOSS_BOUND), 1, detail=detail),
         ]
 
@@ -232,10 +234,10 @@ class _Compared:
         typical = float(errors[diverges].median()) if diverges.any() else 0.0
         return Check(kind, layer, float(errors.max()), bound, int(diverges.sum()), len(errors), place, typical)
 
-    def _objective(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return loss and gradients ``[R]`` of the run's outputs, in float64."""
+    def _objective(self, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, Tensor]]:
+        """Return loss and gradients ``[R]`` of the run's outputs, computed in ``dtype``."""
         outputs = {
-            name.split(".", 1)[1]: values.double().requires_grad_()
+            name.split(".", 1)[1]: values.to(dtype, copy=True).requires_grad_()
             for name, values in self._saved.computed.items()
             if name.startswith("output.")
         }

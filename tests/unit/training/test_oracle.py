@@ -10,6 +10,7 @@ from hone.errors import HoneError
 from hone.models.attention.packed import PackedContext
 from hone.training import objectives, packing
 from hone.training.microbatches import MAX_TOKENS, _recorded_tokens, load_micro_batch
+from hone.training.oracle.checks import LOSS_BOUND
 from hone.training.oracle.plain import InFloat64, Places
 
 ACTOR = "actor_rollout_ref.actor"
@@ -46,6 +47,19 @@ def test_a_sound_update_agrees(tmp_path, arch, keys):
     bfloat16 = f"{ACTOR}.dtype=bfloat16" in keys
     hidden = max(check.error for check in result.checks if check.kind == "hidden")
     assert hidden > 1e-4 if bfloat16 else hidden < 1e-5
+
+
+def test_a_loss_whose_terms_cancel_is_rounding(tmp_path):
+    """Without advantages a KL to almost the same policy is left, whose float32 gradient has few right digits."""
+    actor = actor_of(tmp_path, "qwen3", f"{ACTOR}.use_kl_loss=true")
+    batch = batch_of(actor)
+    now, advantages = actor.log_probs(batch).ragged("log_probs"), batch.ragged("advantages")
+    near = now.with_values(now.values + 1e-4 * torch.linspace(-1, 1, len(now.values)))
+    update(actor, batch.with_columns(advantages=advantages.with_values(0 * advantages.values), ref_log_probs=near))
+    result = compared(tmp_path)
+    assert result.first is None
+    (loss,) = [check for check in result.checks if check.kind == "loss_gradient"]
+    assert LOSS_BOUND < loss.error < loss.bound < 0.1
 
 
 def test_saving_does_not_change_the_update(tmp_path):
