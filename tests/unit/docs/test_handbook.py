@@ -10,7 +10,8 @@ from support.worked_batch import TABLES, advantages, concepts_page
 
 from hone.catalogue import methods, papers_page
 from hone.catalogue.papers import SYSTEMS, file_of
-from hone.config import RLConfig, documentation
+from hone.cluster.roles import mini_batches
+from hone.config import RLConfig, documentation, load_config
 from hone.insight.detectors import DETECTORS
 from hone.insight.metrics import METRICS
 
@@ -31,9 +32,21 @@ def test_the_numbers_of_the_worked_batch_are_computed() -> None:
     )  # by hand: 0.75 / 0.5
 
 
-def test_batches_of_the_page_are_arithmetic() -> None:
-    assert "64 prompts with n = 16 are 1024 responses" in text("concepts.md") and 64 * 16 == 1024
-    assert "64 / 16 = 4 updates of 256 responses" in text("concepts.md") and (64 // 16, 16 * 16) == (4, 256)
+def test_updates_of_the_page_are_those_of_a_run() -> None:
+    sizes = [
+        "data.train_batch_size=256",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    ]
+    assert all(size in text("concepts.md") for size in sizes)
+    config = load_config(RLConfig, sizes)
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    groups = [str(row // n) for row in range(prompts * n)]
+    updates = mini_batches(groups, mini, config.actor_rollout_ref.actor.ppo_epochs, seed=None)
+    batches = list(updates)
+    assert f"{prompts} prompts with n = {n} are {prompts * n} responses" in text("concepts.md")
+    assert f"{prompts} / {mini} = {len(batches)} updates" in text("concepts.md") and len(batches) == 4
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in HANDBOOK.glob("*.md")))
