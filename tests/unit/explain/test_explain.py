@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -119,3 +121,12 @@ def test_every_code_of_the_source_is_explained_and_no_other() -> None:
     raised = set(re.findall(r'\bcode(?:: str)? = "([ED]-[\w-]+)"|\bcode="([ED]-[\w-]+)"', source))
     codes = {first or second for first, second in raised}
     assert "E-runs" in codes and codes == set(error_codes())
+
+
+def test_terms_keys_and_metrics_need_no_torch() -> None:
+    program = (
+        "import sys; from hone.explain import explain\n"
+        "explain('staleness'), explain('rollout.n'), explain('actor/entropy'), explain('flat_reward'), explain('dapo')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
