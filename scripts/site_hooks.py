@@ -2,20 +2,27 @@
 
 Pages are written for readers of the repository. Some things differ on the site: a link to a file outside docs/ leads to
 the repository, or becomes text where its address is not configured; a fence that names a file gets it as its title;
-headings get the anchors of code hosts, which the tests of the pages check; and a page with translations links to them.
+headings get the anchors of code hosts, which the tests of the pages check; a page with translations links to them, and a translated section that is older than its
+source says so.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from translation_drift import LANGUAGES, ROOT, TRANSLATED, older
+
 DOCS = ROOT / "docs"
-LANGUAGES = {"zh": "中文", "vi": "Tiếng Việt"}
-TRANSLATED = re.compile(rf"\.({'|'.join(LANGUAGES)})\.md$")
+OLDER = {
+    "zh": "这一节的译文比英文原文旧：以[英文版]({page})为准。",
+    "vi": "Bản dịch của mục này cũ hơn bản gốc: hãy theo [bản tiếng Anh]({page}).",
+}
+"""What the site says below the heading of a translated section that is older than its source."""
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)\s]*)\)")
 
@@ -75,6 +82,9 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite what differs between the repository and the site."""
     name = page.file.src_uri
+    if TRANSLATED.search(name):
+        english = Path(config["docs_dir"]) / TRANSLATED.sub(".md", name)
+        markdown = with_notes(markdown, name, english.read_text(encoding="utf-8"))
     text = for_site(markdown, name, config["repo_url"] or "")
     return with_languages(text, name, {file.src_uri for file in files})
 
@@ -91,6 +101,16 @@ def with_languages(markdown: str, page: str, pages: set[str]) -> str:
         return markdown
     links = " · ".join(f"[{name}]({PurePosixPath(path).name})" for name, path in others.items())
     return re.sub(r"^(# .+)$", lambda title: f"{title[1]}\n\n{links}", markdown, count=1, flags=re.M)
+
+
+def with_notes(markdown: str, page: str, english: str) -> str:
+    """Return the text of a translated page with a note in its language in each section that is older than its source."""
+    language = page.split(".")[-2]
+    note = OLDER[language].format(page=PurePosixPath(TRANSLATED.sub(".md", page)).name)
+    for section in older(markdown, english):
+        heading, _, rest = section.text.partition("\n")
+        markdown = markdown.replace(section.text, f"{heading}\n\n!!! warning \"\"\n    {note}\n{rest}", 1)
+    return markdown
 
 
 def for_site(markdown: str, page: str, repository: str) -> str:

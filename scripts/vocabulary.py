@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED = ("hone", "docs", "README.md", "CONTRIBUTING.md")
 GENERATED = {"docs/glossary.md"}  # the page that explains the words
+TRANSLATED = re.compile(r"\.[a-z]{2}\.md$")
 
 WORDS: dict[str, str] = {
     r"\bhouses?\b": "project",
@@ -90,9 +91,10 @@ def main() -> int:
 
 
 def files_below(path: Path) -> list[Path]:
-    """Return the Python and Markdown files at or below a path."""
+    """Return the Python files and the English Markdown files at or below a path."""
     files = [path] if path.is_file() else sorted([*path.rglob("*.py"), *path.rglob("*.md")])
-    return [file for file in files if str(file.relative_to(ROOT)) not in GENERATED]
+    english = [file for file in files if not TRANSLATED.search(file.name)]
+    return [file for file in english if str(file.relative_to(ROOT)) not in GENERATED]
 
 
 def check_file(file: Path) -> Iterator[Hit]:

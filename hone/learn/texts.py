@@ -22,6 +22,7 @@ SECTIONS = ("Read", "Do", "Look", "Quiz", "Hint")
 """Sections of a text, in order; only the quiz may be absent."""
 ENGLISH = "en"
 _FILE = re.compile(r"(\d\d)_([a-z0-9_]+)\.md")
+_COMMENT = re.compile(r"^<!--.*?-->\n", re.M | re.S)
 _QUESTION = re.compile(r"^(\d)\. (.*?)(?=^\d\. |\Z)", re.M | re.S)
 
 
@@ -101,7 +102,7 @@ def find_box(name: str) -> Box:
 
 
 def parse(markdown: str, english: Text | None = None, language: str = ENGLISH, where: str = "") -> Text:
-    """Split the Markdown of a box into title and sections.
+    """Split the Markdown of a box into title and sections, comments left out.
 
     Args:
         markdown: the file.
@@ -112,7 +113,7 @@ def parse(markdown: str, english: Text | None = None, language: str = ENGLISH, w
     Raises:
         HoneError: a section is missing, or there is another one.
     """
-    title, *parts = re.split(r"^## ", markdown, flags=re.M)
+    title, *parts = re.split(r"^## ", _COMMENT.sub("", markdown), flags=re.M)
     pieces = [part.partition("\n")[::2] for part in parts]
     names = [heading.strip() for heading, _ in pieces]
     wanted = list(english.sections) if english else [name for name in SECTIONS if name != "Quiz" or name in names]
