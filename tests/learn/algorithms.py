@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pyarrow.parquet as pq
-from playing import Play, Wrong
+from playing import Play, Wrong, changed
 
 
 def metrics(learn: Path, run: str) -> list[dict]:
@@ -67,17 +67,12 @@ def clipped(learn: Path) -> list[str]:
 
 
 def clip(mini: int, epochs: int) -> str:
-    train = "{text}".replace("\n", " ")
-    return (
-        f"rm -rf learn/clip\nhone() {{ command hone ${{@/ppo_mini_batch_size=16/ppo_mini_batch_size={mini}}}"
-        f" actor_rollout_ref.actor.ppo_epochs={epochs}; }}\n{train}"
-    )
+    """The run of the text with another mini-batch and more epochs."""
+    keys = f"ppo_mini_batch_size={mini} actor_rollout_ref.actor.ppo_epochs={epochs}"
+    return "rm -rf learn/clip\n" + changed("clip", ("ppo_mini_batch_size=16", keys))
 
 
 def verdict(learn: Path) -> list[str]:
-    import subprocess
-
-    del subprocess
     from hone.cli.run_compare import confidence_lines
     from hone.insight.compare import read_whole_run
     from hone.insight.confidence import compare_arms
@@ -170,7 +165,7 @@ PLAYS = {
     ),
     "switch": Play(
         "choice.json",
-        'rm -r learn/switched\nhone() { command hone "${@/grpo/dr_grpo}"; }\nset -- \n{text}',
+        "rm -r learn/switched\n" + changed("switch", ("hone train --preset grpo", "hone train --preset dr_grpo")),
         answers=switched,
         wrong=[Wrong("switched actor_rollout_ref.actor.loss_agg_mode", "{text}")],
         after=[Wrong("answer 1", answers=["1.5"])],
@@ -196,9 +191,7 @@ PLAYS = {
     "preferences": Play(
         "pairs/train.parquet",
         answers=preferences,
-        wrong=[
-            Wrong("accuracy", 'hone() { command hone "${@/optim.lr=5e-4/optim.lr=0}"; }\n{text}'),
-        ],
+        wrong=[Wrong("accuracy", changed("preferences", ("optim.lr=5e-4", "optim.lr=0")))],
         do="rm -r learn/dpo\n{text}",
         after=[Wrong("answer 1", answers=["0.01", "rise"])],
     ),

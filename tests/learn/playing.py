@@ -111,3 +111,12 @@ def commands(box: str) -> str:
         elif language == "bash":
             lines.append(body)
     return "\n".join(lines)
+
+
+def changed(box: str, *changes: tuple[str, str]) -> str:
+    """The commands of a box's text with other words; each change must apply."""
+    text = commands(box)
+    for old, new in changes:
+        assert old in text, f"{box}: {old}"
+        text = text.replace(old, new)
+    return text

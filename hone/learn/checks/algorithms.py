@@ -125,10 +125,15 @@ def two_estimators(work: Work) -> str:
     work.require(not changed, "configuration", "one key that differs", ", ".join(sorted(changed)))
     report = json.loads(work.path("what_if.json").read_text(encoding="utf-8"))
     lines = {line["name"]: line for line in report["compared"]}
-    work.require("changed" in lines and report["step"] == 1, "what_if.json", "step 1 with a change", ", ".join(lines))
-    turned = _turned(work, first)
-    seen = float(lines["changed"]["turned"])
-    work.require(abs(seen - turned) < 1e-6, "what_if.json", f"{turned:.1%} turned for rloo", f"{seen:.1%}")
+    work.require("changed" in lines, "what_if.json", "the run and a change", ", ".join(lines))
+    turned, size = _left_out(work, first)
+    seen = lines["changed"]
+    work.require(
+        abs(seen["turned"] - turned) < 1e-6 and abs(seen["advantage"] - size) < 1e-3,
+        "what_if.json",
+        f"RLOO on step 1 of learn/grpo: {turned:.1%} turned, mean absolute advantage {size:.4f}",
+        f"{seen['turned']:.1%} and {seen['advantage']:.4f}",
+    )
     scores = scores_in_common([first, second])
     verdict = "noise" if scores is None else _in_one_word(compare_pair(first, second, scores).result.verdict)
     work.answer_among(
@@ -142,15 +147,18 @@ def _in_one_word(verdict: str) -> str:
     return "better" if "second" in verdict else "worse" if "first" in verdict else "noise"
 
 
-def _turned(work: Work, run: Run) -> float:
-    """Return the share of answers of step 1 whose advantage has another sign by leave-one-out than by GRPO."""
-    turned, total = 0, 0
-    for rewards in groups(work, run, 1).values():
-        for reward in rewards:
-            others = (sum(rewards) - reward) / (len(rewards) - 1)
-            turned += (reward - mean(rewards)) * (reward - others) < -1e-12
-            total += 1
-    return turned / total
+def _left_out(work: Work, run: Run) -> tuple[float, float]:
+    """Return what leave-one-out makes of step 1: the share of answers with another sign, and the mean absolute advantage of a token."""
+    rewards = groups(work, run, 1)
+    turned, answers, size, tokens = 0, 0, 0.0, 0
+    for record in work.samples(run, 1, ["uid", "score", "response_mask"]):
+        group, reward = rewards[record["uid"]], record["score"]
+        advantage = reward - (sum(group) - reward) / (len(group) - 1)
+        turned += (reward - mean(group)) * advantage < -1e-12
+        answers += 1
+        size += abs(advantage) * sum(record["response_mask"])
+        tokens += sum(record["response_mask"])
+    return turned / answers, size / tokens
 
 
 @CHECKS.register("switch")
