@@ -54,6 +54,7 @@ def start(entry: Annotated[str, typer.Argument(help="new, sft or agents; see `ho
 @app.command("next")
 def next_box(box: Name = None, language: Language = "en") -> None:
     """Show the text of the next box: two minutes of reading, and a task."""
+    from hone.learn.entries import NEEDS
     from hone.learn.progress import read_progress
     from hone.learn.texts import find_box
 
@@ -68,6 +69,8 @@ def next_box(box: Name = None, language: Language = "en") -> None:
     days = {stop.box: stop for stop in progress.way.stops}
     place = f", week {days[name].week}, day {days[name].day}" if name in days else ""
     typer.secho(f"{text.title}  ({name}{place})", bold=True)
+    if NEEDS.get(name, name) not in {name, *progress.passed}:
+        typer.echo(f"It uses the results of the box {NEEDS[name]}, which is not passed.")
     for section, (heading, body) in text.sections.items():
         if section != "Hint":
             typer.secho(f"\n{heading}", bold=True)

@@ -61,10 +61,44 @@ ENTRIES = {
         Entry(
             "new",
             "new to RL for language models",
-            _stops({1: "install data_and_model first_training curves evaluate baseline"}),
+            _stops(
+                {1: "install data_and_model", 2: "first_training curves", 3: "evaluate", 4: "parquet single_turn"}
+                | {5: "multi_turn data_check", 7: "baseline", 8: "groups advantages", 9: "clip"}
+                | {10: "sweep_micro_batch", 12: "sweep_kl", 14: "sweep_rollout", 15: "ppo", 16: "two_estimators"}
+                | {17: "switch preferences", 18: "signature flow", 19: "five_rewards write_reward"}
+                | {20: "repair_reward sandbox", 21: "reward_model shaping", 22: "tool_data", 23: "agent_loop"}
+                | {24: "first_agent", 26: "own_loop", 28: "game", 30: "gate"}
+            ),
         ),
-        Entry("sft", "from SFT to RL", _stops({1: "install data_and_model"})),
-        Entry("agents", "building agents", _stops({1: "install data_and_model"})),
+        Entry(
+            "sft",
+            "from SFT to RL",
+            _stops(
+                {1: "install data_and_model", 2: "multi_turn data_check", 3: "first_training curves", 5: "evaluate"}
+                | {7: "baseline", 8: "groups advantages", 9: "preferences", 10: "sweep_micro_batch", 11: "sweep_kl"}
+                | {13: "sweep_rollout", 14: "clip", 15: "signature write_reward", 16: "repair_reward", 17: "ppo"}
+                | {18: "two_estimators", 19: "switch", 20: "flow reward_model", 21: "shaping", 22: "tool_data"}
+                | {24: "agent_loop", 26: "first_agent", 30: "gate"}
+            ),
+        ),
+        Entry(
+            "agents",
+            "building agents",
+            _stops(
+                {1: "install data_and_model", 2: "first_training curves", 4: "evaluate", 6: "multi_turn", 7: "baseline"}
+                | {8: "groups", 9: "tool_data", 10: "agent_loop", 11: "sweep_micro_batch", 12: "sweep_kl"}
+                | {14: "sweep_rollout", 15: "first_agent", 16: "own_loop", 18: "signature repair_reward"}
+                | {19: "five_rewards sandbox", 20: "flow shaping", 21: "two_estimators", 22: "game", 30: "gate"}
+            ),
+        ),
     )
 }
 """The three entries."""
+NEEDS = {
+    **dict.fromkeys(("curves", "evaluate", "baseline"), "first_training"),
+    **dict.fromkeys(("advantages", "preferences"), "groups"),
+    **dict.fromkeys(("reward_model", "shaping"), "flow"),
+    **dict.fromkeys(("agent_loop", "first_agent"), "tool_data"),
+    "gate": "first_agent",
+}
+"""Boxes that use the results of another one. All but `install` also use those of `data_and_model`."""

@@ -117,11 +117,9 @@ PLAYS = {
         answers=placed,
         wrong=[
             Wrong(
-                "flow algorithm.use_kl_in_reward",
+                "flow actor_rollout_ref.actor.use_kl_loss",
                 "rm -rf learn/flow\n"
-                + changed("flow", ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward=false")).partition(
-                    "hone runs"
-                )[0],
+                + changed("flow", ("actor.use_kl_loss=false", "actor.use_kl_loss=true")).partition("hone runs")[0],
             )
         ],
         do="rm -r learn/flow\n{text}",
@@ -154,7 +152,7 @@ PLAYS = {
             Wrong("right and shown", "{text}"),
             Wrong("right", write("repaired.py", REPAIRED.replace("else 0.5", "else 0.0"))),
             Wrong("right", write("repaired.py", REPAIRED.replace("1.0 if any(shown) else 0.5", "1.0"))),
-            Wrong("traces", write("repaired.py", REPAIRED.replace("len(pieces) != 2 or ", ""))),
+            Wrong("traces", write("repaired.py", REPAIRED.replace("len(pieces) != 2", "len(pieces) < 2"))),
         ],
     ),
     "sandbox": Play(

@@ -238,7 +238,7 @@ def sweep_kl(work: Work) -> str:
     work.require(
         float(values[-1]) >= 10 * float(values[0]),
         "values",
-        "coefficients a factor of 10 or more apart",
+        "coefficients that differ by a factor of 10 or more",
         ", ".join(values),
     )
     nearest = min(distances, key=lambda value: distances[value])

@@ -14,7 +14,7 @@ def question(row: Row) -> str:
     """Return the last message of a row's prompt.
 
     Raises:
-        ValueError: the prompt is no chat.
+        ValueError: the prompt is not a chat.
     """
     try:
         return str(row["prompt"][-1]["content"])

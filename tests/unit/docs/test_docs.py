@@ -41,6 +41,7 @@ PAGES = sorted(
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("docs/algorithms/*.md"),
         *ROOT.glob("docs/handbook/*.md"),
+        *ROOT.glob("docs/learn/*.md"),
         *ROOT.glob("examples/README.md"),
         *ROOT.glob("examples/*/README.md"),
     )
@@ -93,8 +94,13 @@ def commands(body: str) -> Iterator[str]:
             yield line
 
 
+def is_course(page: str) -> bool:
+    """Whether tests/learn plays the commands of a page, with what the reader has to add."""
+    return page.startswith("docs/learn/") and page != "docs/learn/index.md"
+
+
 def runs_something(page: str) -> bool:
-    return any(
+    return not is_course(page) and any(
         block.reason is None and (block.language == "python" or block.language == "bash") for block in blocks(page)
     )
 
@@ -225,7 +231,7 @@ def rewards_shown() -> dict[str, str]:
     """The modules of the reward functions of pages and examples, by page and function, or by file."""
     shown = {}
     for page in WRITTEN:
-        for block in blocks(page):
+        for block in () if is_course(page) else blocks(page):
             if block.language == "python" and ("(data_source, " in block.body or "(completions, " in block.body):
                 nodes = ast.parse(block.body).body
                 kept = [
@@ -237,7 +243,7 @@ def rewards_shown() -> dict[str, str]:
                 for name in names:
                     shown[f"{page}:{block.file or name}:{name}"] = "\n".join(map(ast.unparse, kept))
     for path in ROOT.glob("examples/*/*.py"):
-        if "def compute_score" in (source := path.read_text(encoding="utf-8")):
+        if path.parent.name != "rewards" and "def compute_score" in (source := path.read_text(encoding="utf-8")):
             shown[f"{path.relative_to(ROOT).as_posix()}:compute_score"] = source
     return shown
 

@@ -12,7 +12,8 @@ from hone.cli.main import main
 from hone.errors import HoneError
 from hone.learn import texts
 from hone.learn.check import CHECKS
-from hone.learn.entries import ENTRIES
+from hone.learn.entries import ENTRIES, NEEDS
+from hone.learn.notes import CHECK_BOXES, WEEKS
 from hone.learn.progress import Progress, read_progress, write_progress
 from hone.learn.work import Refused, Work
 
@@ -53,7 +54,27 @@ def test_a_text_takes_two_minutes(name: str) -> None:
 def test_an_entry_is_a_way_over_30_days(entry) -> None:
     assert len(set(entry.boxes)) == len(entry.boxes) and set(entry.boxes) <= set(ALL)
     days = [stop.day for stop in entry.stops]
+    for name, needed in NEEDS.items():
+        assert name not in entry.boxes or needed in entry.boxes[: entry.boxes.index(name)]
+    assert entry.boxes[:2] == ["install", "data_and_model"]
     assert days == sorted(days) and days[0] >= 1 and days[-1] <= 30
+
+
+def test_the_notes_and_the_path_are_covered() -> None:
+    assert {part: len(listed) for part, listed in CHECK_BOXES.items()} == {
+        "first_run": 5,
+        "data": 4,
+        "algorithms": 4,
+        "reward": 5,
+        "agents": 4,
+    }
+    for part, listed in CHECK_BOXES.items():
+        for _, _, names in listed:
+            assert all(ALL[name].part == part for name in names.split())
+    new = {stop.box: stop for stop in ENTRIES["new"].stops}
+    assert set(new) == set(ALL), "the first entry has every box"
+    for week, _, names in WEEKS:
+        assert all(new[name].week == int(week) for name in names.split())
 
 
 def test_a_translation_is_shown_and_english_where_there_is_none(tmp_path: Path) -> None:
