@@ -149,7 +149,16 @@ def registered_families() -> list[ModelFamily]:
     return [_FAMILIES[name] for name in sorted(_FAMILIES)]
 
 
+EMBEDDING_STYLE = "embedding_rowwise"
+"""Style of embeddings in the plans of transformers; Hone shards embedding and output layer of every model itself."""
+
+
 def tensor_plan_of(model_type: str, config: Any) -> Mapping[str, str] | None:
-    """The tensor-parallel plan of a model: that of its family, else that of its transformers config (class or object)."""
+    """The tensor-parallel plan of the layers: that of the family, else that of its transformers config (class or object).
+
+    From 5.24 on, transformers gives a plan for the embedding to models whose layers have none.
+    """
     plan = family_of(model_type).tensor_plan
-    return getattr(config, "base_model_tp_plan", None) if plan is None else plan
+    if plan is None:
+        plan = getattr(config, "base_model_tp_plan", None)
+    return plan and {name: style for name, style in plan.items() if style != EMBEDDING_STYLE}

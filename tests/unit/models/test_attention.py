@@ -135,7 +135,7 @@ def test_lora_and_token_classification(make_model):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.GPTJConfig(vocab_size=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4), "ALL_ATTENTION_FUNCTIONS"),
+        (transformers.BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2), "ALL_ATTENTION_FUNCTIONS"),
         (transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1), "no attention layers"),
         (
             transformers.Lfm2Config(vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -143,7 +143,7 @@ def test_lora_and_token_classification(make_model):
             "layers of kind conv",
         ),
     ],
-    ids=["gptj", "mamba", "lfm2"],
+    ids=["bloom", "mamba", "lfm2"],
 )  # fmt: skip
 def test_models_without_context_support_are_refused_by_name(config, reason):
     model = transformers.AutoModelForCausalLM.from_config(config)

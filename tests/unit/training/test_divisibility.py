@@ -41,9 +41,12 @@ def test_heads_over_tensor_parallel_ranks():
         apply_tensor_parallel(cast(Any, tiny_model()), cast(Any, Mesh(4)))
 
 
-def test_a_model_without_a_plan():
+@pytest.mark.parametrize("plan", [None, {}, {"embed_tokens": "embedding_rowwise"}])  # the last: transformers 5.24
+def test_a_model_without_a_plan_for_its_layers(plan):
+    model = model_of("gpt_oss")
+    model.config.base_model_tp_plan = plan
     with raises(ModelError, "GptOssForCausalLM", f"{TENSOR}=1", where=TENSOR):
-        apply_tensor_parallel(model_of("gpt_oss"), cast(Any, Mesh(2)))
+        apply_tensor_parallel(model, cast(Any, Mesh(2)))
 
 
 def test_experts_over_ranks():
