@@ -143,6 +143,7 @@ def _print_head(console: Console, run: Run) -> None:
         "machine": f"{hardware.get('cpu', 'unknown')}, {hardware.get('usable_cores', '?')} cores"
         + "".join(f", {gpu['name']}" for gpu in hardware.get("gpus", [])),
         **_memory(run.record),
+        **_webhook(run.record),
         "command": " ".join(run.record.get("command", [])),
         **{key: str(run.config[key]) for key in _HIGHLIGHTS if key in run.config},
     }
@@ -167,6 +168,15 @@ def _memory(record: Mapping[str, Any]) -> dict[str, str]:
             text += f"; besides {held['bare']:.2f} GiB of the process without a model"
         facts[f"memory of {name}"] = text
     return facts
+
+
+def _webhook(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return how many notices the webhook took; nothing for a run without one."""
+    counts = record.get("webhook")
+    if not counts:
+        return {}
+    failed = f", {counts['failed']} failed: {counts['error']}" if counts["failed"] else ""
+    return {"webhook": f"{counts['delivered']} notices delivered{failed}"}
 
 
 def _when(started: Any) -> str:

@@ -139,7 +139,7 @@ _OWNERS = {
 """Words that make a name ending in the key a credential when they precede it: ``openai_key``, ``auth_token``."""
 _SECRET_WORDS = {
     *("password", "passwords", "passwd", "passphrase", "passcode", "pwd", "pswd", "secret", "secrets", "credential"),
-    *("credentials", "creds", "cred", "authorization", "bearer", "jwt", "cookie", "cookies", "sas", "dsn"),
+    *("credentials", "creds", "cred", "authorization", "bearer", "jwt", "cookie", "cookies", "sas", "dsn", "webhook"),
 }
 _SECRET_NAMES = (["token"], ["auth"], ["pass"], ["pw"])
 _QUERY_SECRETS = {"key", "sig", "signature", "code", "x-amz-signature", "x-amz-credential", "x-goog-signature"}

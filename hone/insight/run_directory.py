@@ -299,6 +299,10 @@ class RunDirectory:
         record.setdefault("restarts", []).append({"at": now(), "reason": redact_text(reason)})
         self._write_run(record)
 
+    def set_webhook(self, counts: Mapping[str, Any]) -> None:
+        """Record in ``run.json`` how many notices of the webhook were delivered and failed."""
+        self._write_run(self._run() | {"webhook": dict(counts)})
+
     def tracker_id(self, tracker: str) -> str | None:
         """Return the run's id in an external tracker, so that a resumed run continues the same record."""
         return self._run().get("trackers", {}).get(tracker)

@@ -1,4 +1,4 @@
-"""Rules about the life of a run: it saves checkpoints, profiles steps that exist, and its configuration holds no secrets."""
+"""Rules about the life of a run: it saves checkpoints, profiles steps that exist, its configuration holds no secrets, and its webhook is an address."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from hone.config.environment import written_leaves
 from hone.config.trees import TREES, AnyConfig
 from hone.insight.redaction import is_secret_name, redact_entry
+from hone.insight.webhook import is_address
 from hone.preflight.evidence import Evidence
-from hone.preflight.rules import Finding, Stage, rule, warning
+from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 _LONG = 500
 
@@ -42,6 +43,26 @@ def no_secrets_in_the_configuration(config: AnyConfig) -> Iterator[Finding]:
                 fix=f"read it from the environment: '{key}=${{oc.env:NAME}}', or os.environ['...'] where it is used",
                 where=path,
             )
+
+
+@rule("R92", *TREES.values())
+def the_webhook_is_an_address(config: AnyConfig) -> Iterator[Finding]:
+    """insight.webhook is an http or https address, and insight.notify_end has one."""
+    key, url = "insight.webhook", config.insight.webhook
+    if url is None and config.insight.notify_end:
+        yield error(
+            f"insight.notify_end=true, and {key} is null",
+            why="the end of the run would be sent to nobody",
+            fix="insight.notify_end=false, or insight.webhook='${oc.env:NAME}'",
+            where=key,
+        )
+    if url is not None and not is_address(url):
+        yield error(
+            f"{key} is a text of {len(url)} characters that is not an http or https address",
+            why="no alert and no failure of the run would reach anybody",
+            fix="insight.webhook='${oc.env:NAME}', with NAME=https://... in the environment, or insight.webhook=null",
+            where=key,
+        )
 
 
 @rule("R83", *TREES.values())

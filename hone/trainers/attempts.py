@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hone.cluster.failures import WorkerLost
 from hone.cluster.supervisor import ConfigT, Supervisor, resuming_config
+from hone.trainers.notices import notices_of
 from hone.trainers.session import lock_run
 
 
@@ -23,12 +24,13 @@ def supervised(config: ConfigT, attempt: Callable[[ConfigT, Supervisor], int]) -
     with lock_run(config.trainer):  # kept between the attempts
         restarts = config.trainer.max_restarts if config.trainer.runtime == "ray" else 0
         supervisor = Supervisor(Path(config.trainer.default_local_dir), restarts)
-        try:
-            while True:
-                try:
-                    return attempt(config, supervisor)
-                except WorkerLost as lost:
-                    supervisor.restart(lost)
-                    config = resuming_config(config)
-        finally:
-            supervisor.close()
+        with notices_of(config):
+            try:
+                while True:
+                    try:
+                        return attempt(config, supervisor)
+                    except WorkerLost as lost:
+                        supervisor.restart(lost)
+                        config = resuming_config(config)
+            finally:
+                supervisor.close()

@@ -7,6 +7,7 @@ import logging
 import signal
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +31,7 @@ from hone.insight.run_lock import RunLock
 from hone.insight.stop_requests import StopRequest, StopWatch, check_may_start, clear_stop, kill_children, read_stop
 from hone.insight.trackers import build_trackers
 from hone.trainers.callbacks import run_callbacks
+from hone.trainers.notices import run_notices
 from hone.trainers.run_checkpoints import RunCheckpoints, steps_before_replays
 from hone.training.checkpoints.storage import Storage
 
@@ -72,6 +74,7 @@ class RunSession:
         self._lock = lock_run(self.trainer)
         weakref.finalize(self, self._lock.release)
         self.directory = RunDirectory(Path(self.trainer.default_local_dir))
+        self.notices = run_notices(config)
         self._watchdog = self._watch(on_hang)
         self.checkpoints = RunCheckpoints(config, self.directory)
         self.resumed_from = self.checkpoints.resumed_from
@@ -99,9 +102,16 @@ class RunSession:
         activity.begin(folder, "driver")
         if not self.trainer.watchdog_seconds:
             return None
-        watchdog = Watchdog(self.directory.path, self.trainer.watchdog_seconds, on_hang)
+        watchdog = Watchdog(self.directory.path, self.trainer.watchdog_seconds, partial(self._hangs, on_hang))
         weakref.finalize(self, watchdog.close)
         return watchdog
+
+    def _hangs(self, on_hang: Callable[[Hang], bool], hang: Hang) -> bool:
+        """React to a hang, and send a notice if it ends the run."""
+        continues = on_hang(hang)
+        if not continues:
+            self.notices.hangs(hang.reason)
+        return continues
 
     # running ---------------------------------------------------------------------------------------------------------
 
@@ -172,7 +182,9 @@ class RunSession:
         if seconds := self.checkpoints.take_seconds():
             metrics = {**metrics, "timing_s/save_checkpoint": seconds}
         self.trackers.log(step, metrics)
-        self.trackers.alerts(step, [alert.record() for alert in alerts])
+        records = [alert.record() for alert in alerts]
+        self.trackers.alerts(step, records)
+        self.notices.alerts(step, records)
         if self._callbacks.step(step, metrics):
             self._stopped_by_callback = True
 

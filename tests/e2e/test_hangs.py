@@ -3,11 +3,13 @@
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import faults
 from support.launch import Command, Ended
 from support.patience import SOON
+from support.services import serve
 from support.transcripts import DOCS, missing, shown_in
 from support.world import World, metrics, rl_command, run_record, steps_saved
 
@@ -21,21 +23,31 @@ HANGS = {
     "engine": (ENGINE, faults.ENGINE, faults.NO_ENGINE_FAULT, 3, "step 2 > update_weights", "wait_for_the_device"),
 }
 
+NOTICES: dict[str, dict[str, Any]] = {}
+"""How to the notice that the run sent."""
 
-def arguments(world: World, run: Path, setting: str) -> list[str]:
+
+def arguments(world: World, run: Path, setting: str, *words: str) -> list[str]:
     common = ("trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null")
-    return rl_command(world, run, "grpo", *common, setting, "trainer.watchdog_seconds=8")
+    return rl_command(world, run, "grpo", *common, setting, "trainer.watchdog_seconds=8", *words)
 
 
 @pytest.fixture(scope="module")
 def hung(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Ended]]:
-    """One run of each kind, all at once: most of their time they stand still."""
+    """One run of each kind, all at once: most of their time they stand still. A webhook gets what they send."""
     root = tmp_path_factory.mktemp("hangs")
-    commands = {
-        how: Command(arguments(world, root / how, setting), root / f"{how}.log", prepare=fault)
-        for how, (setting, fault, *_) in HANGS.items()
-    }
-    return {how: (root / how, command.wait(180)) for how, command in commands.items()}
+    with serve(lambda path, body: (200, "ok")) as (url, seen):
+        commands = {
+            how: Command(
+                arguments(world, root / how, setting, f"insight.webhook={url}/{how}"),
+                root / f"{how}.log",
+                prepare=fault,
+            )
+            for how, (setting, fault, *_) in HANGS.items()
+        }
+        ended = {how: (root / how, command.wait(180)) for how, command in commands.items()}
+    NOTICES.update({path.removeprefix("/"): body for path, body, _ in seen})
+    return ended
 
 
 @pytest.mark.parametrize("how", HANGS)
@@ -52,6 +64,10 @@ def test_a_hang_is_reported_ended_and_resumed(world: World, hung, tmp_path, how)
     report = (run / "hangs" / "hang_1.txt").read_text()
     assert str(run / "hangs" / "hang_1.txt") in record["exit_reason"]
     assert "--- stacks of driver" in report and f"[{stage}]" in report and function in report
+
+    if code == 3:  # a process that is killed sends nothing
+        assert NOTICES[how]["event"] == "failed" and "hang: driver" in NOTICES[how]["text"]
+        assert record["webhook"] == {"delivered": 1, "failed": 0}
 
     resumed = Command(arguments(world, run, setting), tmp_path / "resumed", prepare=no_fault).wait()
     assert resumed.code == 0, resumed.output

@@ -79,7 +79,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Bar:
-    """What counts as failed where no accuracy is recorded, and as too much reward where one is.
+    """Bounds of a failure where no accuracy is recorded, and of a reward that is too high where one is.
 
     Attributes:
         score: rewards below it are failures.
@@ -97,8 +97,8 @@ class Bar:
 def accuracy(record: Mapping[str, Any]) -> float | None:
     """Return the accuracy that the scorer (`acc`) or the environment (`solved`) reports; None without one."""
     facts = (record["episode"] or {}).get("facts") or {}
-    found = (record["terms"] or {}).get("acc", facts.get("solved"))
-    return None if found is None else float(found)
+    known = (record["terms"] or {}).get("acc", facts.get("solved"))
+    return None if known is None else float(known)
 
 
 def has_failed(record: Mapping[str, Any], bar: Bar) -> bool:
@@ -123,8 +123,8 @@ def first_failure(record: Mapping[str, Any], bar: Bar) -> Failure:
     texts = _texts(record)
     last = max(len(texts), 1)
     order = list(KINDS)
-    found = min(_failures(record, episode, last, bar), key=lambda each: (each[1], order.index(each[0])))
-    kind, turn, evidence, detail = found
+    first = min(_failures(record, episode, last, bar), key=lambda each: (each[1], order.index(each[0])))
+    kind, turn, evidence, detail = first
     return Failure(
         kind,
         max(turn, 1),

@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class About:
-    """What a kind of failure is.
+    """Bucket and meaning of a kind of failure.
 
     Attributes:
         bucket: part of the run that it points to.

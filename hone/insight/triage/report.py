@@ -162,8 +162,8 @@ def _task(name: str, records: Sequence[dict[str, Any]], bar: Bar, per_task: int)
     failed = [record for record in mine if has_failed(record, bar)]
     episodes, failures = Counter(record["uid"] for record in mine), Counter(record["uid"] for record in failed)
     hopeless = sum(failures[uid] == number for uid, number in episodes.items())
-    found = [first_failure(record, bar) for record in spread(failed, per_task)]
-    return Task(name, len(mine), len(failed), found, (hopeless, len(episodes)))
+    first = [first_failure(record, bar) for record in spread(failed, per_task)]
+    return Task(name, len(mine), len(failed), first, (hopeless, len(episodes)))
 
 
 def _decisive(failures: Sequence[Failure]) -> Kind | None:
