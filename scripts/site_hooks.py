@@ -109,7 +109,7 @@ def with_notes(markdown: str, page: str, english: str) -> str:
     note = OLDER[language].format(page=PurePosixPath(TRANSLATED.sub(".md", page)).name)
     for section in older(markdown, english):
         heading, _, rest = section.text.partition("\n")
-        markdown = markdown.replace(section.text, f"{heading}\n\n!!! warning \"\"\n    {note}\n{rest}", 1)
+        markdown = markdown.replace(section.text, f'{heading}\n\n!!! warning ""\n    {note}\n{rest}', 1)
     return markdown
 
 

@@ -152,7 +152,7 @@ def _rows(translated: str, english: str) -> str:
     matcher = difflib.SequenceMatcher(a=[key for key, _ in rows], b=[key for key, _ in wanted], autojunk=False)
     lines = []
     for tag, a, b, c, d in matcher.get_opcodes():
-        lines += (rows[a:b] if tag == "equal" else wanted[c:d])
+        lines += rows[a:b] if tag == "equal" else wanted[c:d]
     return "".join(line for _, line in lines)
 
 
@@ -186,7 +186,9 @@ def _differences(translated: str, english: str) -> list[str]:
     """Return the inline code and the numbers that only one of two pieces of prose has."""
     messages = []
     for what, pattern in (("inline code", INLINE), ("numbers", NUMBER)):
-        ours, theirs = ({match.group(match.lastindex or 0) for match in pattern.finditer(t)} for t in (translated, english))
+        ours, theirs = (
+            {match.group(match.lastindex or 0) for match in pattern.finditer(t)} for t in (translated, english)
+        )
         if ours != theirs:
             messages.append(f"{what}: lacks {sorted(theirs - ours)}, has also {sorted(ours - theirs)}")
     return messages
