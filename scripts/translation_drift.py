@@ -26,8 +26,8 @@ COMMENT = re.compile(r"<!--.*?-->", re.S)
 SOURCE = re.compile(r"\n*<!-- source: ([0-9a-f]{8}) -->\n*")
 HEADING = re.compile(r"^(#{1,6}) (.+)$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-INLINE = re.compile(r"`([^`]+)`")
-NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+INLINE = re.compile(r"(?<!`)(`+)(?!`)(?P<kept>.+?)(?<!`)\1(?!`)")
+NUMBER = re.compile(r"(?P<kept>\d+(?:[.,]\d+)*)")
 ROW = re.compile(r"^\| ((?:R\d\d|[DE]-[\w-]+) \|(?: [a-z ]+ \|(?= ))?).*\n", re.M)
 """A row of a table of codes; the group has the code, and the stage where there is one."""
 TABLE = re.compile(rf"(?:{ROW.pattern})+", re.M)
@@ -51,6 +51,11 @@ class Section:
     def prose(self) -> str:
         """Text without code blocks and comments, each run of white space as one space."""
         return " ".join(COMMENT.sub("", CODE.sub("", self.text)).split())
+
+    @property
+    def without_codes(self) -> str:
+        """Prose without the rows of tables of codes."""
+        return Section(self.level, self.heading, ROW.sub("", self.text)).prose
 
     @property
     def digest(self) -> str:
@@ -176,7 +181,7 @@ def faults(path: Path) -> list[str]:
         wanted = sorted(_localized(target, path, language) for target in LINK.findall(source.prose))
         if (links := sorted(LINK.findall(section.prose))) != wanted:
             messages.append(f"{here}: links {links}, not {wanted}")
-        messages += [f"{here}: {message}" for message in _differences(section.prose, source.prose)]
+        messages += [f"{here}: {message}" for message in _differences(section.without_codes, source.without_codes)]
         rows = zip(ROW.finditer(section.text), ROW.finditer(source.text), strict=False)
         messages += [f"{row[1]}: {message}" for row, other in rows for message in _differences(row[0], other[0])]
     return messages
@@ -186,9 +191,7 @@ def _differences(translated: str, english: str) -> list[str]:
     """Return the inline code and the numbers that only one of two pieces of prose has."""
     messages = []
     for what, pattern in (("inline code", INLINE), ("numbers", NUMBER)):
-        ours, theirs = (
-            {match.group(match.lastindex or 0) for match in pattern.finditer(t)} for t in (translated, english)
-        )
+        ours, theirs = ({match["kept"] for match in pattern.finditer(text)} for text in (translated, english))
         if ours != theirs:
             messages.append(f"{what}: lacks {sorted(theirs - ours)}, has also {sorted(ours - theirs)}")
     return messages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -131,9 +131,30 @@ def test_the_site_marks_an_older_section_in_its_language(page: Path) -> None:
     assert set(site_hooks.OLDER) == set(site_hooks.LANGUAGES)
 
 
-def test_the_script_counts_what_is_older_and_fails_for_it_only_with_check() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "translations")]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0 and f"{len(FILES)} translations: " in ended.stdout, ended.stdout
-    older = " 0 sections older" not in ended.stdout
-    assert subprocess.run([*command, "--check"], capture_output=True).returncode == older
+def test_the_script_counts_what_is_older_and_fails_for_it_only_with_check(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "scripts" / "translations")
+    for name, value in (("FOLDERS", (page.parent,)), ("ROOT", page.parent)):
+        monkeypatch.setattr(drift, name, value)
+    (page.parent / "start.zh.md").unlink()
+
+    def run(*options: str) -> int:
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(script, run_name="__main__")
+        return int(ended.value.code or 0)
+
+    text = page.read_text(encoding="utf-8").replace("start.zh.md", "start.md")
+    page.write_text(text, encoding="utf-8")
+    assert run("--check") == 0
+    source = page.with_name("page.md")
+    source.write_text(ENGLISH.replace("One.", "Another.").replace("hone a", "hone c"), encoding="utf-8")
+    assert run() == 1 and "'标题': other code blocks" in capsys.readouterr().out
+    assert run("--sync") == 0 and run("--check") == 1
+    shown = capsys.readouterr().out
+    assert "page.zh.md: '代码' is older" in shown and "1 sections older than their source, 0 differences" in shown
+    assert run("--accept", str(page), "--check") == 0 and "hone c" in page.read_text(encoding="utf-8")
+    page.write_text("# 标题\n", encoding="utf-8")
+    assert run() == 1 and "1 headings with other levels" in capsys.readouterr().out
+    assert run("--accept", str(page)) == 1 and page.read_text(encoding="utf-8") == "# 标题\n"
