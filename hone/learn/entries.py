@@ -98,7 +98,8 @@ NEEDS = {
     **dict.fromkeys(("curves", "evaluate", "baseline"), "first_training"),
     **dict.fromkeys(("advantages", "preferences"), "groups"),
     **dict.fromkeys(("reward_model", "shaping"), "flow"),
-    **dict.fromkeys(("agent_loop", "first_agent"), "tool_data"),
+    "agent_loop": "tool_data",
+    "first_agent": "agent_loop",
     "gate": "first_agent",
 }
 """Boxes that use the results of another one. All but `install` also use those of `data_and_model`."""

@@ -141,12 +141,16 @@ class Work:
             keys: configuration keys with the value that each must have.
 
         Raises:
-            Refused: there is no such run, it did not finish, or a key has another value.
+            Refused: there is no such run, it is a copy of another, it did not finish, or a key has another value.
         """
         if not (self.folder / name / RUN).is_file():
             raise self.refuse(name, f"expected a run in {self.folder / name}; there is none")
         run = read_whole_run(self.folder / name, name)
         self.require(run.status == "finished", name, "a finished run", f"status {run.status}")
+        made = Path(str(run.config.get("trainer.default_local_dir"))).name
+        self.require(
+            made == Path(name).name, name, f"a run that was trained in {self.folder / name}", f"a copy of {made}"
+        )
         self.require(run.steps >= steps, f"{name} steps", f"{steps} steps or more", run.steps)
         for key, value in (keys or {}).items():
             seen = run.config.get(key)

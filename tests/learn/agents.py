@@ -110,13 +110,7 @@ PLAYS = {
     "agent_loop": Play(
         "episodes.jsonl",
         answers=given,
-        wrong=[
-            Wrong(
-                "episodes.jsonl",
-                "hone eval learn/calc_start --data learn/calc/val.parquet --max-prompt-length 160 --max-response-length 64 --n 2 "
-                "--temperature 1 --max-samples 4 --output learn/episodes.jsonl",
-            )
-        ],
+        wrong=[Wrong("episodes.jsonl", changed("agent_loop", ("--n 2", "--n 1")))],
         after=[Wrong("answer 1", answers=["81", "1"]), Wrong("answer 2", answers=lambda learn: [given(learn)[0], "0"])],
     ),
     "first_agent": Play(

@@ -109,7 +109,7 @@ PLAYS = {
     "baseline": Play(
         "again",
         answers=lambda learn: [f"{abs(reward(learn)[-1] - reward(learn, 'seed2')[-1]):.2f}"],
-        wrong=[Wrong("seed2", "cp -r learn/first learn/again")],
+        wrong=[Wrong("again", "cp -r learn/first learn/again")],
         do="rm -r learn/again\n{text}",
         after=[Wrong("answer 1", answers=["0.9"])],
     ),

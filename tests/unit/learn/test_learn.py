@@ -171,7 +171,12 @@ def test_what_is_missing_is_refused_with_its_name(folder: Path) -> None:
         work.run("run")
     Path("learn/run/run.json").write_text(json.dumps({"status": "finished"}))
     Path("learn/run/metrics.jsonl").write_text('{"step": 3, "x": 1.0}\n')
-    Path("learn/run/config.yaml").write_text("algorithm: {adv_estimator: grpo}\n")
+    Path("learn/run/config.yaml").write_text(
+        "{algorithm: {adv_estimator: grpo}, trainer: {default_local_dir: learn/run}}\n"
+    )
+    Path("learn/copy").symlink_to("run")
+    with pytest.raises(Refused, match="a copy of run"):
+        work.run("copy")
     with pytest.raises(Refused, match="expected 4 steps or more; seen 3"):
         work.run("run", steps=4)
     with pytest.raises(Refused, match="expected algorithm.adv_estimator=gae; seen grpo"):
@@ -182,3 +187,45 @@ def test_what_is_missing_is_refused_with_its_name(folder: Path) -> None:
         work.metric(run, "y")
     with pytest.raises(Refused, match="expected all samples of step 3"):
         work.samples(run, 3, ["score"])
+
+
+def test_a_function_of_the_learner_runs_in_a_process_of_its_own(folder: Path) -> None:
+    Path("learn").mkdir()
+    work = Work("x", "the hint")
+    Path("learn/f.py").write_text("def f(a, b=1):\n    print('noise')\n    return [a, b]\n")
+    assert work.call("f.py", "f", [[1], [2, 3]]) == [[1, 1], [2, 3]]
+    for source, said in (
+        ("def f(): return 1 / 0", "ZeroDivisionError"),
+        ("def g(): pass", "no attribute 'f'"),
+        ("f(", "SyntaxError"),
+    ):
+        Path("learn/f.py").write_text(source)
+        with pytest.raises(Refused, match=said):
+            work.call("f.py", "f", [[]])
+
+
+def test_files_of_another_form_are_refused_and_no_crash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hone("learn", "start", "new") == 0
+    for part in ("nines.parquet", "talk.parquet", "sound.jsonl", "episodes.jsonl"):
+        Path("learn", part).write_text("[1, 2\n")
+    for box in ALL:
+        assert hone("learn", "check", box, "--answer", "1") == 2, box
+    shown = capsys.readouterr().err
+    assert shown.count("E-learn ") + shown.count("E-data") == len(ALL) and shown.count("E-data") <= 4
+
+
+def test_progress_and_list_show_what_is_passed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hone("learn", "start", "agents") == 0
+    progress = read_progress()
+    progress.add("install", "41 of 42 checks are ok.")
+    write_progress(progress)
+    capsys.readouterr()
+    assert hone("learn", "progress") == 0
+    shown = capsys.readouterr().out
+    assert "[x] day  1  install" in shown and "41 of 42 checks" in shown and "[ ] day  1  data_and_model" in shown
+    assert f"1 of {len(ENTRIES['agents'].stops)} boxes. Next: data_and_model" in shown and "Week 4" in shown
+    assert hone("learn", "next", "gate") == 0
+    assert "uses the results of the box first_agent" in capsys.readouterr().out
+    assert hone("learn", "list", "--language", "zh") == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in (*ALL, *ENTRIES))
