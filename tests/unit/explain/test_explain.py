@@ -39,7 +39,7 @@ DOCS = PACKAGE.parent / "docs"
         ("r49", "rule", "R49"),
         ("D-mask", "error code", "D-mask"),
         ("e-runs", "error code", "E-runs"),
-        ("grpo", "method, advantage estimator", "grpo"),
+        ("rloo", "method, advantage estimator", "rloo"),
         ("dapo", "preset, hone train", "dapo"),
         ("entropy_bonus", "method, building block", "entropy_bonus"),
     ],
@@ -52,7 +52,7 @@ def test_every_source_answers(words: str, kind: str, name: str) -> None:
 
 def test_a_name_of_two_sources_gets_both() -> None:
     assert [answer.kind for answer in explain("gae")] == ["term", "method, advantage estimator"]
-    assert [answer.kind for answer in explain("grpo")] == ["method, advantage estimator", "preset, hone train"]
+    assert [answer.kind for answer in explain("grpo")] == ["term", "method, advantage estimator", "preset, hone train"]
     assert [answer.kind for answer in explain("cispo")] == ["method, policy loss", "preset, hone train"]
 
 
