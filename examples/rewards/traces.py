@@ -5,8 +5,8 @@ answers (which may earn a part), traps (which must earn less than a quarter of t
 """
 
 import asyncio
-import importlib.util
 import inspect
+import runpy
 import sys
 from pathlib import Path
 
@@ -80,16 +80,13 @@ TRACES = {
 
 def load(name):
     """Return the function of a file of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.compute_score
+    return runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))["compute_score"]
 
 
 def score(function, truth, answer, extra_info=None):
     """Return the reward of an answer, whether the function is asynchronous or not."""
     result = function("demo", answer, truth, extra_info or {})
-    result = asyncio.run(result) if inspect.isawaitable(result) else result
+    result = asyncio.run(result) if inspect.iscoroutine(result) else result
     return result["score"]
 
 
