@@ -52,13 +52,13 @@ def trace(record: Mapping[str, Any]) -> str:
 
 def turn_messages(episode: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the message of each assistant turn of an episode, those of its sub-agents included, by the number of the turn."""
-    found: dict[int, Mapping[str, Any]] = {}
+    said: dict[int, Mapping[str, Any]] = {}
     delegated = episode.get("conversations") or []
     for part in delegated:
-        found |= zip(_turns_of(part), _said(part["messages"]), strict=False)
+        said |= zip(_turns_of(part), _said(part["messages"]), strict=False)
     others = (turn for turn in itertools.count() if not any(turn in _turns_of(part) for part in delegated))
-    found |= zip(others, _said(episode["messages"]), strict=False)
-    return [found[turn] for turn in sorted(found)]
+    said |= zip(others, _said(episode["messages"]), strict=False)
+    return [said[turn] for turn in sorted(said)]
 
 
 def _said(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -52,7 +52,7 @@ def the_webhook_is_an_address(config: AnyConfig) -> Iterator[Finding]:
     if url is None and config.insight.notify_end:
         yield error(
             f"insight.notify_end=true, and {key} is null",
-            why="the end of the run would be sent to nobody",
+            why="there is no address to send the end of the run to",
             fix="insight.notify_end=false, or insight.webhook='${oc.env:NAME}'",
             where=key,
         )

@@ -1,4 +1,4 @@
-"""Who hears of a run: its webhook gets alerts, an error that ends it, and on request its end."""
+"""Notices of a run to its webhook: alerts, an error that ends it, and on request its end."""
 
 from __future__ import annotations
 

@@ -29,6 +29,33 @@ hone runs diagnose RUN      # run all detectors over the metrics of any run
 | `insight.stop_on=[zero_reward,ratio_explosion]` | an alert of these ends the run after its step: the state is saved, the status is `interrupted`, the exit code {EXIT_STOPPED}, and the same command resumes the run |
 | `insight.ignore=[slow_steps]` | these do not run |
 
+## Alerts by webhook
+
+```text
+export HOOK=https://hooks.slack.com/services/...
+hone train ... insight.webhook='${{oc.env:HOOK}}'
+hone gate MODEL --suite gate.yaml --webhook $HOOK        # or HONE_WEBHOOK in the environment
+```
+
+A POST of JSON goes to that address for each event. `text` is what Slack, Mattermost and compatible services show; programs read the rest:
+`event`, `run`, `host`, `at`, and
+
+| `event` | When | Also in it |
+|---|---|---|
+| `alert` | a detector fired | the object of `alerts.jsonl`, with at most three causes |
+| `failed` | an error or a hang ends the run, also before its first step | `error`, `code`, `fix` |
+| `ended` | it finished or was interrupted; only with `insight.notify_end=true` | `status`, `reason`, `step` |
+| `gate` | `hone gate` has a verdict | the report, `passed` and `conditions` among it |
+
+A run never waits for a delivery, except at its end for at most 15 seconds, and never fails by one. A notice is tried three times of at most
+5 seconds (connection refused, time limit, 408, 425, 429, 5xx); other statuses and redirects are final. `run.json` has how many were
+`delivered` and `failed`, and why the last one failed; `hone runs show` prints it. The address is a secret: it is redacted in every file, log and
+message, and so are credentials in what is sent. A process that is killed from outside, or whose machine is gone, sends nothing: watch for
+that from outside, by the age of `metrics.jsonl`. What to do about each event is on the page [for the person on
+call](handbook/on-call.md).
+
+## Restarts, and what detectors do not see
+
 A resumed or restarted run begins with new detectors: warm-up and baselines start again, and a symptom that lasts is reported once more.
 
 Detectors do not see a run without progress: the watchdog (`trainer.watchdog_seconds`) ends it ([failures.md](failures.md)). Errors

@@ -75,7 +75,7 @@ def _calls(kind: Kind, name: str, settings: Settings, tools: Sequence[str]) -> s
     if kind is Kind.HALLUCINATED_TOOL:
         meant = did_you_mean(name, tools).strip()
         known = f" ({meant})" if meant else f" (tools that answered: {', '.join(tools) or 'none'})"
-        return f"{described} and the demonstrations: `{name}` is called and is no tool{known}; use one name in both"
+        return f"{described} and the demonstrations: `{name}` is called, but not a tool{known}; use one name in both"
     if kind is Kind.INVALID_ARGUMENTS:
         return (
             f"{described}: describe the arguments of `{name}` with types and an example, as the demonstrations use them"

@@ -44,7 +44,7 @@ _SHOWN = 300
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed first in one episode.
+    """First failure of one episode.
 
     Attributes:
         kind: kind of failure.

@@ -310,23 +310,16 @@ NAMES = [
     ),
     Case(
         "R92 lifecycle.the_webhook_is_an_address",
-        "insight.webhook=hooks.example.com/services",
-        ("insight.webhook", "26 characters"),
-        advice="https://",
-        then="insight.webhook=null",
+        "insight.notify_end=true",
+        ("insight.notify_end=true", "insight.webhook"),
+        fix="insight.notify_end=false",
+        advice="${oc.env:NAME}",
     ),
     Case(
         "R76 engines.engine_has_replicas",
         f"{ROLLOUT}.name=hf {ROLLOUT}.num_replicas=2",
         ("engine 'hf'", "num_replicas=2"),
         fix=f"{ROLLOUT}.num_replicas=null",
-    ),
-    Case(
-        "R92 lifecycle.the_webhook_is_an_address",
-        "insight.webhook=hooks.example.com/services",
-        ("insight.webhook", "26 characters"),
-        advice="https://",
-        then="insight.webhook=null",
     ),
     Case(
         "R76 engines.engine_follows_constraints",
@@ -341,13 +334,6 @@ NAMES = [
         f"{ROLLOUT}.name=hf {ROLLOUT}.speculative.method=ngram",
         ("'hf'", "method=ngram", "native"),
         fix=f"{ROLLOUT}.name=native",
-    ),
-    Case(
-        "R92 lifecycle.the_webhook_is_an_address",
-        "insight.webhook=hooks.example.com/services",
-        ("insight.webhook", "26 characters"),
-        advice="https://",
-        then="insight.webhook=null",
     ),
     Case(
         "R76 engines.engine_takes_the_adapter",

@@ -81,7 +81,7 @@ CASES = {
     "no_ground_truth": (record(ground_truth=None), 1, "train.parquet: fill reward_model.ground_truth"),
     "hallucinated_tool": (
         record(episode=episode(call(0), call(1, "unknown_tool", name="calculater"))),
-        *(2, "`calculater` is called and is no tool"),
+        *(2, "`calculater` is called, but not a tool"),
     ),
     "invalid_arguments": (
         record(episode=episode(call(0, "invalid_arguments"))),

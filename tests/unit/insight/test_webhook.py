@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from support.services import serve
 
+from hone.config import RLConfig, load_config
 from hone.errors import ConfigError, DataError
 from hone.insight import webhook
 from hone.insight.redaction import is_secret_name, redact_command
 from hone.insight.webhook import Webhook, alert_notice, check_address, failure_notice, is_address, run_name
+from hone.preflight.lifecycle import the_webhook_is_an_address
 
 ALERT = {
     "detector": "zero_reward",
@@ -185,6 +187,14 @@ def test_an_address_is_http_and_a_secret() -> None:
     assert "secret-place" not in caught.value.render() and "17 characters" in caught.value.what
     assert is_secret_name("insight.webhook") and not is_secret_name("insight.notify_end")
     assert redact_command(["hone", "gate", "m", "--webhook", "https://a/secret"])[-1] == "<redacted>"
+
+
+def test_an_address_that_is_none_is_refused_before_the_run_and_not_repeated() -> None:
+    config = load_config(RLConfig, ["insight.webhook=hooks.example.com/topsecretplace"])
+    (finding,) = the_webhook_is_an_address(config)
+    assert finding.where == "insight.webhook" and "32 characters" in finding.what and "https://" in finding.fix
+    assert "topsecretplace" not in str(finding)
+    assert not list(the_webhook_is_an_address(load_config(RLConfig, ["insight.webhook=https://a.example/x"])))
 
 
 @pytest.mark.parametrize(
