@@ -1,6 +1,6 @@
-"""Start a training job on SageMaker, with the image of docker/Dockerfile.cuda in your registry (pip install sagemaker-train).
+"""Start a training job on SageMaker (pip install sagemaker-train) with the image of docker/Dockerfile.cuda, as root, in your registry.
 
-    python examples/cluster/launch_sagemaker.py --image ACCOUNT.dkr.ecr.REGION.amazonaws.com/hone:cuda --role ROLE_ARN \
+    python examples/cluster/launch_sagemaker.py --image ACCOUNT.dkr.ecr.REGION.amazonaws.com/hone:sagemaker --role ROLE_ARN \
         --bucket s3://my-bucket/hone [--instances 2] [--instance-type ml.p5.48xlarge] [key=value ...]
 
 The bucket has model/ and data/ (train.parquet, val.parquet); runs/JOB gets checkpoints and the model. The same job name resumes.
