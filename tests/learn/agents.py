@@ -25,7 +25,8 @@ def demonstrations(learn: Path) -> list[str]:
 
 def given(learn: Path) -> list[str]:
     called = [line for line in read(learn / "episodes.jsonl") if line["episode"]["tool_calls"]]
-    return [str(len(called)), str(sum(mask == 0 for mask in called[0]["response_mask"]))]
+    longer = next(line for line in called if line["episode"]["assistant_turns"] == 2)
+    return [str(len(called)), str(sum(mask == 0 for mask in longer["response_mask"]))]
 
 
 def stored(learn: Path, run: str, step: int) -> list[dict]:
@@ -103,14 +104,14 @@ PLAYS = {
             Wrong("sound.jsonl", CLEAN + "\nhead -9 learn/sound.jsonl > few && mv few learn/sound.jsonl"),
         ],
         after=[
-            Wrong("answer 1", answers=["400", "9"]),
+            Wrong("answer 1", answers=["100", "9"]),
             Wrong("answer 2", answers=lambda learn: [demonstrations(learn)[0], "1"]),
         ],
     ),
     "agent_loop": Play(
         "episodes.jsonl",
         answers=given,
-        wrong=[Wrong("episodes.jsonl", changed("agent_loop", ("--n 2", "--n 1")))],
+        wrong=[Wrong("episodes.jsonl", changed("agent_loop", ("--n 4", "--n 1")))],
         after=[Wrong("answer 1", answers=["81", "1"]), Wrong("answer 2", answers=lambda learn: [given(learn)[0], "0"])],
     ),
     "first_agent": Play(

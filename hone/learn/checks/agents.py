@@ -55,22 +55,22 @@ def _unsound(work: Work, name: str) -> list[bool]:
 def agent_loop(work: Work) -> str:
     """Episodes with calls, whose results are given and not sampled."""
     episodes = lines(work, "episodes.jsonl")
-    work.require(len(episodes) == 80, "episodes.jsonl", "80 episodes, 2 of each of 40 prompts", len(episodes))
+    work.require(len(episodes) == 80, "episodes.jsonl", "80 episodes, 4 of each of 20 prompts", len(episodes))
     called = [episode for episode in episodes if (episode["episode"] or {}).get("tool_calls")]
     work.require(
         bool(called), "episodes.jsonl", "an episode that calls the calculator", "none: are the tools switched on?"
     )
-    for episode in called:
+    longer = [episode for episode in called if episode["episode"]["assistant_turns"] > 1]
+    work.require(bool(longer), "turns", "an episode that continues after its call", "none")
+    for episode in longer:
+        mask = episode["response_mask"]
         work.require(
-            0 in episode["response_mask"] and len(episode["response_mask"]) == len(episode["response_ids"]),
-            "mask",
-            "given tokens with mask 0 in each episode with a call",
-            "none",
+            0 in mask and len(mask) == len(episode["response_ids"]), "mask", "given tokens with mask 0", "none"
         )
     work.answer_number(1, len(called), look="Count the episodes whose tool_calls are not empty.")
-    given = called[0]["response_mask"].count(0)
-    work.answer_number(2, given, look="Count the zeros in response_mask of the first episode with a call.")
-    return f"{len(called)} of 80 episodes call the tool; {given} given tokens in the first of them."
+    given = longer[0]["response_mask"].count(0)
+    work.answer_number(2, given, look="Count the zeros in response_mask of the first episode of two turns.")
+    return f"{len(called)} of {len(episodes)} episodes call the tool; {given} given tokens in the first of two turns."
 
 
 @CHECKS.register("first_agent")
