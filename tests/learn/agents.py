@@ -70,27 +70,15 @@ def played(learn: Path) -> list[str]:
 
 
 def gates(bound: str) -> str:
-    return changed("gate", ("at_least: 0.01", f"at_least: {bound}"))
+    return changed("gate", ("{at_least: 0.01}", f"{{at_least: {bound}}}"))
 
 
-MIDDLE = """cat > middle.py <<'END'
-import json
-bounds = []
-for name in ("start", "agent"):
-    with open(f"learn/gate_{name}.json") as file:
-        bounds.append(next(one["measured"] for one in json.load(file)["conditions"] if one["name"] == "at_least"))
-text = open("learn/gate.yaml").read()
-begin, end = text.index("at_least:"), text.index("    temperature")
-open("learn/gate.yaml", "w").write(f"{text[:begin]}at_least: {sum(bounds) / 2:.3f}\\n{text[end:]}")
-END
-python middle.py
-hone gate learn/calc_start --suite learn/gate.yaml --output learn/gate_start.json || true
-hone gate learn/agent --suite learn/gate.yaml --output learn/gate_agent.json"""
+CALLS = "tool/calls/mean"
 
 
-def measured(learn: Path) -> list[str]:
-    report = json.loads((learn / "gate_agent.json").read_text())
-    return [f"{next(one['measured'] for one in report['conditions'] if one['name'] == 'at_least'):.2f}"]
+def measured(learn: Path, model: str = "agent") -> float:
+    report = json.loads((learn / f"gate_{model}.json").read_text())
+    return next(one["measured"] for one in report["conditions"] if CALLS in one["name"])
 
 
 PLAYS = {
@@ -149,9 +137,9 @@ PLAYS = {
     ),
     "gate": Play(
         "gate_start.json",
-        MIDDLE,
-        answers=measured,
-        wrong=[Wrong("gate_start.json", gates("0.001")), Wrong("gate_agent.json", gates("0.999"))],
+        gates("0.7"),
+        answers=lambda learn: [f"{measured(learn):.2f}"],
+        wrong=[Wrong("gate_start.json", gates("0.001")), Wrong("gate_agent.json", gates("1.9"))],
         after=[Wrong("answer 1", answers=["1.5"])],
     ),
 }
