@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -63,6 +64,9 @@ def test_a_translation_has_code_links_codes_and_numbers_of_its_source(name: str)
     assert not drift.faults(ROOT / name)
     text, english = drift.read_pair(ROOT / name)
     assert drift.CODE.findall(text) == drift.CODE.findall(english), "a reader copies the commands that tests run"
+    assert len(drift.CODE.findall(english)) == text.count("```") // 2 + len(re.findall(r"\n\n    \S", text)), (
+        "all code is seen"
+    )
     assert all(section.source for section in drift.sections(text, drift.is_whole(ROOT / name))), "run --accept"
 
 
@@ -105,6 +109,17 @@ def test_what_differs_from_the_source_is_named(page: Path, right: str, wrong: st
     assert right in text
     page.write_text(text.replace(right, wrong, 1), encoding="utf-8")
     assert any(fault in message for message in drift.faults(page)), drift.faults(page)
+
+
+def test_prose_of_an_older_section_may_differ_and_its_code_may_not(page: Path) -> None:
+    changed = ENGLISH.replace("[data](data.md)", "`a.c`").replace("is 8", "is 9").replace("of 5", "of 7")
+    page.with_name("page.md").write_text(changed, encoding="utf-8")
+    assert len(drift.older(*drift.read_pair(page))) == 2 and not drift.faults(page)
+    page.with_name("page.md").write_text(changed.replace("hone a", "hone c").replace("R03", "R04"), encoding="utf-8")
+    assert [message.partition(";")[0] for message in drift.faults(page)] == [
+        "'标题': other code blocks",
+        "'代码': other codes",
+    ]
 
 
 def test_a_section_whose_source_has_changed_is_older_until_it_is_accepted(page: Path) -> None:
