@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from translation_drift import LANGUAGES, ROOT, TRANSLATED, older
+from translation_drift import COURSE_PAGES, LANGUAGES, ROOT, TRANSLATED, older, older_boxes, read_pair, sections
 
 DOCS = ROOT / "docs"
 OLDER = {
@@ -83,8 +83,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite what differs between the repository and the site."""
     name = page.file.src_uri
     if TRANSLATED.search(name):
-        english = Path(config["docs_dir"]) / TRANSLATED.sub(".md", name)
-        markdown = with_notes(markdown, name, english.read_text(encoding="utf-8"))
+        path = Path(config["docs_dir"]) / name
+        of_course = path.parent == COURSE_PAGES
+        stale = older_boxes(path.name) if of_course else [section.heading for section in older(*read_pair(path))]
+        markdown = with_notes(markdown, name, stale)
     text = for_site(markdown, name, config["repo_url"] or "")
     return with_languages(text, name, {file.src_uri for file in files})
 
@@ -103,14 +105,15 @@ def with_languages(markdown: str, page: str, pages: set[str]) -> str:
     return re.sub(r"^(# .+)$", lambda title: f"{title[1]}\n\n{links}", markdown, count=1, flags=re.M)
 
 
-def with_notes(markdown: str, page: str, english: str) -> str:
-    """Return the text of a translated page with a note in its language in each section that is older than its source."""
+def with_notes(markdown: str, page: str, stale: list[str]) -> str:
+    """Return the text of a translated page with a note in its language below the headings that are older than their source."""
     language = page.split(".")[-2]
     note = OLDER[language].format(page=PurePosixPath(TRANSLATED.sub(".md", page)).name)
-    for section in older(markdown, english):
+    text = ""
+    for section in sections(markdown):
         heading, _, rest = section.text.partition("\n")
-        markdown = markdown.replace(section.text, f'{heading}\n\n!!! warning ""\n    {note}\n{rest}', 1)
-    return markdown
+        text += f'{heading}\n\n!!! warning ""\n    {note}\n{rest}' if section.heading in stale else section.text
+    return text
 
 
 def for_site(markdown: str, page: str, repository: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BOXES = ROOT / "hone" / "learn" / "boxes"
+COURSE_PAGES = ROOT / "docs" / "learn"
 FOLDERS = (ROOT / "docs", BOXES)
 LANGUAGES = {"zh": "中文", "vi": "Tiếng Việt"}
 TRANSLATED = re.compile(rf"\.({'|'.join(LANGUAGES)})\.md$")
@@ -83,8 +84,9 @@ def sections(markdown: str, whole: bool = False) -> list[Section]:
 
 
 def translations() -> list[Path]:
-    """Return all translated files, sorted."""
-    return sorted(path for folder in FOLDERS for path in folder.rglob("*.md") if TRANSLATED.search(path.name))
+    """Return all translated files, sorted, without the pages that scripts/make_docs writes from the boxes."""
+    files = [path for folder in FOLDERS for path in folder.rglob("*.md") if TRANSLATED.search(path.name)]
+    return sorted(path for path in files if path.parent != COURSE_PAGES)
 
 
 def source_of(path: Path) -> Path:
@@ -114,6 +116,13 @@ def older(translated: str, english: str, whole: bool = False) -> list[Section]:
     """
     pairs = zip(sections(translated, whole), sections(english, whole), strict=True)
     return [section for section, source in pairs if section.source != source.digest]
+
+
+def older_boxes(page: str) -> list[str]:
+    """Return the titles of the boxes on a translated page of the course that are older than their source."""
+    part, language, _ = page.split(".")
+    files = sorted((BOXES / part).glob(f"*.{language}.md"))
+    return [section.heading for path in files for section in older(*read_pair(path), whole=True)]
 
 
 def accepted(translated: str, english: str, whole: bool = False) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,12 +140,32 @@ def test_a_section_whose_source_has_changed_is_older_until_it_is_accepted(page: 
 
 def test_the_site_marks_an_older_section_in_its_language(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert site_hooks.with_notes(text, "page.zh.md", ENGLISH) == text
-    marked = site_hooks.with_notes(text, "page.zh.md", ENGLISH.replace("One.", "Another."))
-    before, after = marked.split("## 代码\n")
+    assert site_hooks.with_notes(text, "page.zh.md", []) == text
+    page.with_name("page.md").write_text(ENGLISH.replace("One.", "Another."), encoding="utf-8")
+    config = {"docs_dir": str(page.parent), "repo_url": ""}
+    shown = SimpleNamespace(file=SimpleNamespace(src_uri="page.zh.md"))
+    before, after = site_hooks.on_page_markdown(text, shown, config, []).split("## 代码\n")
     assert "!!!" not in before and after.lstrip().startswith('!!! warning ""\n    这一节')
     assert "[英文版](page.md)" in after
     assert set(site_hooks.OLDER) == set(site_hooks.LANGUAGES)
+
+
+def test_the_site_marks_an_older_box_on_the_pages_of_the_course(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "data.vi.md"
+    text = (drift.COURSE_PAGES / name).read_text(encoding="utf-8")
+    shutil.copytree(drift.BOXES / "data", tmp_path / "data")
+    for path in (tmp_path / "data").glob("*.vi.md"):
+        path.write_text(drift.accepted(*drift.read_pair(path), whole=True), encoding="utf-8")
+    monkeypatch.setattr(drift, "BOXES", tmp_path)
+    assert drift.older_boxes(name) == []
+    box = tmp_path / "data" / "04_data_check.md"
+    box.write_text(box.read_text(encoding="utf-8") + "More.\n", encoding="utf-8")
+    assert drift.older_boxes(name) == ["Kiểm tra trước khi huấn luyện"]
+    shown = SimpleNamespace(file=SimpleNamespace(src_uri=f"learn/{name}"))
+    marked = site_hooks.on_page_markdown(text, shown, {"docs_dir": str(ROOT / "docs"), "repo_url": ""}, [])
+    assert marked.count("!!!") == 1 and marked.index("!!!") > marked.index("## Kiểm tra trước khi huấn luyện")
 
 
 def test_the_script_counts_what_is_older_and_fails_for_it_only_with_check(
