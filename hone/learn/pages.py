@@ -16,7 +16,7 @@ END = "<!-- to here -->"
 
 @dataclass(frozen=True)
 class Phrases:
-    """What a page says around the boxes, in one language.
+    """Sentences of a page around its boxes, in one language.
 
     Attributes:
         titles: headings of the parts that are written in this language.
