@@ -15,7 +15,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     except ValueError:
         value = None
     truth = json.loads(ground_truth)
-    value = value if isinstance(value, dict) and value.keys() == SCHEMA.keys() else {}
-    fits = bool(value) and all(type(value[key]) is kind for key, kind in SCHEMA.items())
-    right = sum(value[key] == truth[key] for key in SCHEMA) / len(SCHEMA) if fits else 0.0
+    given = value if isinstance(value, dict) else {}
+    fits = given.keys() == SCHEMA.keys() and all(type(given[key]) is kind for key, kind in SCHEMA.items())
+    right = sum(given[key] == truth[key] for key in SCHEMA) / len(SCHEMA) if fits else 0.0
     return {"score": 0.2 * fits * (right > 0) + 0.8 * right, "acc": float(right == 1), "format": float(fits)}
