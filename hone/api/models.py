@@ -176,7 +176,7 @@ def serve(model: str | Path | Run, **options: Any) -> None:
 
     Args:
         model: as in :func:`generate`.
-        options: attributes of :class:`hone.trainers.serving.ServeRequest`, such as ``port`` and ``token``.
+        options: attributes of :class:`hone.trainers.served_model.ServeRequest`, such as ``port`` and ``token``.
 
     Raises:
         HoneError: the model cannot be loaded, or the address is not available.
