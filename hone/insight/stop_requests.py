@@ -127,7 +127,7 @@ class StopWatch:
     def close(self) -> None:
         """End the thread; the process does not end by itself any more."""
         self._ended.set()
-        self._thread.join(PERIOD)
+        self._thread.join(1.0)
 
     def _watch(self) -> None:
         while not self._ended.wait(PERIOD):

@@ -252,13 +252,7 @@ class RunSession:
             self._exit_code = EXIT_STOPPED
             log.error("%s.\n  Why it matters: %s\n  Fix: %s; then %s", reason, alert.why, alert.fix, resume)
         elif self._stop is not None and self._signal is None:
-            clear_stop(self.directory.path)  # the same command resumes the run
-            if left:
-                reason = f"stopped after step {step} of {self.total_steps} by {self._stop}"
-                self._outcome = ("interrupted", f"{reason}; run the command again to resume", step)
-                self._exit_code = EXIT_STOPPED
-            else:
-                self._outcome = ("finished", f"all {self.total_steps} steps done", step)
+            self._stopped(step, self._stop)
         elif self._stopped_by_callback and left:
             self._outcome = ("finished", f"a callback ended it after step {step} of {self.total_steps}", step)
         elif self._signal is None:
@@ -270,6 +264,18 @@ class RunSession:
                 f"{name} after step {step} of {self.total_steps}; run the command again to resume",
                 step,
             )
+
+    def _stopped(self, step: int, request: StopRequest) -> None:
+        """Record an end by a request. One to stop at once stays, so that nothing starts the run again."""
+        again = "run the command again to resume"
+        if request.at_once:
+            again = f"hone stop {self.directory.path} --clear, then {again}"
+        else:
+            clear_stop(self.directory.path)
+        self._outcome = ("finished", f"all {self.total_steps} steps done", step)
+        if step < self.total_steps:
+            reason = f"stopped after step {step} of {self.total_steps} by {request}"
+            self._outcome, self._exit_code = ("interrupted", f"{reason}; {again}", step), EXIT_STOPPED
 
     @property
     def exit_code(self) -> int:

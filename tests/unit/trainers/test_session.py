@@ -5,6 +5,9 @@ import pytest
 from hone.config import load_config
 from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.tree import RLConfig
+from hone.errors import HoneError
+from hone.insight import stop_requests
+from hone.insight.run_files import read_run
 from hone.trainers.run_checkpoints import changed_keys, redacted
 from hone.trainers.session import RunSession
 
@@ -39,3 +42,23 @@ def test_frequencies(frequency, due, tmp_path):
     session = RunSession(trainer)
     session.total_steps, session.steps_per_epoch = 10, 3
     assert [step for step in range(1, 11) if session.save_due(step)] == due
+
+
+@pytest.mark.parametrize(("at_once", "step"), [(False, 1), (True, 1), (False, 2)])
+def test_a_request_to_stop_ends_the_run_and_one_at_once_stays(at_once, step, tmp_path, monkeypatch):
+    monkeypatch.setattr(stop_requests, "PERIOD", 60.0)  # the step ends before the thread looks
+    monkeypatch.setattr("hone.trainers.session.kill_children", lambda: None)  # other tests have processes, too
+    words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]", "trainer.save_freq=0"]
+    session = RunSession(load_config(RLConfig, words))
+    with session.running(2, 2):
+        stop_requests.send_stop(tmp_path, stop_requests.StopRequest(at_once, "enough"))
+        assert session.stop_requested
+        session.completed(step, {})
+    record = read_run(tmp_path)
+    ended = ("interrupted", 4) if step == 1 else ("finished", 0)
+    assert (record["status"], session.exit_code) == ended
+    assert (stop_requests.read_stop(tmp_path) is not None) == at_once
+    if at_once:
+        assert "--clear" in record["exit_reason"]
+        with pytest.raises(HoneError, match="E-stopped"):
+            RunSession(load_config(RLConfig, words))
