@@ -200,7 +200,8 @@ def test_ordinary_values_stay(text: str) -> None:
 
 
 def test_no_key_of_the_configuration_is_taken_for_a_secret() -> None:
-    assert [key.path for tree in TREES.values() for key in documentation(tree) if is_secret_name(key.path)] == []
+    paths = {key.path for tree in TREES.values() for key in documentation(tree) if is_secret_name(key.path)}
+    assert paths == {"insight.webhook"}  # who has the address can write into the channel
 
 
 @pytest.mark.parametrize(

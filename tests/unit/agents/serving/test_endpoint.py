@@ -323,9 +323,9 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             while not engine.asked:
                 time.sleep(0.01)
         deadline = time.monotonic() + 10
-        while (not engine.aborted or endpoint.service.gateway.under_way) and time.monotonic() < deadline:
+        while (not engine.aborted or endpoint.services.current.gateway.under_way) and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert engine.aborted and endpoint.service.gateway.under_way == 0
+    assert engine.aborted and endpoint.services.current.gateway.under_way == 0
 
 
 def test_requests_above_the_limit_are_refused() -> None:
