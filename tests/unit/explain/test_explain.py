@@ -22,7 +22,7 @@ from hone.explain.glossary import glossary, glossary_page
 from hone.insight.metrics import METRICS
 
 PACKAGE = Path(hone.__file__).parent
-DOCS = PACKAGE.parent / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize(
