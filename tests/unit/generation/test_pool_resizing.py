@@ -230,8 +230,8 @@ def test_random_sizes_kills_and_weight_syncs_lose_and_double_nothing(seed: int, 
         await disturbing
         check_answers(answers, number)
         await until(lambda: serving(pool) == list(range(pool.count)) and len(pool.replicas) == pool.count)
-        living = [fake for fake in makers.made if not fake.closed]
-        assert sorted(fake.index for fake in living) == list(range(pool.count)), "one engine each, and no other"
+        # one engine each, and no other; that of a replica which has left may still close in its thread
+        await until(lambda: sorted(fake.index for fake in makers.made if not fake.closed) == list(range(pool.count)))
 
     limits = ServerPoolConfig(max_attempts=100, start_attempts=100, health_check_period=0.05, health_check_timeout=5)
     run(makers, 2, work, limits=limits)
