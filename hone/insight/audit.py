@@ -9,6 +9,7 @@ Results are hashed, not stored; known secrets in arguments are hidden.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -89,7 +90,8 @@ class AuditLog:
             line = json.dumps({"at": now(), **record, "before": self._before}, ensure_ascii=False, default=str)
             encoded = line.encode(errors="replace") + b"\n"
             try:
-                os.write(self._file, encoded)
+                if os.write(self._file, encoded) < len(encoded):
+                    raise OSError(errno.ENOSPC, "only a part of the line was written")
             except OSError as error:
                 raise _unwritable(self.path, error) from error
             self._before = hashlib.sha256(encoded).hexdigest()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import errno
+import getpass
 import json
 import math
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +38,20 @@ def read_run(path: str | Path) -> dict[str, Any]:
         raise HoneError(
             f"the file is not JSON: {error}", where=str(file), fix="restore the file or remove the directory"
         ) from None
+
+
+def containing_run(path: Path) -> Path | None:
+    """Return the run directory that contains a path; None if none does."""
+    return next((folder for folder in path.absolute().parents if (folder / RUN).is_file()), None)
+
+
+def author() -> str:
+    """Return user and machine of this process, for records of what people did."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in a container
+        name = str(os.getuid())
+    return f"{name}@{platform.node()}"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:

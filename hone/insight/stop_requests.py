@@ -8,11 +8,9 @@ removes it with `hone stop RUN --clear`.
 
 from __future__ import annotations
 
-import getpass
 import json
 import logging
 import os
-import platform
 import signal
 import threading
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from hone.errors import HoneError
-from hone.insight.run_files import now, write_atomically
+from hone.insight.run_files import author, now, write_atomically
 
 STOP = "STOP"
 PERIOD = 0.5
@@ -33,13 +31,6 @@ INTERRUPTED = 130
 """Exit code of a run that was stopped at once."""
 
 log = logging.getLogger("hone")
-
-
-def _author() -> str:
-    try:
-        return f"{getpass.getuser()}@{platform.node()}"
-    except (KeyError, OSError):  # a user id without a name, as in a container
-        return f"{os.getuid()}@{platform.node()}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class StopRequest:
 
     at_once: bool = False
     reason: str = ""
-    by: str = field(default_factory=_author)
+    by: str = field(default_factory=author)
     at: str = field(default_factory=now)
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ from hone.generation.protocol import Constraint, Engine, SamplingParams
 from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.records import shown_score
-from hone.insight.run_files import RUN, read_run
+from hone.insight.run_files import containing_run, read_run
 from hone.insight.traces import trace
 from hone.models.devices import dtype_on
 from hone.models.loading import load_policy
@@ -47,6 +47,7 @@ from hone.trainers.episode_keys import EpisodeKeys
 from hone.trainers.inputs import reads_columns, report_contract, self_scored_by
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
+from hone.training.releases import Shelf
 
 
 @dataclass
@@ -154,10 +155,12 @@ def ask(
 
 
 def trained_contract(model: str) -> dict[str, str]:
-    """Return the agent contract of the run that a model belongs to; empty if it belongs to none."""
+    """Return the agent contract of the run or release that a model belongs to; empty if it belongs to none."""
     actor = find_actor(model)
-    run = next((folder / RUN for folder in actor.parents if (folder / RUN).is_file()), None)
-    return read_run(run.parent).get("agent_contract", {}) if run is not None else {}
+    if (shelf := Shelf.containing(actor)) is not None:
+        return dict(shelf.at(actor).record["agent_contract"])
+    run = containing_run(actor)
+    return read_run(run).get("agent_contract", {}) if run is not None else {}
 
 
 def weights_of(path: str) -> str:

@@ -18,7 +18,7 @@ from hone.data.tokenizer import load_tokenizer, stop_tokens
 from hone.errors import HoneError
 from hone.trainers.evaluation import weights_of
 from hone.trainers.served_model import ServeRequest, context_length, open_engine, scorer_of, vocabulary_size
-from hone.training.releases import Release, Shelf, model_digest
+from hone.training.releases import Release, Shelf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,11 +75,7 @@ class Releases:
         assert self._shelf is not None
         release = self._shelf.release(number)
         path = str(release.path)
-        if model_digest(release.path) != release.record["digest"]:
-            raise HoneError(
-                f"the files of release {number} are not those that passed the gate",
-                fix=f"restore {path}, or choose another release",
-            )
+        release.check()
         context_length(weights_of(path), before.max_model_len, may_exceed=self._request.allow_long_max_model_len)
         check_same_tokens(load_tokenizer(path), before.tokenizer, release, self._request.chat_template is None)
         request = dataclasses.replace(self._request, model=path)
@@ -113,6 +109,6 @@ def check_same_tokens(
     if changed:
         raise HoneError(
             f"release {release.number} has another {' and another '.join(changed)} than the served model",
-            why="sessions are recorded as tokens, and go to the new model as they are",
+            why="sessions are recorded as tokens, and go to the new model unchanged",
             fix="start a new server for it, and let clients move there",
         )

@@ -11,11 +11,9 @@
 from __future__ import annotations
 
 import datetime
-import getpass
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +25,7 @@ from typing import Any
 import yaml
 
 from hone.errors import ConfigError, HoneError
-from hone.insight.run_files import CONFIG, RUN, disk_errors, now, read_run, write_atomically
+from hone.insight.run_files import CONFIG, author, containing_run, disk_errors, now, read_run, write_atomically
 
 RELEASE, GATE, CURRENT, HISTORY = "release.json", "gate.json", "current", "history.jsonl"
 _NUMBER = re.compile(r"\d{4,}")
@@ -50,6 +48,23 @@ class Release:
     def number(self) -> int:
         """Number of the release, from 1."""
         return int(self.path.name)
+
+    def check(self) -> None:
+        """Check that the files are those that passed the gate, those of an adapter's base model too.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        base = self.record.get("base")
+        parts = [(self.path, self.record["digest"]), *([(Path(base["path"]), base["digest"])] if base else [])]
+        for path, digest in parts:
+            if model_digest(path) != digest:
+                raise ConfigError(
+                    f"the files of release {self.number} are not those that passed the gate",
+                    why=f"the SHA-256 of {path} differs from the one in {RELEASE}",
+                    fix=f"restore {path}, or choose another release",
+                    where="release",
+                )
 
 
 class Shelf:
@@ -124,7 +139,7 @@ class Shelf:
         record = {
             "release": number,
             "at": now(),
-            "by": f"{_user()}@{platform.node()}",
+            "by": author(),
             "note": note,
             "hone": metadata.version("hone-rl"),
             "model": str(Path(model).absolute()) if Path(model).exists() else model,
@@ -170,14 +185,7 @@ class Shelf:
                 where="release",
             )
         release = self.release(to)
-        damaged = model_digest(release.path) != release.record["digest"]
-        if damaged:
-            raise ConfigError(
-                f"the files of release {to} are not those that passed the gate",
-                why="their SHA-256 differs from the one in release.json",
-                fix=f"--to another release, or restore {release.path}",
-                where="release",
-            )
+        release.check()
         self.use(to, "rolled_back", note)
         return release
 
@@ -194,7 +202,7 @@ class Shelf:
                 "event": event,
                 "release": number,
                 "before": before.number if before is not None else None,
-                "by": f"{_user()}@{platform.node()}",
+                "by": author(),
                 "note": note,
             }
             with (self.path / HISTORY).open("a", encoding="utf-8") as file:
@@ -219,7 +227,7 @@ def provenance(actor: Path) -> dict[str, Any]:
 
     The values are None or empty for a model that belongs to no run.
     """
-    run = next((folder for folder in actor.absolute().parents if (folder / RUN).is_file()), None)
+    run = containing_run(actor)
     if run is None:
         return {"run": None, "agent_contract": {}}
     record, config = read_run(run), (run / CONFIG).read_bytes()
@@ -321,10 +329,3 @@ def _read(folder: Path) -> Release:
             where=str(folder),
             fix="restore release.json, or remove the directory",
         ) from error
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in a container
-        return str(os.getuid())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -19,6 +20,10 @@ from support.launch import hone
 from support.patience import LONG
 from support.serve import serving
 from support.tiny_runs import make_model
+
+from hone.errors import ConfigError
+from hone.trainers.evaluation import trained_contract
+from hone.training.releases import Shelf
 
 pytestmark = pytest.mark.slow
 REQUESTS, AT_ONCE = 1000, 40
@@ -205,3 +210,17 @@ def test_replicas_swap_too(work: Path, forks: Forks, tmp_path: Path) -> None:
     options = ("--name", "model", "--replicas", "1")
     with serving(forks, work / "shelf" / "current", tmp_path / "log", *options, token=TOKEN) as url:
         asyncio.run(asyncio.wait_for(swap(url), LONG))
+
+
+def test_a_release_keeps_the_contract_of_its_run_and_the_base_of_an_adapter(work: Path, tmp_path: Path) -> None:
+    shelf = shutil.copytree(work / "shelf", tmp_path / "shelf", symlinks=True)
+    record = json.loads((shelf / "0001" / "release.json").read_text())
+    base = {"path": str(work / "two"), "digest": Shelf(work / "shelf").release(2).record["digest"]}
+    record |= {"agent_contract": {"version": "1", "tools": "abc"}, "base": base}
+    (shelf / "0001" / "release.json").write_text(json.dumps(record))
+    assert trained_contract(str(shelf / "0001")) == record["agent_contract"]
+    release = Shelf(shelf).release(1)
+    release.check()
+    broken = dataclasses.replace(release, record=record | {"base": {**base, "path": str(work / "one")}})
+    with pytest.raises(ConfigError, match="passed the gate"):
+        broken.check()

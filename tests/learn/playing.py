@@ -36,7 +36,7 @@ class Play:
 
     Attributes:
         untouched: field that the refusal names when nothing has been done.
-        do: commands of the model solution; ``{text}`` stands for those of the box's text.
+        do: commands of the model solution; ``{text}`` becomes those of the box's text.
         answers: right answers.
         wrong: wrong solutions, tried in this order before the model solution.
         after: wrong solutions tried after it, on its files.
