@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hone import __version__
+
 log = logging.getLogger(__name__)
 
 _FORM = 2
-_PACKAGES = ("hone-rl", "transformers", "tokenizers", "jinja2")
+_PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 def cache_folder() -> Path:
@@ -50,7 +52,8 @@ class TokenCache:
         if not isinstance(tokenizer, PreTrainedTokenizerFast) or "strftime_now" in json.dumps(template):
             return None
         digest = hashlib.sha256()
-        settings = [_FORM, kind, kwargs, template, tokenizer.special_tokens_map, *map(version, _PACKAGES)]
+        settings = [_FORM, kind, kwargs, template, tokenizer.special_tokens_map]
+        settings += [__version__, *map(version, _PACKAGES)]
         try:
             digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
             digest.update(tokenizer.backend_tokenizer.to_str().encode())

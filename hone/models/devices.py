@@ -35,14 +35,24 @@ def use_expandable_segments(device: torch.device) -> None:
 
     It is set in this process only: engines in processes of their own, such as vLLM with its sleep mode, choose for themselves.
     """
-    if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    global _set_here
+    if device.type == "cuda" and not _set_by_user():
+        _set_here = "expandable_segments:True"
+        torch._C._accelerator_setAllocatorSettings(_set_here)
+
+
+_set_here = ""
+"""What :func:`use_expandable_segments` has set; torch 2.11 cannot be asked for its settings."""
+
+
+def _set_by_user() -> str:
+    return next((value for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))), "")
 
 
 @contextlib.contextmanager
 def ordinary_segments() -> Iterator[None]:
     """Allocate in the block from segments of a fixed size, which other processes can map (CUDA IPC), also where segments expand."""
-    settings = torch._C._accelerator_getAllocatorSettings()
+    settings = _set_by_user() or _set_here
     if "expandable_segments" not in settings:
         yield
         return

@@ -18,12 +18,12 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hone import __version__
 from hone.errors import ConfigError, HoneError
 from hone.insight.run_files import CONFIG, author, containing_run, disk_errors, now, read_run, write_atomically
 
@@ -141,7 +141,7 @@ class Shelf:
             "at": now(),
             "by": author(),
             "note": note,
-            "hone": metadata.version("hone-rl"),
+            "hone": __version__,
             "model": str(Path(model).absolute()) if Path(model).exists() else model,
             "digest": digest,
             "base": _base(actor),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import jsonschema.validators
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.episode import Episode
@@ -368,6 +367,8 @@ def _over_limit(allowed: int, exhausted: bool) -> str:
 
 
 def _validator(tool: Tool) -> Any:
+    import jsonschema.validators  # only here: tools are rare, and not every machine has it
+
     parameters = tool.schema["function"].get("parameters") or {"type": "object"}
     kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
     try:

@@ -121,8 +121,10 @@ class WeightTransfer:
             return False
         try:
             await asyncio.wrap_future(self._ask(sender.pack([]), version, first=True, last=False))
-        except (GenerationError, RuntimeError) as error:  # of the engine, or of CUDA in this process
-            self._route.fall_back(error.what if isinstance(error, GenerationError) else str(error))
+        except Exception as error:  # noqa: BLE001  of the engine, of CUDA or of torch: each has the host as its way out
+            self._route.fall_back(
+                error.what if isinstance(error, GenerationError) else f"{type(error).__name__}: {error}"
+            )
             return False
         self._route.opened()
         return True

@@ -1,7 +1,7 @@
 """State, sampling parameters and pages of the rows, in tensors whose addresses stay, for CUDA graphs.
 
 A row is a column of each tensor. Rows ``0 .. A - 1`` are in use; the columns after them compute, if a batch is filled up to the size
-of a graph, a token that no request gets: they read and write the scratch page.
+of a graph, a token that no request gets: they read and write the scratch page, and their length stays 0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hone.generation.native.sampler import ALL_TOKENS, RowSampling, signed
 from hone.generation.native.scheduler import Job
 from hone.generation.protocol import SamplingParams
 
-_LENGTH, _NEXT, _GENERATED, _LIMIT, _SEED, _TOP_K, _STOPS = range(7)
-_INTEGERS_OF_NONE = (0, 0, 0, 1, 0, ALL_TOKENS)
+_LENGTH, _NEXT, _GENERATED, _LIMIT, _SEED, _TOP_K, _COUNTS, _STOPS = range(8)
+_INTEGERS_OF_NONE = (0, 0, 0, 1, 0, ALL_TOKENS, 0)
 _FLOATS_OF_NONE = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 """Temperature, top-p, min-p, penalties for repetition, presence and frequency of a column without a row."""
 
@@ -77,7 +77,7 @@ class RowTable:
         """Append a sampled token to the first ``len(tokens)`` rows."""
         rows = len(tokens)
         self.next_tokens(rows).copy_(tokens)
-        self._integers[:: _GENERATED - _LENGTH][:2, :rows].add_(1)
+        self._integers[:: _GENERATED - _LENGTH][:2, :rows].add_(self._integers[_COUNTS, :rows])  # 0 for unused columns
 
     def saved(self) -> Tensor:
         """Return a copy of what a step changes."""
@@ -119,7 +119,7 @@ class RowTable:
         for job, ids in zip(jobs, stops, strict=True):
             params, tokens, sampled = job.request.sampling, job.ids, len(job.sampled.tokens)
             top_k = params.top_k if params.top_k > 0 else ALL_TOKENS
-            state = [len(tokens) - 1, tokens[-1], sampled, params.max_tokens, signed(job.request.seed), top_k]
+            state = [len(tokens) - 1, tokens[-1], sampled, params.max_tokens, signed(job.request.seed), top_k, 1]
             integers.append([*state, *ids, *[NO_TOKEN] * (widest - len(ids))])
             penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
             floats.append([params.temperature, params.top_p, params.min_p, *penalties])
