@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-import zlib
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from support.choice import chosen, is_about, paths_of
 from support.examples import examples
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 settings.register_profile("unhurried", examples())
 settings.load_profile("unhurried")
 
+BEGAN = time.monotonic()
 LONG = (
     *("test_lost_runs", "test_plan_memory", "test_preferences", "test_docs", "test_cluster_templates"),
     *("test_lost_replicas", "test_ray_runtime", "test_lifecycle_repeat", "engine_conformance"),
@@ -26,8 +29,12 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="K/N: a part of the tests that name what they are about")
     parser.addoption(
-        "--part", default="1/1", help="run only part K of N of the tests marked long or learn, such as 2/3"
+        "--changed", help="file with a changed path a line: choose tests that are about them, see support/choice.py"
+    )
+    parser.addoption(
+        "--minutes", type=float, default=0.0, help="after which no further such test begins; 0 for no limit"
     )
 
 
@@ -41,13 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # after the choice by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test process begins with long tests: what they take from each other at the end is short."""
-    part, parts = map(int, config.getoption("--part").split("/"))
-    items[:] = [
-        item
-        for item in items
-        if not (item.get_closest_marker("long") or item.get_closest_marker("learn"))
-        or zlib.crc32(item.nodeid.encode()) % parts == part - 1
-    ]
+    changed, part = config.getoption("--changed"), config.getoption("--part")
+    paths = None if changed is None else Path(changed).read_text().split()
+    items[:] = [item for item in items if chosen(item, paths, part)]
+    if paths:  # what is about the change comes first, in case the minutes end
+        items.sort(key=lambda item: not is_about(item, paths))
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long: dict[str, list[pytest.Item]] = {name: [] for name in LONG}
     short: list[pytest.Item] = []
@@ -62,6 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         share += short[:missing]
         del short[:missing]
     items[:] = [item for share in shares for item in share] + short
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that names what it is about once the minutes of this run are over."""
+    minutes = item.config.getoption("--minutes")
+    if minutes and time.monotonic() - BEGAN > 60 * minutes and paths_of(item) is not None:
+        pytest.skip(f"the {minutes:g} minutes of this run are over")
 
 
 @pytest.fixture(scope="session")

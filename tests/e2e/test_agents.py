@@ -105,7 +105,7 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     assert json.loads(bounded.output[bounded.output.index("{") :])["episode/end/assistant_turns"] == 1
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/agents", "hone/trainers/episodes.py")
 @pytest.mark.parametrize(
     ("preset", "more"),
     [

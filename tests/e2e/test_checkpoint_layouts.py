@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from support.launch import Command, hone, set_environment
 from support.world import World, metrics, rl_command, steps_saved
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/training/checkpoints")
 
 TWO = ("trainer.runtime=ray", "trainer.n_gpus_per_node=2")
 

@@ -26,6 +26,8 @@ from support.forked_python import Forks
 from support.launch import hone
 from support.patience import LONG
 
+long = pytest.mark.long("hone/cluster/ray", "hone/cluster/torchrun", "examples/cluster")
+
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "examples" / "cluster"
 BIN = Path(sys.executable).parent
@@ -279,7 +281,7 @@ def command_of(template: str) -> str:
     return text[text.index("hone train ") :].splitlines()[0]
 
 
-@pytest.mark.long
+@long
 @pytest.mark.alone
 @pytest.mark.parametrize(
     "template", ["slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml", "sagemaker_entry.sh"]
@@ -354,7 +356,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
+@long
 @pytest.mark.alone
 def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tmp_path: Path) -> None:
     """The whole script; only Slurm's own two commands are stand-ins, which run the tasks of both nodes here."""
@@ -380,7 +382,7 @@ def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tm
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.long
+@long
 @pytest.mark.alone
 def test_the_sagemaker_script_trains_on_two_instances_and_leaves_a_model(
     start: Any, forked_ray_workers, task: Path, tmp_path: Path
@@ -409,7 +411,7 @@ def test_the_sagemaker_script_trains_on_two_instances_and_leaves_a_model(
     assert list((tmp_path / "model").glob("*.safetensors"))
 
 
-@pytest.mark.long
+@long
 @pytest.mark.alone
 def test_a_node_hands_on_how_the_command_ended(start: Any) -> None:
     script = "import ray, sys; ray.init(sys.argv[1].split('=')[1]); sys.exit(40 + sum(n['Alive'] for n in ray.nodes()))"
@@ -420,7 +422,7 @@ def test_a_node_hands_on_how_the_command_ended(start: Any) -> None:
     assert ended(other)[0] == 0, "the others leave without complaint when the head is done"
 
 
-@pytest.mark.long
+@long
 @pytest.mark.alone
 def test_a_node_does_not_wait_for_ever(start: Any) -> None:
     code, output = ended(start("bash", str(TEMPLATES / "node.sh"), "1", "2", "127.0.0.1", "false", NODE_PATIENCE="2"))
@@ -429,7 +431,7 @@ def test_a_node_does_not_wait_for_ever(start: Any) -> None:
     assert code == 1 and "1 of 3 nodes came within 2 s" in output
 
 
-@pytest.mark.long
+@long
 @pytest.mark.alone
 def test_a_job_is_handed_to_a_cluster(start: Any, port: int, tmp_path: Path) -> None:
     """A real job server; the job checks the configuration there, in the way a run begins."""

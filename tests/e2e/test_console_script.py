@@ -32,7 +32,7 @@ def test_sft(world: World, tmp_path: Path) -> None:
     assert steps_saved(tmp_path / "run") == [2]
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/cli", "hone/startup.py")
 def test_a_run_is_killed_resumed_and_measured(world: World, tmp_path: Path) -> None:
     steps = ("trainer.total_training_steps=6", "trainer.save_freq=1", "data.train_batch_size=6")
     whole, run = (rl_command(world, tmp_path / name, "grpo", *steps) for name in ("whole", "run"))

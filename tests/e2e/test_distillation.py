@@ -114,7 +114,12 @@ def test_a_teacher_with_another_tokenizer_teaches_by_spans(tiny: Path, tmp_path:
     assert all(value == 0 for step in steps for name, value in step.items() if name.startswith("invariant"))
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    "hone/trainers/distillation.py",
+    "hone/trainers/teacher_inputs.py",
+    "hone/training/teacher.py",
+    "hone/training/served_teacher.py",
+)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="three processes")
 @pytest.mark.parametrize("mode", ["k1", "reverse_kl_topk", "forward_kl"])
 def test_a_teacher_with_a_pool_of_its_own_teaches_the_same(tiny: Path, tmp_path: Path, mode: str) -> None:

@@ -10,7 +10,7 @@ from support.tiny_runs import make_model, make_tiny_runs, offline_words, rl_word
 
 from hone.catalogue import Method, methods
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/algorithms", "hone/catalogue")
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 CALLS = (

@@ -16,7 +16,7 @@ from support.launch import hone
 from support.patience import LONG
 from support.world import curve
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/agents/program", "hone/agents/tools", "examples")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 2
 

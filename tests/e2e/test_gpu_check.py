@@ -34,7 +34,7 @@ def test_without_a_gpu_every_part_says_so(tmp_path: Path) -> None:
     assert all(f"| {part} | no GPU |" in report for part in PARTS)
 
 
-@pytest.mark.long
+@pytest.mark.long("benchmarks/gpu_check", "scripts/gpu_check")
 def test_a_part_measures_judges_and_reports(tmp_path: Path) -> None:
     code, results = gpu_check(tmp_path, "--device", "cpu", "--parts", "engine", "oracle")
     assert code == 0, (tmp_path / "report.md").read_text()

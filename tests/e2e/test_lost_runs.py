@@ -25,7 +25,9 @@ from hone.insight.coverage import Fate
 from hone.insight.coverage.reading import read_coverage
 from hone.trainers.rl import train
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long(
+    "hone/training/checkpoints", "hone/trainers/run_checkpoints.py", "hone/cluster/supervisor.py"
+)
 
 ONCE = ("starting", "checkpoint")
 STAGES = (*ONCE, "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")

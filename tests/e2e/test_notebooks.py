@@ -54,7 +54,7 @@ def test_names_imported_from_the_project_exist(path: Path) -> None:
             assert not (absent := [n.name for n in node.names if not hasattr(module, n.name)]), (node.module, absent)
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/api", "notebooks")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")

@@ -21,7 +21,7 @@ from support.patience import LONG
 from support.real_model import smollm2
 from support.serve import serving
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/agents/serving")
 SCRIPT = Path(__file__).parents[1] / "support" / "foreign" / "openai_clients.py"
 PACKAGES = (
     "openai==3.57.0",

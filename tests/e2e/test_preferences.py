@@ -14,7 +14,9 @@ from support.launch import hone
 from support.once import made_once
 from support.world import World, curve, mean, metrics, rl_command, run_record, sft_command, steps_saved
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long(
+    "hone/trainers/preference.py", "hone/algorithms/preference_losses", "hone/data/preferences.py"
+)
 
 
 @dataclass

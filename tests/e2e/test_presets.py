@@ -7,7 +7,7 @@ from support.world import World, curve, mean, metrics, rl_command
 
 from hone.config.layers import preset_names
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/algorithms", "hone/config/presets", "hone/trainers/estimates.py")
 
 OTHERS = {"online_dpo", "grpo", "ppo", "agent_grpo", "agent_ppo", "opd", "opsd"}
 """Presets that have tests of their own, in test_preferences, test_learning, test_agents and test_distillation."""

@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from support.archives import records
+from support.choice import CORE
 from support.launch import hone
 from support.python_objects import AlwaysCalls, Echo, double, tool_answered
 from support.small_tools import tools_model
@@ -22,7 +23,7 @@ from hone.config import RLConfig, load_config
 from hone.insight.records import weight_versions
 from hone.trainers.rl import train
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/cluster", "hone/trainers/rl.py")
 
 RATE = "actor_rollout_ref.actor.optim.lr=1e-3"
 CLIP_COV = ("loss_mode=clip_cov", "clip_cov_ratio=0.2", "clip_cov_lb=0.0", "clip_cov_ub=100.0")
@@ -90,6 +91,7 @@ def assert_close(rows: list[dict], expected: list[dict], tolerance: float) -> No
         assert not far, f"step {row['step']}"
 
 
+@pytest.mark.long(*CORE)
 def test_one_worker_gives_the_same_numbers(nodes, world, local, tmp_path):
     assert run(world, tmp_path / "run", "grpo", "trainer.runtime=ray") == local("grpo")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.choice import CORE
 from support.forked_python import Forks
 from support.patience import LONG
 from support.real_model import smollm2
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 import hone
 from hone.cli.main import app
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/models/loading.py", "hone/training/export.py", "hone/hub")
 ROOT = Path(__file__).resolve().parents[2]
 COUNTRIES = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo", "Egypt": "Cairo", "Peru": "Lima"}
 LORA = {"lora_rank": 8, "lr": 1e-3}
@@ -100,6 +101,7 @@ def test_a_reward_model_orders_answers_in_a_padded_batch(model: Path, tmp_path: 
     assert chosen > rejected
 
 
+@pytest.mark.long(*CORE)
 def test_reinforcement_raises_the_reward(model: Path, tmp_path: Path) -> None:
     def short(solution_str: str, **unused: Any) -> float:
         return max(0.0, 1.0 - len(solution_str) / 120)
@@ -160,6 +162,7 @@ def test_its_template_is_good_for_conversations_and_tools_need_the_text_renderer
     assert [check["name"] for check in tools["checks"] if check["outcome"] == "fails"] == ["tools"]
 
 
+@pytest.mark.long(*CORE)
 def test_it_is_served(model: Path, forks: Forks, tmp_path: Path) -> None:
     with serving(forks, model, tmp_path / "log") as address:
         body = {"model": model.name, "messages": asked("France"), "max_tokens": 12, "temperature": 0}

@@ -190,7 +190,9 @@ def test_only_what_passed_is_released(work: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "shelf").exists()
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    "hone/gates", "hone/training/releases.py", "hone/trainers/served_releases.py", "hone/agents/serving/swapping.py"
+)
 def test_replicas_swap_too(work: Path, forks: Forks, tmp_path: Path) -> None:
     """A pool of processes is replaced like the engine in the server's process."""
     run(work, "release", "rollback", "shelf", "--to", "2")

@@ -105,7 +105,7 @@ def test_a_critic_routes_for_itself(experts: World, tmp_path: Path) -> None:
     assert all(share > 0.85 for share in curve(folder, "moe/replayed")) and len(curve(folder, "critic/vf_loss")) == 2
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/models/experts.py", "hone/training/backends")
 def test_two_workers_follow_as_one_process_does(experts: World, tmp_path: Path) -> None:
     words = (REPLAY, "trainer.save_freq=0")
     local = trained(experts, tmp_path / "local", *words)

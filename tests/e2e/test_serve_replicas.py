@@ -23,7 +23,7 @@ from support.patience import SOON
 from support.templates import tokenizer
 from support.tool_model import NAME, make_tool_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/agents/serving", "hone/generation/pool")
 TOKENIZER = tokenizer(NAME)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.archives import records
+from support.choice import CORE
 from support.launch import hone
 from support.once import made_once
 from support.simulated_cuda.build import compiler
@@ -19,7 +20,7 @@ from support.tiny_runs import make_tiny_runs, offline_words, rl_words
 from support.world import metrics, steps_saved
 
 pytestmark = [
-    pytest.mark.simulated_cuda,
+    pytest.mark.simulated_cuda("hone/models", "hone/generation/native", "hone/training/engine.py"),
     pytest.mark.skipif(
         compiler() is None, reason="no C++ compiler for the driver of the simulated GPU (CXX, c++, g++)"
     ),
@@ -88,6 +89,7 @@ def test_reinforcement_learning(machine: Machine, tiny: Path, tmp_path: Path, ca
     assert_same_numbers(metrics(device), metrics(host))
 
 
+@pytest.mark.simulated_cuda(*CORE)
 def test_bfloat16_agrees_with_its_engine(machine: Machine, tiny: Path, tmp_path: Path) -> None:
     """What a GPU computes by default. Its own kernels are a reference here, so the gap is that of the dtype alone."""
     words = rl_words(tiny, tmp_path / "run", "trainer.val_before_train=false", "trainer.device=cuda")

@@ -90,7 +90,13 @@ def test_a_run_ends_after_its_step_and_resumes(program: str, tiny: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("tool", "runtime"),
-    [("waits", "local"), ("blocks", "local"), pytest.param("blocks", "ray", marks=pytest.mark.long)],
+    [
+        ("waits", "local"),
+        ("blocks", "local"),
+        pytest.param(
+            "blocks", "ray", marks=pytest.mark.long("hone/insight/stop_requests.py", "hone/trainers/session.py")
+        ),
+    ],
 )
 def test_a_stop_at_once_ends_tools_and_what_they_started(tool: str, runtime: str, tiny: Path, tmp_path: Path) -> None:
     run, child = tmp_path / "run", tmp_path / "child"

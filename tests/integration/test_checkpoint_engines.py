@@ -11,7 +11,7 @@ from support.checkpoint_engines import go_on, resume, train_and_save
 from support.ranks import Ranks
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/training/checkpoints", "hone/training/backends")
 
 LAYOUTS = {
     "one": None,

@@ -14,7 +14,7 @@ from support.messages import mentioned
 from support.ranks import Ranks
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/training/checkpoints", "hone/training/layout.py")
 
 
 @pytest.fixture(scope="module")

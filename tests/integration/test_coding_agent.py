@@ -20,7 +20,7 @@ from hone.data.episode_log import EpisodeEnd
 from hone.data.types import Sample, Trajectory
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.long("hone/agents/program", "hone/agents/serving"),
     pytest.mark.skipif(shutil.which("bwrap") is None, reason="the harness runs its commands by bubblewrap"),
 ]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "coding_agent"

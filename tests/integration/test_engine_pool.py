@@ -18,7 +18,7 @@ from hone.generation.pool import EnginePool
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.generation.remote import LaunchPlan, ServedEngine
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/generation/pool")
 SAMPLING = SamplingParams(max_tokens=64, ignore_eos=True)
 
 

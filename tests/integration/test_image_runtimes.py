@@ -25,7 +25,7 @@ from hone.trainers.replay.direction import WeightGradients
 from hone.trainers.replay.replay import replay
 from hone.trainers.replay.stored import load_step
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/data/images.py", "hone/models", "hone/cluster/remote_batch.py")
 
 STEPS = 3
 TWO = ("trainer.runtime=ray", "trainer.n_gpus_per_node=2")

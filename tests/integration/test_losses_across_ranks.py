@@ -5,7 +5,7 @@ import torch
 from support.policy_updates import update_in_turn
 from support.ranks import Ranks
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/algorithms/policy_losses", "hone/training/objectives.py")
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OVERRIDES = [

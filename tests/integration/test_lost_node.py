@@ -19,7 +19,7 @@ from hone.cluster.ray.connection import SETTINGS
 from hone.cluster.ray.runtime import RayRuntime
 from hone.config import RLConfig, load_config
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/cluster/supervisor.py", "hone/cluster/ray")
 
 
 def test_a_worker_whose_node_is_lost_moves_to_another(forked_ray_workers, tmp_path: Path):

@@ -18,7 +18,9 @@ from hone.config import RLConfig, load_config
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS
 from hone.errors import EXIT_FAILED, ConfigError
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long(
+    "hone/cluster/supervisor.py", "hone/cluster/watcher.py", "hone/cluster/failures.py", "hone/cluster/ray"
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from support.launch import Command
 from support.simulated_cuda.build import compiler
 from support.simulated_cuda.machine import Machine
 
-pytestmark = pytest.mark.simulated_cuda
+pytestmark = pytest.mark.simulated_cuda("hone/training/backends", "hone/training/layout.py")
 
 WORLD = 64
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

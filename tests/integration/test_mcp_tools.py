@@ -99,7 +99,7 @@ def test_servers_that_cannot_be_used(tmp_path: Path, entry: str, words: str):
         loaded(tmp_path, entry)
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/agents/tools")
 def test_the_server_from_npm_by_which_clients_are_tested(tmp_path: Path):
     folder = npm_folder("server-everything", "@modelcontextprotocol/server-everything@2026.8.31")
     program = folder / "node_modules" / ".bin" / "mcp-server-everything"

@@ -99,21 +99,21 @@ def test_one_process_trains_any_family(model: str, models: dict[str, Path]) -> N
     assert_trains_as_one(lambda function, *args: [function(*args)], case(models[model]))
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/training/backends/megatron")
 @pytest.mark.parametrize("what", TWO_RANKS)
 def test_two_ranks_train_as_one(what: str, two_ranks: Ranks, models: dict[str, Path]) -> None:
     model, changes = TWO_RANKS[what]
     assert_trains_as_one(two_ranks.run, case(models[model], **changes))
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/training/backends/megatron")
 @pytest.mark.parametrize("what", FOUR_RANKS)
 def test_four_ranks_in_two_dimensions(what: str, four_ranks: Ranks, models: dict[str, Path]) -> None:
     model, changes = FOUR_RANKS[what]
     assert_trains_as_one(four_ranks.run, case(models[model], **changes))
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/training/backends/megatron")
 @pytest.mark.parametrize(("writer", "reader"), [(EXPERT, PIPELINE), (PIPELINE, EXPERT)])
 def test_experts_go_on_in_another_layout(
     writer: dict[str, Any], reader: dict[str, Any], two_ranks: Ranks, models: dict[str, Path], tmp_path: Path

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from support.choice import CORE
 from support.models import tiny_model
 from support.small_preferences import make_small_preferences, small_preference_settings
 from support.small_sft import small_sft_settings
@@ -22,7 +23,13 @@ from hone.insight import activity
 from hone.trainers import preference, sft
 from hone.trainers.callbacks import Callbacks, calling
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long(
+    "hone/trainers/offline.py",
+    "hone/trainers/sft.py",
+    "hone/trainers/preference.py",
+    "hone/cluster/offline_roles.py",
+    "hone/training/reward_model.py",
+)
 
 STEPS = 4
 TEACHER = ("distillation.enable=true", "distillation.path={data}/teacher")
@@ -90,6 +97,7 @@ def assert_close(rows: list[dict], expected: list[dict]) -> None:
         assert not far, f"step {row['step']}"
 
 
+@pytest.mark.long(*CORE)
 @pytest.mark.parametrize("kind", ["sft", "kto", "reward-model"])
 def test_one_worker_gives_the_same_numbers(cluster, data: Path, local, tmp_path: Path, kind: str):
     assert run(data, tmp_path / "run", kind, "trainer.runtime=ray", "trainer.save_freq=0") == local(kind)

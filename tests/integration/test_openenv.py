@@ -28,7 +28,7 @@ from hone.data.types import Sample
 from hone.errors import ConfigError
 
 SERVER = Path(__file__).parents[1] / "support" / "foreign" / "openenv_server.py"
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/agents/environments")
 
 
 @pytest.fixture(scope="module")

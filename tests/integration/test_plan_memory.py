@@ -17,7 +17,7 @@ from hone.preflight.plan.memory import memory_of
 from hone.preflight.plan.model import shape_of
 from hone.preflight.plan.work import work_of
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/preflight/plan")
 
 TOLERANCE = 0.15
 SHAPES: dict[str, dict[str, int]] = {

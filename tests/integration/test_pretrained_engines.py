@@ -20,7 +20,9 @@ from hone.generation.remote import ServedEngine
 
 QUESTIONS = ("What is the capital of France?", "Write a haiku about rain.", "What is 7 + 5?", "Name three colours.")
 KINDS = [
-    pytest.param("native", marks=pytest.mark.long),
+    pytest.param(
+        "native", marks=pytest.mark.long("hone/generation/hf.py", "hone/generation/remote", "hone/generation/server")
+    ),
     pytest.param("vllm", marks=pytest.mark.engines),
 ]
 

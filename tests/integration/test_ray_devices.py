@@ -19,7 +19,7 @@ from hone.cluster.ray.runtime import RayRuntime
 from hone.config import RLConfig, load_config
 from hone.errors import ConfigError
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/cluster/ray")
 APART = "enable_resource_pool: true, nnodes: 1"
 
 

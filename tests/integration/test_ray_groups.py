@@ -19,7 +19,7 @@ from hone.config import RLConfig, load_config
 from hone.config.ray import RayConfig
 from hone.errors import ConfigError
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/cluster")
 
 TOKENS = 2048
 

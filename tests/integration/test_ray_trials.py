@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/cli", "hone/cluster/ray")
 
 
 def facts(item: int) -> tuple[int, int, str]:

@@ -17,7 +17,7 @@ from support.templates import tokenizer
 from hone.agents.rendering import Renderer, renderer_for
 from hone.agents.rendering.probes import ASKED
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/agents/rendering", "hone/agents/parsers")
 SCRIPT = Path(__file__).parents[1] / "support" / "foreign" / "renderers_package.py"
 PACKAGES = ("renderers[transformers]==0.1.12", "httpx==0.28.1")  # it imports httpx and does not require it
 FAMILIES = {

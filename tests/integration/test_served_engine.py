@@ -32,6 +32,8 @@ from hone.generation.remote import EngineProcess, ServedEngine
 from hone.generation.remote.engine import TOKEN_VARIABLE, parse_url
 from hone.generation.remote.process import log_errors, suggested_fix
 
+long = pytest.mark.long("hone/generation/remote", "hone/generation/server")
+
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
@@ -56,7 +58,7 @@ def url(server, monkeypatch) -> str:
 # attaching -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("backend", ["shared_memory", "file", "socket"])
 def test_weights_arrive_by_every_transport_and_in_many_buckets(url, backend):
     new = make_model("tied", seed=5 + len(backend))
@@ -71,7 +73,7 @@ def test_weights_arrive_by_every_transport_and_in_many_buckets(url, backend):
         engine.close()
 
 
-@pytest.mark.long
+@long
 def test_two_clients_do_not_disturb_each_other(url):
     one, other = ServedEngine.attach(url), ServedEngine.attach(url)
     try:
@@ -92,7 +94,7 @@ def test_two_clients_do_not_disturb_each_other(url):
         other.close()
 
 
-@pytest.mark.long
+@long
 def test_a_client_that_hangs_up_leaves_the_engine_to_the_others(url):
     leaving, staying = ServedEngine.attach(url), ServedEngine.attach(url)
     try:
@@ -106,7 +108,7 @@ def test_a_client_that_hangs_up_leaves_the_engine_to_the_others(url):
         staying.close()
 
 
-@pytest.mark.long
+@long
 def test_a_wrong_token_is_refused(url, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "a guess")
     with raises(ConfigError, "token", where="actor_rollout_ref.rollout.engine_url"):
@@ -150,20 +152,20 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch, tmp
         interpreter_of("vllm", "/not/there")
 
 
-@pytest.mark.long
+@long
 def test_an_environment_without_the_engine_says_what_is_missing(path, tmp_path):
     wanted = dataclasses.replace(plan("served", path, tmp_path / "log"), engine="vllm")
     with raises(GenerationError, "No module named 'vllm'", "hone engines install"):
         EngineProcess(wanted)
 
 
-@pytest.mark.long
+@long
 def test_a_missing_model_is_reported_with_the_engines_error(tmp_path):
     with raises(GenerationError, "nowhere"):
         EngineProcess(plan("served", tmp_path / "nowhere", tmp_path / "log"))
 
 
-@pytest.mark.long
+@long
 def test_an_engine_that_takes_too_long_is_ended(path, tmp_path):
     slow = dataclasses.replace(plan("served", path, tmp_path / "log"), start_seconds=0.3)
     with raises(GenerationError, "0 s", "rollout.engine_start_seconds=1200"):
@@ -177,7 +179,7 @@ def test_an_engine_that_takes_too_long_is_ended(path, tmp_path):
     ]
 
 
-@pytest.mark.long
+@long
 def test_a_port_in_use_is_named(path, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         wanted = dataclasses.replace(plan("served", path, tmp_path / "log"), port=taken.getsockname()[1])
@@ -249,7 +251,7 @@ def processes_that_end_with_the_driver(kind: str, path: Path, log: Path) -> int:
     return len(family)
 
 
-@pytest.mark.long
+@long
 def test_no_process_outlives_a_driver_that_is_killed(path, tmp_path):
     assert processes_that_end_with_the_driver("served", path, tmp_path / "log") >= 1
 
@@ -285,7 +287,7 @@ def test_an_external_engine_checks_its_arguments(external, options, mentions, pa
         EngineProcess(plan(external, path, tmp_path / "log", **options))
 
 
-@pytest.mark.long
+@long
 def test_closing_ends_the_process(path, tmp_path):
     engine = ServedEngine.start(plan("served", path, tmp_path / "log"))
     assert engine.process is not None
@@ -299,7 +301,7 @@ def test_closing_ends_the_process(path, tmp_path):
 # the command ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@long
 def test_a_server_of_the_command_line_can_be_attached_and_terminated(path, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "between us")
     words = ["serve", "native", "--model", str(path), "--max-model-len", "64", "--dtype", "float32"]

@@ -11,7 +11,7 @@ from support.ranks import Ranks
 from hone.config.model import ModelConfig
 from hone.models.loading import load_policy
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/training/export.py", "hone/training/export_stream.py", "hone/training/backends")
 
 TENSOR = {"tensor_model_parallel_size": 2}
 

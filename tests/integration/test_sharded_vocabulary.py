@@ -11,7 +11,7 @@ from support.vocabulary_cases import in_parts, inputs, supports_around, supports
 from hone.algorithms.logits import entropy_from_logits, sum_pi_squared_from_logits, token_log_probs
 from hone.algorithms.support import support_log_probs
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/models/heads.py", "hone/models/kernels", "hone/training/backends")
 
 
 @examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])

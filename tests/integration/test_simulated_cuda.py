@@ -15,7 +15,9 @@ from support.simulated_cuda.machine import Machine
 from support.tiny_runs import make_model
 
 pytestmark = [
-    pytest.mark.simulated_cuda,
+    pytest.mark.simulated_cuda(
+        "hone/models/kernels", "hone/models/attention", "hone/generation/native", "hone/training/engine.py"
+    ),
     pytest.mark.skipif(
         compiler() is None, reason="no C++ compiler for the driver of the simulated GPU (CXX, c++, g++)"
     ),

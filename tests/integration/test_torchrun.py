@@ -71,7 +71,7 @@ def assert_close(where: Path, expected: list[dict]) -> None:
         assert not far, f"step {row['step']}"
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/cluster/torchrun", "hone/cluster/runtime.py")
 def test_a_killed_rank_is_started_again_by_the_launcher(data: Path, local: list[dict], tmp_path: Path):
     """The launcher ends all ranks when one is killed; started again, they resume from the last checkpoint."""
     where, log = tmp_path / "run", tmp_path / "log"
@@ -89,7 +89,7 @@ def test_a_killed_rank_is_started_again_by_the_launcher(data: Path, local: list[
     assert_close(where, local)
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/cluster/torchrun", "hone/cluster/runtime.py")
 def test_a_stopped_run_saves_and_fits_one_process(data: Path, local: list[dict], tmp_path: Path):
     where, log = tmp_path / "run", tmp_path / "log"
     run = launch(data, where, log, steps=2)
@@ -101,7 +101,7 @@ def test_a_stopped_run_saves_and_fits_one_process(data: Path, local: list[dict],
     assert_close(where, local)
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/cluster/torchrun", "hone/cluster/runtime.py")
 def test_a_mistake_is_one_message(data: Path, tmp_path: Path):
     """A launcher with another number of ranks than configured; no rank waits for the others."""
     log = tmp_path / "log"

@@ -22,6 +22,10 @@ from support.plain_training import alone
 from support.ranks import Ranks
 from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, Ways, assert_trains_as_one, close
 
+long = pytest.mark.long(
+    "hone/training/backends", "hone/training/engine.py", "hone/training/microbatches.py", "hone/models/attention"
+)
+
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"ulysses_sequence_parallel_size": 2}
 RING = {"context_parallel_size": 2}
@@ -113,7 +117,7 @@ def test_one_process_follows_the_experts_of_the_engine(model: str, checkpointing
     )
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("what", ARCHITECTURES)
 def test_two_ranks_train_any_architecture_as_one(what: str, two_ranks: Ranks, tiny_models) -> None:
     model, changes = ARCHITECTURES[what]
@@ -123,7 +127,7 @@ def test_two_ranks_train_any_architecture_as_one(what: str, two_ranks: Ranks, ti
 MUON = {"optim": {"optimizer": "Muon"}}
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
@@ -137,7 +141,7 @@ def test_two_ranks_orthogonalise_as_one(model: str, changes: dict[str, Any], two
     assert_trains_as_one(two_ranks.run, Case(tiny_models[model], **changes, **MUON))
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
@@ -179,7 +183,7 @@ def test_four_ranks_in_two_dimensions(model: str, changes: dict[str, Any], four_
     assert_trains_as_one(four_ranks.run, Case(tiny_models[model], **changes))
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(("before", "after"), [(RING, {}), (TENSOR, RING), (RING, SEQUENCE)])
 def test_a_training_is_resumed_with_another_layout(
     before: dict[str, Any], after: dict[str, Any], two_ranks: Ranks, tiny_models, tmp_path
@@ -194,7 +198,7 @@ def test_a_training_is_resumed_with_another_layout(
             close(weights[name], value, name=name)
 
 
-@pytest.mark.long
+@long
 def test_each_rank_holds_its_part_only(two_ranks: Ranks, tiny_models) -> None:
     whole = held(Case(tiny_models["experts"]))
     for parallel in ({}, EXPERT):
@@ -203,7 +207,7 @@ def test_each_rank_holds_its_part_only(two_ranks: Ranks, tiny_models) -> None:
         assert max(parts) < 0.51 * whole
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_parameters_may_be_gathered_in_a_narrow_dtype(dtype: str, two_ranks: Ranks, tiny_models) -> None:
     case = Case(tiny_models["tied"], parallel=fsdp(mixed_precision={"param_dtype": dtype}))
@@ -215,7 +219,7 @@ def test_parameters_may_be_gathered_in_a_narrow_dtype(dtype: str, two_ranks: Ran
         assert outcome.norms == pytest.approx(expected.norms, rel=0.1)
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_early_gathering_changes_no_number(checkpointing: bool, two_ranks: Ranks, tiny_models) -> None:
     case = Case(tiny_models["tied"], model_settings={"enable_gradient_checkpointing": checkpointing})
@@ -247,7 +251,7 @@ def test_fused_layers_in_bfloat16_stay_near_float32(two_ranks: Ranks, tiny_model
     assert errors[1] <= max(2 * errors[0], 5e-3), errors
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_of_sharded_models_train_as_one_process(
     checkpointing: bool, two_ranks: Ranks, tiny_models
@@ -272,7 +276,7 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("what", IMAGES)
 @pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def test_two_ranks_train_models_with_images_as_one(

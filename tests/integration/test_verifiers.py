@@ -33,7 +33,7 @@ from hone.generation.protocol import SamplingParams
 FOREIGN = Path(__file__).parents[1] / "support" / "foreign"
 TOKENIZER = tokenizer("qwen2_5")
 Script = Callable[[Any], list[int]]
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long("hone/agents/environments")
 
 
 @pytest.fixture(scope="module")

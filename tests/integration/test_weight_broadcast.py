@@ -22,7 +22,9 @@ from hone.cluster.weight_sync import WeightSync
 from hone.config import RLConfig, load_config
 from hone.data.types import Sample
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long(
+    "hone/cluster/broadcast_sync.py", "hone/cluster/weight_broadcast.py", "hone/cluster/weight_ends.py"
+)
 
 BUCKET = 20_000
 """Bytes of a bucket: the weights are several."""

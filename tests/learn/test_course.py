@@ -10,7 +10,7 @@ from support.forked_python import Forks
 
 from hone.learn.texts import PARTS, boxes
 
-pytestmark = [pytest.mark.learn, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.learn("hone/learn", "docs/learn"), pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("part", PARTS)

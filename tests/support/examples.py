@@ -1,7 +1,7 @@
 """How many examples a property test tries, and whether they are the same in every run.
 
 By default examples are derandomised: a test tries the same ones in every run, so a failure repeats. `scripts/test --random`
-draws new ones from a seed that it prints; HONE_TEST_SEED=<seed> draws them again. CI and `scripts/test --all` try every
+draws new ones from a seed that it prints; HONE_TEST_SEED=<seed> draws them again. `scripts/test --all` tries every
 example that a test states, `scripts/test --unit` an eighth, other runs half of them.
 """
 

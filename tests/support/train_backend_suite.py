@@ -88,7 +88,12 @@ class TrainBackendConformance:
         """Each test runs with each layout; those of several processes are long."""
         if "layout" in metafunc.fixturenames:
             values = [
-                pytest.param(name, marks=[pytest.mark.long] if ways.world > 1 else [])
+                pytest.param(
+                    name,
+                    marks=[pytest.mark.long("hone/training/backends", "hone/training/engine.py")]
+                    if ways.world > 1
+                    else [],
+                )
                 for name, ways in self.layouts.items()
             ]
             metafunc.parametrize("layout", values)

@@ -223,7 +223,7 @@ def test_an_object_store_is_verified_too(root: Path, tmp_path: Path) -> None:
         trainer(root, tmp_path / "run", STEPS, f"trainer.checkpoint_dir={bucket}")
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/training/checkpoints")
 def test_sharded_saves_record_what_each_rank_wrote(two_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     store = CheckpointStore(tmp_path / "checkpoints", None)
     directory = store.begin(7).local_path

@@ -118,7 +118,13 @@ def holder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subproces
 
 
 @pytest.mark.parametrize(
-    "holder", [HOLDER, pytest.param(RAY_DRIVER, marks=pytest.mark.long)], ids=["forks", "ray"], indirect=True
+    "holder",
+    [
+        HOLDER,
+        pytest.param(RAY_DRIVER, marks=pytest.mark.long("hone/insight/run_lock.py", "hone/insight/run_directory.py")),
+    ],
+    ids=["forks", "ray"],
+    indirect=True,
 )
 def test_children_do_not_keep_the_lock_of_a_killed_process(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -94,7 +94,7 @@ def test_this_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(measured) == 3
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/preflight/plan", "hone/cli")
 def test_a_measured_device_is_plausible() -> None:
     from hone.preflight.machine import look
 

@@ -191,7 +191,7 @@ def run_command(
     assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
 
 
-@pytest.mark.long
+@pytest.mark.long("hone/cli", "docs")
 @pytest.mark.parametrize("page", [page for page in WRITTEN if runs_something(page)])
 def test_commands_of_the_page_run(page: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -1,0 +1,76 @@
+"""Which tests of a stage run, from what they are about and what changed.
+
+The marks ``long``, ``learn``, ``simulated_cuda`` and ``application`` name the paths that a test is about:
+
+    @pytest.mark.long("hone/cluster", "hone/trainers/rl.py")
+
+With a list of changed paths such a test runs if one of them is below a path of its marks, is the test's own file, or is a module of
+``tests/support`` that this file imports. Of the other long tests a part runs, another one for another commit; of applications none does.
+Without a list every test runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT = ("long", "learn", "simulated_cuda", "application")
+"""Marks whose arguments are paths."""
+
+CORE = tuple(
+    f"hone/{name}"
+    for name in [
+        "algorithms",
+        "config",
+        "data",
+        "models",
+        "generation",
+        "rewards",
+        "agents",
+        "training",
+        "cluster",
+        "trainers",
+    ]
+)
+"""What every program is built on: one long test of each program is about all of it."""
+
+
+def paths_of(item: pytest.Item) -> list[str] | None:
+    """Return the paths that a test is about; None for one that always runs."""
+    marks = [mark for name in ABOUT for mark in item.iter_markers(name)]
+    return [path for mark in marks for path in mark.args] if marks else None
+
+
+def is_about(item: pytest.Item, changed: Sequence[str]) -> bool:
+    """Return whether a test is about one of the changed paths."""
+    own = str(item.path.relative_to(ROOT))
+    mine = (*(paths_of(item) or ()), own, *_support(item.path))
+    return any(path == one or path.startswith(f"{one}/") for path in changed for one in mine)
+
+
+@functools.cache
+def _support(path: Path) -> tuple[str, ...]:
+    names = re.findall(r"^\s*from support\.([\w.]+) import|^\s*import support\.([\w.]+)", path.read_text(), re.M)
+    return tuple(f"tests/support/{(a or b).replace('.', '/')}{end}" for a, b in names for end in (".py", ""))
+
+
+def chosen(item: pytest.Item, changed: Sequence[str] | None, part: str) -> bool:
+    """Return whether a test runs.
+
+    Args:
+        item: the test.
+        changed: paths; None for no choice by them.
+        part: "K/N", part of the tests with a path that nothing else chooses.
+    """
+    if paths_of(item) is None or (changed is not None and is_about(item, changed)):
+        return True
+    if item.get_closest_marker("application"):
+        return changed is None
+    number, parts = map(int, part.split("/"))
+    return zlib.crc32(item.nodeid.encode()) % parts == number - 1

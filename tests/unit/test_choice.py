@@ -1,0 +1,80 @@
+"""The choice of tests by what changed: a long test runs when what it is about did, and names paths that exist."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.choice import ABOUT, CORE, ROOT, chosen
+
+HERE = ROOT / "tests/unit/test_choice.py"
+
+
+def item(*marks: pytest.MarkDecorator, path: Path = HERE, name: str = "test_it") -> Any:
+    """A test with these marks."""
+    own = [decorator.mark for decorator in marks]
+    return SimpleNamespace(
+        path=path,
+        nodeid=f"{path}::{name}",
+        iter_markers=lambda wanted: (mark for mark in own if mark.name == wanted),
+        get_closest_marker=lambda wanted: next((mark for mark in own if mark.name == wanted), None),
+    )
+
+
+RING = pytest.mark.long("hone/training/backends", "hone/models/heads.py")
+PAGE = pytest.mark.application("hone/viewer")
+
+
+@pytest.mark.parametrize(
+    ("changed", "ring", "page"),
+    [
+        (None, True, True),
+        ([], False, False),
+        (["hone/training/backends/fsdp2/ring.py"], True, False),
+        (["hone/training/backends.py", "hone/models/heads.pyi"], False, False),
+        (["docs/config.md", "hone/models/heads.py"], True, False),
+        (["hone/viewer/page/app.js"], False, True),
+        (["tests/unit/test_choice.py"], True, True),
+        (["tests/support/choice.py"], True, True),
+        (["tests/support/world.py"], False, False),
+    ],
+)
+def test_a_change_chooses_what_is_about_it(changed: list[str] | None, ring: bool, page: bool) -> None:
+    part = "1/1" if changed is None else "0/1"
+    assert chosen(item(RING), changed, part) is ring
+    assert chosen(item(PAGE), changed, part) is page
+    assert chosen(item(), changed, part) and chosen(item(pytest.mark.slow), changed, part)
+
+
+def test_the_parts_of_the_rest_are_disjoint_and_leave_none_out() -> None:
+    tests = [item(RING, name=f"test_{number}") for number in range(50)]
+    runs = [[chosen(one, ["docs/config.md"], f"{k}/7") for one in tests] for k in range(1, 8)]
+    assert [sum(column) for column in zip(*runs, strict=True)] == [1] * 50
+    assert not any(chosen(item(PAGE, name=f"test_{n}"), ["docs/config.md"], "1/1") for n in range(50))
+    assert all(chosen(item(RING, name=f"test_{n}"), ["hone/models/heads.py"], "1/7") for n in range(50))
+
+
+def marks() -> Iterator[tuple[Path, ast.expr | None, list[ast.expr]]]:
+    """Every use of a mark that takes paths: its file, the call (None without one), its arguments."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ABOUT and ast.unparse(node.value) == "pytest.mark":
+                call = called.get(id(node))
+                yield path, call, call.args if call else []
+
+
+def test_marks_name_paths_that_exist() -> None:
+    missing = [path for path in CORE if not (ROOT / path).exists()]
+    for path, call, arguments in marks():
+        if call is None or not arguments:
+            missing.append(f"{path.relative_to(ROOT)}: a mark without paths")
+        for argument in arguments:
+            if isinstance(argument, ast.Constant) and not (ROOT / str(argument.value)).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {argument.value}")
+    assert not missing
