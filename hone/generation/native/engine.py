@@ -99,7 +99,7 @@ class NativeEngine:
                 fix="send all weights of a version; if the engine refused some, the previous error says why",
             )
         if not self._scheduler.waiting and not self._runner.running:
-            self._runner.release()  # weights may have changed since the last request
+            self._release_shared()
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         jobs = [
             Job.from_request(request, answers, grammar, self._runner.version)
@@ -236,7 +236,7 @@ class NativeEngine:
                 self._remove_aborted()
                 self._burst()
                 await asyncio.sleep(0)
-            runner.release()
+            self._release_shared()
         except BaseException as error:
             jobs = [*scheduler.waiting, *self._entering, *runner.running, *runner.preempted]
             self._entering = []
@@ -246,6 +246,11 @@ class NativeEngine:
             runner.clear()
             if not isinstance(error, Exception):
                 raise
+
+    def _release_shared(self) -> None:
+        """Drop copies of weights that the trainer may change unseen; an engine's own weights change in :meth:`load_weights` alone."""
+        if self.shares_weights:
+            self._runner.release()
 
     def _burst(self) -> None:
         scheduler, runner = self._scheduler, self._runner

@@ -25,8 +25,7 @@ from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import Alternatives, Completion
 from hone.generation.stop_strings import ends_with_stop, window
 from hone.models.images import find_processor
-from hone.models.llama.decode import DecodeForward
-from hone.models.llama.spec import supports
+from hone.models.llama.choice import generation_forward
 from hone.models.module_forward import Forward, ModuleForward
 
 STATS = (
@@ -80,8 +79,7 @@ class Runner:
         self.reads_images = find_processor(causal) is not None
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.version = 0
-        executor = DecodeForward if supports(causal) else ModuleForward
-        self._forward: Forward = executor(causal, dtype=compute_dtype)
+        self._forward: Forward = generation_forward(causal, dtype=compute_dtype)
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
         forward = self._forward
         self._report_experts = report_experts and isinstance(forward, ModuleForward) and forward.keep_experts()

@@ -20,7 +20,7 @@ from hone.models.kernels.cpu.matmul import onednn_packs
 from hone.models.llama.spec import LlamaLayer, layers_of
 
 
-class _FusedLinear:
+class FusedLinear:
     """One matmul for projections that share their input, with weights in the layout of the matmul library.
 
     On the CPU weights are packed for oneDNN once. Packing them in every step would cost more than the matmul itself while few
@@ -83,16 +83,16 @@ class _DecodeLayer:
     """
 
     input_norm: _RMSNorm
-    qkv: _FusedLinear
+    qkv: FusedLinear
     heads: tuple[int, int, int]
     head_dim: int
     qk_norm: _RMSNorm | None
     scoring: Scoring
-    out: _FusedLinear
+    out: FusedLinear
     post_attention_norm: _RMSNorm
-    gate_up: _FusedLinear
+    gate_up: FusedLinear
     activation: Any
-    down: _FusedLinear
+    down: FusedLinear
 
     @classmethod
     def from_spec(cls, spec: LlamaLayer, dtype: torch.dtype) -> _DecodeLayer:
@@ -103,16 +103,16 @@ class _DecodeLayer:
         order[:rotated] = order[:rotated, pairs]
         return cls(
             input_norm=_RMSNorm.from_module(spec.module.input_layernorm),
-            qkv=_FusedLinear(spec.qkv, dtype, order.flatten()),
+            qkv=FusedLinear(spec.qkv, dtype, order.flatten()),
             heads=spec.heads,
             head_dim=spec.head_dim,
             qk_norm=None if norm is None else _RMSNorm(norm[0].detach()[:, pairs], norm[1]),
             scoring=spec.scoring,
-            out=_FusedLinear([spec.out], dtype),
+            out=FusedLinear([spec.out], dtype),
             post_attention_norm=_RMSNorm.from_module(spec.module.post_attention_layernorm),
-            gate_up=_FusedLinear(spec.gate_up, dtype),
+            gate_up=FusedLinear(spec.gate_up, dtype),
             activation=spec.module.mlp.act_fn,
-            down=_FusedLinear([spec.down], dtype),
+            down=FusedLinear([spec.down], dtype),
         )
 
 
@@ -130,24 +130,26 @@ class DecodeForward:
     def __init__(self, causal: nn.Module, *, dtype: torch.dtype) -> None:
         self._causal, self._dtype = causal, dtype
         self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
-        self._layers: list[_DecodeLayer] = []
-        self._norm: Any = None
-        self._output: Any = None
+        self._weights: Any = None
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Enter the compute mode; weights are copied at the first entry after :meth:`release`."""
-        if not self._layers:
+        if self._weights is None:
             with torch.no_grad():
-                self._layers = [_DecodeLayer.from_spec(spec, self._dtype) for spec in layers_of(self._causal)]
-            self._norm = _RMSNorm.from_module(self._decoder.norm)
-            self._output = _FusedLinear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
+                self._weights = self._fused()
         with torch.inference_mode():
             yield
 
     def release(self) -> None:
         """Drop the fused weights: the model's have changed, or nothing needs them."""
-        self._layers, self._norm, self._output = [], None, None
+        self._weights = None
+
+    def _fused(self) -> Any:
+        """Return the fused weights: layers, last norm, output layer."""
+        output = FusedLinear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
+        layers = [_DecodeLayer.from_spec(spec, self._dtype) for spec in layers_of(self._causal)]
+        return layers, _RMSNorm.from_module(self._decoder.norm), output
 
     def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
@@ -156,17 +158,18 @@ class DecodeForward:
         cos, sin = self._decoder.rotary_emb(hidden, context.position_ids)
         half = cos.shape[-1] // 2  # the second half repeats the first
         rotary = torch.complex(cos[..., :half].float(), sin[..., :half].float())[:, :, None]  # [batch, length, 1, half]
-        for index, layer in enumerate(self._layers):
+        layers, norm, _ = self._weights
+        for index, layer in enumerate(layers):
             query, key, value = self._heads(layer, layer.input_norm(hidden), rotary)
             mixed = context.attend(index, query, key, value, layer.scoring)
             hidden = hidden + layer.out(mixed.reshape(batch, length, -1))
             gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, -1)
             hidden = hidden + layer.down(layer.activation(gate).mul_(up))
-        return self._norm(hidden)
+        return norm(hidden)
 
     def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
         """Logits ``[batch, length, V]``."""
-        return self._output(self.hidden(ids, context))
+        return self._weights[2](self.hidden(ids, context))
 
     def _heads(self, layer: _DecodeLayer, states: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[batch, heads, length, head_dim]``, queries and keys rotated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 
 import pytest
@@ -18,6 +19,8 @@ from hone.data.types import StopReason
 from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.models.attention.packed import PackedContext
+from hone.models.llama import decode
+from hone.models.llama.decode import FusedLinear
 from hone.models.routing import attention_of
 
 ARCHITECTURES = ("qwen3", "llama", "mistral", "gemma2", "gemma3", "gpt_oss")
@@ -459,3 +462,22 @@ def test_prompts_of_other_weights_are_not_reused(make_model, make_engine, serve)
     asyncio.run(engine.load_weights([], 1))
     serve(engine, [dataclasses.replace(one, request_id=one.request_id + "2") for one in asked])
     assert engine.describe().stats["prefill_tokens"] == 6
+
+
+def test_an_idle_engine_keeps_fused_weights_until_new_ones_arrive(make_model, make_engine, serve, monkeypatch):
+    """Weights of its own change in `load_weights` alone; those it shares with a trainer may change whenever nothing runs."""
+    model, fused = make_model("qwen3"), []
+    monkeypatch.setattr(decode, "FusedLinear", lambda *args: fused.append(args) or FusedLinear(*args))
+    ask = [GenerationRequest("0", [3, 4, 5], SamplingParams(max_tokens=3, temperature=0.0), seed=0)]
+    shared, own = make_engine(model), make_engine(copy.deepcopy(model), shares_weights=False)
+    counts = []
+    for engine in (shared, shared, own, own):
+        before = len(fused)
+        serve(engine, ask)
+        counts.append(len(fused) - before)
+    assert counts[0] == counts[1] == counts[2] > 0 and counts[3] == 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    asyncio.run(own.load_weights(list(model.named_parameters()), 1))
+    assert serve(own, ask)["0"].token_ids == serve(shared, ask)["0"].token_ids

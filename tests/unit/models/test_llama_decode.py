@@ -12,6 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hone.models.attention.packed import PackedContext
+from hone.models.kernels import cuda
+from hone.models.llama.choice import generation_forward
+from hone.models.llama.cuda import FusedDecodeForward, hidden_states
 from hone.models.llama.decode import DecodeForward
 from hone.models.llama.spec import supports
 from hone.models.module_forward import ModuleForward
@@ -19,6 +22,8 @@ from hone.models.routing import use_hone_attention
 
 FUSED = ("llama", "mistral", "qwen3", "qwen2")
 LENGTHS = [7, 1, 12]
+EXECUTORS = [DecodeForward, FusedDecodeForward]
+"""That of CPUs, and that of CUDA, whose operators have a reference for the CPU."""
 
 
 def model_of(make_model, name: str) -> Any:
@@ -50,45 +55,73 @@ def logits(forward: DecodeForward | ModuleForward) -> torch.Tensor:
         return forward.logits(ids, PackedContext.from_lengths(LENGTHS))
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("name", FUSED)
-def test_logits_equal_the_modules(make_model, name):
+def test_logits_equal_the_modules(make_model, name, executor):
     model = model_of(make_model, name)
     assert supports(model)
     expected = logits(ModuleForward(model, dtype=torch.float32))
-    torch.testing.assert_close(logits(DecodeForward(model, dtype=torch.float32)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(executor(model, dtype=torch.float32)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("name", FUSED)
-def test_bfloat16_is_as_near_to_float32_as_the_modules(make_model, name):
+def test_bfloat16_is_as_near_to_float32_as_the_modules(make_model, name, executor):
     model = model_of(make_model, name)
     exact = logits(ModuleForward(model, dtype=torch.float32))
     own = (logits(ModuleForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
-    fused = (logits(DecodeForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
+    fused = (logits(executor(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
     assert 0 < fused < 1.5 * own
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("name", FUSED)
-def test_parameters_in_bfloat16_give_what_the_modules_give(make_model, name):
+def test_parameters_in_bfloat16_give_what_the_modules_give(make_model, name, executor):
     model = model_of(make_model, name)
     exact = logits(ModuleForward(model, dtype=torch.float32))
     model.to(torch.bfloat16)
     own = (logits(ModuleForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
-    fused = (logits(DecodeForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
+    fused = (logits(executor(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
     assert 0 < fused < 1.5 * own
 
 
-def test_weights_are_taken_once_and_again_after_release(make_model):
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_weights_are_taken_once_and_again_after_release(make_model, executor):
     model = model_of(make_model, "qwen3")
-    forward = DecodeForward(model, dtype=torch.float32)
-    before, layers = logits(forward), forward._layers
+    forward = executor(model, dtype=torch.float32)
+    before, weights = logits(forward), forward._weights
     assert torch.equal(logits(forward), before)
-    assert forward._layers is layers
+    assert forward._weights is weights
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     forward.release()
-    assert not forward._layers
+    assert forward._weights is None
     torch.testing.assert_close(logits(forward), logits(ModuleForward(model, dtype=torch.float32)), rtol=1e-5, atol=1e-5)
     assert (logits(forward) - before).abs().max() > 1e-3
+
+
+def test_the_executor_is_that_of_the_device(make_model, monkeypatch):
+    model = model_of(make_model, "qwen3")
+    assert type(generation_forward(model, dtype=torch.bfloat16)) is DecodeForward
+    monkeypatch.setattr(cuda, "available", lambda device: True)
+    assert type(generation_forward(model, dtype=torch.bfloat16)) is FusedDecodeForward
+    assert type(generation_forward(make_model("gemma2"), dtype=torch.bfloat16)) is ModuleForward
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_engine_and_trainer_round_alike_on_cuda(make_model, name):
+    """In bfloat16 the last hidden states of both are the same bits, and logits are not rounded."""
+    model = model_of(make_model, name)
+    ids, context = torch.arange(sum(LENGTHS))[None] % 50 + 3, PackedContext.from_lengths(LENGTHS)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        trained = hidden_states(model, ids, context)
+    forward = FusedDecodeForward(model, dtype=torch.bfloat16)
+    with forward.computing():
+        assert torch.equal(forward.hidden(ids, context), trained)
+        found = forward.logits(ids, context)
+    weight = model.get_output_embeddings().weight.detach().to(torch.bfloat16)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, trained.float() @ weight.float().t(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss"])

@@ -29,9 +29,8 @@ from hone.generation.native.sessions import SessionCache
 from hone.generation.native.speculative.context import DraftedContext, Places
 from hone.generation.native.speculative.drafts import DraftRow
 from hone.generation.native.speculative.training import DraftTrainer, Example
-from hone.models.llama.decode import DecodeForward
-from hone.models.llama.spec import supports
-from hone.models.module_forward import Forward, ModuleForward
+from hone.models.llama.choice import generation_forward
+from hone.models.module_forward import Forward
 from hone.models.registry import family_of
 
 
@@ -78,7 +77,7 @@ class ModelDrafter:
         causal: Any = model
         config = causal.get_decoder().config
         self._vocabulary: int = causal.get_input_embeddings().num_embeddings
-        self._forward: Forward = (DecodeForward if supports(causal) else ModuleForward)(causal, dtype=dtype)
+        self._forward: Forward = generation_forward(causal, dtype=dtype)
         self._cache = KVCache(device, dtype, functools.partial(family_of(config.model_type).layer_cache, config))
         sessions: SessionCache[Any] = SessionCache(0)
         counters: dict[str, int] = {"prefill_tokens": 0}
