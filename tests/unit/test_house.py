@@ -108,12 +108,3 @@ def test_optional_packages_are_imported_in_their_adapters_only_and_lazily() -> N
                 if f"{module}.".startswith(f"hone.{folder.replace('/', '.')}") and not where.startswith(folder):
                     assert not outside, f"{where} imports {module} when it is imported itself"
     assert {"ray", "wandb", "mlflow", "math_verify", "reasoning_gym"} <= seen, "the search finds nothing"
-
-
-def test_files_stay_small() -> None:
-    long = {
-        path.relative_to(PACKAGE).as_posix(): lines
-        for path in PACKAGE.rglob("*.py")
-        if (lines := path.read_text(encoding="utf-8").count("\n")) > 500
-    }
-    assert not long
