@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import signal
@@ -22,7 +23,7 @@ from hone.rewards.sandbox.choice import available
 from hone.rewards.sandbox.execution import execute
 
 WORKING, MISSING = available()
-LIMITS = Limits(seconds=2.0, memory_mb=256, processes=16, output_bytes=100_000, disk_mb=8)
+LIMITS = Limits(seconds=SOON, memory_mb=256, processes=16, output_bytes=100_000, disk_mb=8)
 
 
 def backend(name: str) -> object:
@@ -42,14 +43,18 @@ def attack(request: pytest.FixtureRequest) -> Iterator[object]:
     def run(name: str, code: str, *, limits: Limits = LIMITS) -> Result:
         return execute(WORKING[name], code.replace("MARK", mark), "", {}, limits)
 
+    def alive() -> list[int]:
+        processes = psutil.process_iter(["cmdline"])
+        return [process.pid for process in processes if mark in " ".join(process.info["cmdline"] or [])]
+
     yield run
-    time.sleep(0.05)
-    assert not [
-        process.pid for process in psutil.process_iter(["cmdline"]) if mark in " ".join(process.info["cmdline"] or [])
-    ]
+    deadline = time.monotonic() + SOON
+    while alive() and time.monotonic() < deadline:  # what is killed may take a moment
+        time.sleep(0.05)
+    assert not alive()
 
 
-SLEEPER = "import subprocess, sys; START = lambda: subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60) # MARK'])\n"
+SLEEPER = "import subprocess, sys; START = lambda: subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600) # MARK'])\n"
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -58,7 +63,7 @@ def test_processes_are_limited_in_number(name: str, attack) -> None:
         SLEEPER
         + "made = 0\ntry:\n  while made < 200: START(); made += 1\nexcept OSError as error: print(made, error.errno)"
     )
-    result = attack(name, code, limits=Limits(seconds=8.0, processes=16, memory_mb=1024))
+    result = attack(name, code, limits=Limits(seconds=SOON, processes=16, memory_mb=1024))
     if name == "process" and os.geteuid() == 0:
         assert result.ending is Ending.PROCESSES  # the kernel sets root no such limit
     else:
@@ -68,19 +73,18 @@ def test_processes_are_limited_in_number(name: str, attack) -> None:
 
 @pytest.mark.parametrize("name", OTHER_USER)
 def test_a_fork_bomb_fizzles(name: str, attack) -> None:
-    before = len(psutil.pids())
-    begun = time.monotonic()
-    result = attack(name, "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass")
-    assert result.ending in (Ending.TIMEOUT, Ending.MEMORY) and time.monotonic() - begun < 10
-    assert len(psutil.pids()) < before + 30
+    named = "import os, sys\nif sys.argv[1:] == []: os.execv(sys.executable, [sys.executable, 'main.py', 'MARK'])\n"
+    bomb = "while True:\n  try: os.fork()\n  except OSError: pass"
+    result = attack(name, named + bomb, limits=dataclasses.replace(LIMITS, seconds=2.0))
+    assert result.ending in (Ending.TIMEOUT, Ending.MEMORY)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_memory_is_limited_alone_and_together(name: str, attack) -> None:
     result = attack(name, "x = bytearray(400 << 20)")
     assert result.exit_code == 1 and "MemoryError" in result.stderr
-    children = "import os, time\nfor _ in range(4):\n  if os.fork() == 0: x = b'x' * (100 << 20); time.sleep(60)\ntime.sleep(60)"
-    assert attack(name, children, limits=Limits(seconds=10, memory_mb=256)).ending is Ending.MEMORY
+    children = "import os, time\nfor _ in range(4):\n  if os.fork() == 0: x = b'x' * (100 << 20); time.sleep(600)\ntime.sleep(600)"
+    assert attack(name, children, limits=Limits(seconds=SOON, memory_mb=256)).ending is Ending.MEMORY
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -92,11 +96,11 @@ def test_endless_output_is_cut(name: str, attack) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
-    "code", ["while True: pass", "import time; time.sleep(60)", "import signal, time\nfor s in (15, 2, 24): signal.signal(s, lambda *a: None)\nwhile True: pass"]
+    "code", ["while True: pass", "import time; time.sleep(600)", "import signal, time\nfor s in (15, 2, 24): signal.signal(s, lambda *a: None)\nwhile True: pass"]
 )  # fmt: skip
 def test_time_is_limited(name: str, code: str, attack) -> None:
     result = attack(name, code, limits=Limits(seconds=0.7))
-    assert result.ending is Ending.TIMEOUT and 0.6 < result.seconds < 5
+    assert result.ending is Ending.TIMEOUT and result.seconds > 0.6
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -104,11 +108,11 @@ def test_background_processes_end_with_the_program(name: str, attack) -> None:
     double_fork = (
         "import os, subprocess, sys, time\n"
         "if os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
-        "    os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60) # MARK'])\n  os._exit(0)\n"
+        "    os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600) # MARK'])\n  os._exit(0)\n"
         "time.sleep(0.3); print('done')"
     )
     result = attack(name, double_fork)
-    assert result.ending is Ending.FINISHED and result.stdout == "done\n" and result.seconds < 1.9
+    assert result.ending is Ending.FINISHED and result.stdout == "done\n"
 
 
 @pytest.mark.parametrize("name", OTHER_USER)
@@ -192,8 +196,9 @@ for folder in ('/tmp', '/dev/shm'):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_one_file_is_limited(name: str, attack) -> None:
-    result = attack(name, "with open('big', 'wb') as f:\n  for _ in range(64): f.write(b'x' * (1 << 20))")
-    assert not result.succeeded and not list(Path("/tmp").glob("hone-sandbox-*/big"))
+    where = "import os\nprint(os.getcwd(), flush=True)\n"
+    result = attack(name, where + "with open('big', 'wb') as f:\n  for _ in range(64): f.write(b'x' * (1 << 20))")
+    assert not result.succeeded and (name == "bubblewrap" or not Path(result.stdout.strip()).exists())
 
 
 @pytest.mark.parametrize("name", OTHER_USER)
@@ -208,7 +213,7 @@ def test_a_program_that_attacks_its_supervisor_is_an_error_of_its_own(name: str,
 def test_the_program_ends_with_the_trainer(tmp_path: Path) -> None:
     program = (
         "import sys; from hone.rewards.sandbox import Sandbox, Limits; box = Sandbox(backend='process'); print('ready', flush=True)\n"
-        "box.run_sync('import time; time.sleep(50)', limits=Limits(seconds=60))"
+        "box.run_sync('import time; time.sleep(600)', limits=Limits(seconds=600))"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
@@ -222,30 +227,29 @@ def test_the_program_ends_with_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dozens_of_programs_run_with_bounded_concurrency() -> None:
-    sandbox = Sandbox(max_concurrent=4, limits=Limits(seconds=30))
-    running: list[int] = []
-    stop = threading.Event()
+def test_dozens_of_programs_run_with_bounded_concurrency(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, running, most = threading.Lock(), 0, 0
 
-    def count() -> None:
-        while not stop.is_set():
-            running.append(len(psutil.Process().children()))
-            time.sleep(0.05)
+    def counted(*program: object) -> Result:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        try:
+            return execute(*program)  # type: ignore[arg-type]
+        finally:
+            with lock:
+                running -= 1
 
     async def all_of_them() -> list[Result]:
         return await asyncio.gather(*(sandbox.run("print(int(input()) ** 2)", stdin=str(n)) for n in range(40)))
 
-    before = len(psutil.Process().children())
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        results = asyncio.run(all_of_them())
-    finally:
-        stop.set()
-        thread.join()
-        sandbox.close()
+    monkeypatch.setattr("hone.rewards.sandbox.runner.execute", counted)
+    sandbox = Sandbox(max_concurrent=4, limits=Limits(seconds=SOON))
+    results = asyncio.run(all_of_them())
+    sandbox.close()
     assert [int(result.stdout) for result in results] == [n * n for n in range(40)]
-    assert 1 < max(running) - before <= 4
+    assert most == 4
 
 
 def test_a_broken_supervisor_is_a_broken_result_and_paths_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
