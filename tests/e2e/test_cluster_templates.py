@@ -4,7 +4,6 @@ command in each of them is taken out and checked by `hone` itself.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -24,7 +23,8 @@ import pytest
 import yaml
 from support.forked_python import Forks
 from support.launch import hone
-from support.patience import LONG
+from support.patience import LONG, SOON
+from support.services import free_port
 
 long = pytest.mark.long("hone/cluster/ray", "hone/cluster/torchrun", "examples/cluster")
 
@@ -63,16 +63,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    return free_ports(1)[0]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    return free_port()
 
 
 @pytest.fixture
@@ -125,7 +116,7 @@ def start(surroundings: dict[str, str], tmp_path: Path) -> Iterator[Any]:
             os.killpg(process.pid, signal.SIGTERM)
     for process in begun:
         try:
-            process.wait(15)
+            process.wait(SOON)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -435,7 +426,10 @@ def test_a_node_does_not_wait_for_ever(start: Any) -> None:
 @pytest.mark.alone
 def test_a_job_is_handed_to_a_cluster(start: Any, port: int, tmp_path: Path) -> None:
     """A real job server; the job checks the configuration there, in the way a run begins."""
-    server, agent = free_ports(2)  # the agent's is fixed otherwise, and taken while another test has a cluster
+    server, agent = (
+        free_port(),
+        free_port(),
+    )  # the agent's is fixed otherwise, and taken while another test has a cluster
     start(
         *("ray", "start", "--head", f"--port={port}", "--num-cpus=1", "--object-store-memory=100000000", "--block"),
         *("--include-dashboard=true", f"--dashboard-port={server}", f"--dashboard-agent-listen-port={agent}"),

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -28,6 +27,7 @@ from support.launch import Command, set_environment
 from support.models import random_batch
 from support.patience import LONG
 from support.serve import serving
+from support.services import free_port
 from support.tiny_runs import make_model, make_tiny_runs, rl_words
 
 from hone.cluster.context import WorkerContext
@@ -258,12 +258,9 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
         pytest.skip(missing.what)
     folder = tmp_path_factory.mktemp("vllm")
     model = save(make_engine_model("tied"), folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     options = ["--dtype=float32", "--max-model-len=128", "--enforce-eager", f"--max-logprobs={K}", f"--api-key={KEY}"]
     program = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-    command = [*program, f"--model={model}", f"--port={port}", "--host=127.0.0.1", *options]
+    command = [*program, f"--model={model}", f"--port={(port := free_port())}", "--host=127.0.0.1", *options]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     variables |= {"PATH": f"{python.parent}:{os.environ['PATH']}"}
     log = folder / "log"

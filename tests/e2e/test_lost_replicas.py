@@ -14,6 +14,7 @@ import pytest
 from support import forked_engines
 from support.archives import records
 from support.launch import Command, kill
+from support.patience import SOON
 from support.world import World, metrics, rl_command
 
 pytestmark = pytest.mark.long("hone/generation/pool", "hone/trainers/replica_control.py")
@@ -85,4 +86,4 @@ def test_no_replica_outlives_a_run_that_is_killed(world: World, tmp_path: Path) 
     family = engines(command)
     assert len(family) == 3
     kill(command)
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not psutil.wait_procs(family, timeout=SOON)[1]

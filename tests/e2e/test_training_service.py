@@ -19,7 +19,7 @@ import tinker
 import torch
 from peft import PeftModel
 from support.launch import hone
-from support.patience import LONG
+from support.patience import LONG, SOON
 from support.world import World
 from tinker import types
 from transformers import AutoModelForCausalLM
@@ -57,7 +57,7 @@ def serving(model: Path, out: Path) -> Iterator[str]:
             yield log.read_text().partition(" at ")[2].partition(",")[0]
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(SOON)
 
 
 @pytest.fixture(scope="module")

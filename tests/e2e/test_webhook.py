@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.launch import Command, Ended, hone, set_environment
-from support.services import serve
+from support.services import refusing_port, serve
 from support.tiny_runs import make_tiny_runs, rl_words
 from support.world import metrics
 
@@ -92,10 +91,8 @@ def test_an_error_that_ends_the_run_is_posted(tiny: Path, tmp_path: Path) -> Non
 
 def test_a_dead_server_changes_nothing_but_the_count(tiny: Path, tmp_path: Path) -> None:
     """The curve is that of a run without a webhook."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        dead = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    ended = trained(tiny, tmp_path / "run", dead)
+    with refusing_port() as port:
+        ended = trained(tiny, tmp_path / "run", f"http://127.0.0.1:{port}")
     alone = trained(tiny, tmp_path / "alone", None)
     assert ended.code == alone.code == 0, ended.output
     counts = read_run(tmp_path / "run")["webhook"]

@@ -11,6 +11,7 @@ import pytest
 from support.environments import npm_folder
 from support.messages import raises
 from support.patience import SOON
+from support.services import free_port
 
 from hone.agents.tools import ToolError
 from hone.agents.tools.loading import tools_of_yaml
@@ -67,9 +68,7 @@ def test_settings_as_other_clients_write_them_and_no_banner(tmp_path: Path, capf
 
 
 def test_a_server_on_http(tmp_path: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([sys.executable, str(SERVER), "http", str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + SOON
@@ -83,7 +82,7 @@ def test_a_server_on_http(tmp_path: Path):
         tools["add"].close()
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(SOON)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,7 @@ import pytest
 from support.agents import call, play, setting
 from support.environments import foreign_python
 from support.messages import raises
+from support.services import free_port
 from support.templates import tokenizer
 
 from hone.agents.environments import make_environment
@@ -37,9 +37,7 @@ def servers() -> Iterator[dict[str, str]]:
     python = foreign_python("openenv", "openenv==0.10.0")
     urls, processes = {}, []
     for kind in ("guess", "moves", "tools"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         processes.append(subprocess.Popen([python, str(SERVER), kind, str(port)], stderr=subprocess.PIPE))
         urls[kind] = f"http://127.0.0.1:{port}"
     try:

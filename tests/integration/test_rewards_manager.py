@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.messages import mentioned, raises
-from support.patience import SOON
+from support.patience import LONG, SOON
 
 from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Sample, StopReason, Trajectory
@@ -25,6 +25,8 @@ from hone.rewards.score import Score
 
 FUNCTIONS = """
 import asyncio, os, signal, sys, threading, time
+
+together = 0
 
 def behave(word):
     if word == "raise": raise ValueError("boom")
@@ -54,8 +56,13 @@ async def concurrent(data_source, solution_str, ground_truth, extra_info):
         while True:
             try: await asyncio.sleep(1000)
             except asyncio.CancelledError: pass
+    global together
+    together += 1
     await asyncio.sleep(0.2)
-    return behave(solution_str)
+    found = behave(solution_str)
+    if isinstance(found, dict): found["together"] = str(together)
+    together -= 1
+    return found
 
 def returns_awaitable(data_source, solution_str, ground_truth, extra_info):
     return concurrent(data_source, solution_str, ground_truth, extra_info)
@@ -122,7 +129,6 @@ FAILURES = {
 def test_each_failure_costs_one_counted_error_and_the_rest_is_right(tmp_path: Path, caplog) -> None:
     good = [str(number) for number in range(40)]
     words = good[:20] + list(FAILURES) + good[20:]
-    begun = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="hone.rewards"):
         scores = score(config(tmp_path, "sync"), words)
     assert len(scores) == len(words)
@@ -141,17 +147,15 @@ def test_each_failure_costs_one_counted_error_and_the_rest_is_right(tmp_path: Pa
         "reward/no_verdict/timeout": 3,
         "reward/no_verdict/crash": 2,
     }
-    assert time.monotonic() - begun < 6 * TIMEOUT  # two workers, three time-outs
     assert mentioned("12 of 52", caplog.text) and mentioned("3 timeout", caplog.text)
     assert caplog.text.count("Traceback") == 1 and "boom" in caplog.text
 
 
 def test_asynchronous_functions_run_concurrently_and_are_cancelled(tmp_path: Path) -> None:
     with manager(config(tmp_path, "concurrent", num_workers=1, timeout=5.0)) as rewards:
-        begun = time.monotonic()
         scores = asyncio.run(rewards.score([trajectory(str(n)) for n in range(64)]))
         assert [result.total for result in scores] == [float(n) for n in range(64)]
-        assert time.monotonic() - begun < 0.2 * 64 / 2  # one after the other they would take 12.8 s
+        assert max(int(result.extra["together"]) for result in scores) > 1
     words = ["1", "await", "raise", "die", "sleep", "stubborn", "2"]
     expected = {**FAILURES, "await": "timeout", "stubborn": "timeout"}
     for word, result in zip(words, score(config(tmp_path, "concurrent", timeout=0.8), words), strict=True):
@@ -192,10 +196,8 @@ def test_a_manager_serves_many_event_loops_and_empty_batches(tmp_path: Path) -> 
 
 def test_a_rate_of_zero_ends_the_run_at_the_first_error(tmp_path: Path) -> None:
     words = ["1", "raise", *["sleep"] * 50]
-    begun = time.monotonic()
-    with raises(RewardError, "ValueError: boom") as caught:
-        score(config(tmp_path, "sync", max_no_verdict_rate=0.0, timeout=100.0, num_workers=2), words)
-    assert time.monotonic() - begun < 15
+    with raises(RewardError, "ValueError: boom") as caught:  # and waits for none of the others
+        score(config(tmp_path, "sync", max_no_verdict_rate=0.0, timeout=10 * LONG, num_workers=2), words)
     assert "row val:1" in str(caught.value) and "reward.max_no_verdict_rate=" in caught.value.fix
 
 
@@ -293,11 +295,9 @@ def test_built_in_scorers_side_by_side() -> None:
 
 def test_a_verifier_that_hangs_is_one_error() -> None:
     batch = [trajectory(r"\boxed{" + answer + "}", "1", "math") for answer in ["1", "9^{9^{9^{9^9}}}", "1"]]
-    begun = time.monotonic()
     with manager(RewardConfig(timeout=2.0)) as rewards:
         scores = asyncio.run(rewards.score(batch))
     assert [s.total for s in scores] == [1.0, 0.0, 1.0]
-    assert time.monotonic() - begun < 60
 
 
 def test_unknown_data_sources_options_and_scorers() -> None:

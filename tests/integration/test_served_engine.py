@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -168,14 +167,13 @@ def test_a_missing_model_is_reported_with_the_engines_error(tmp_path):
 @long
 def test_an_engine_that_takes_too_long_is_ended(path, tmp_path):
     slow = dataclasses.replace(plan("served", path, tmp_path / "log"), start_seconds=0.3)
+    before = set(psutil.Process().children())
     with raises(GenerationError, "0 s", "rollout.engine_start_seconds=1200"):
         EngineProcess(slow)
     assert not [
         child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE
-        and "hone.generation.server" in " ".join(child.cmdline())
-        and child.create_time() > time.time() - 5
+        for child in set(psutil.Process().children()) - before
+        if child.status() != psutil.STATUS_ZOMBIE and "hone.generation.server" in " ".join(child.cmdline())
     ]
 
 
@@ -228,13 +226,13 @@ from support.engine_cases import plan
 from hone.generation.remote import EngineProcess
 process = EngineProcess(plan(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))
 print(process.pid, flush=True)
-time.sleep(100)
+time.sleep(600)
 """
 
 
 def processes_that_end_with_the_driver(kind: str, path: Path, log: Path) -> int:
     """Start a driver with an engine and kill the driver with SIGKILL; how many processes of the engine there were,
-    all gone within ten seconds."""
+    all gone soon."""
     tests = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": tests}
     driver = subprocess.Popen(
@@ -245,7 +243,7 @@ def processes_that_end_with_the_driver(kind: str, path: Path, log: Path) -> int:
     family = [engine, *engine.children(recursive=True)]
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    psutil.wait_procs(family, timeout=10)
+    psutil.wait_procs(family, timeout=SOON)
     left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not left, left
     return len(family)

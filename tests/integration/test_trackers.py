@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from support.archives import archive
+from support.patience import SOON
 
 from hone.insight.run_directory import RunDirectory
 from hone.insight.trackers import build_trackers
@@ -160,7 +161,7 @@ def test_wandb_shows_rollouts_alerts_and_curves(tmp_path, monkeypatch):
     (picture,) = media.rglob("curves*.png")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 60  # wandb's process writes the file after the run's end
+    deadline = time.monotonic() + SOON  # wandb's process writes the file after the run's end
     while b"zero_reward, step 2" not in file.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert b"zero_reward, step 2" in file.read_bytes()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.patience import SOON
+from support.services import free_port
 
 from hone.cluster.watchdog import Culprit, Hang, Watchdog
 from hone.errors import EXIT_FAILED
@@ -72,11 +73,7 @@ def start(program: str, *arguments: object) -> subprocess.Popen:
 
 
 def test_the_hung_rank_is_named_before_the_collective_gives_up(run: Path):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [start(RANK, run / activity.FOLDER, rank, port) for rank in range(2)]
     seen = Seen()
     while len([r for r in activity.read_records(run / activity.FOLDER) if r.stage == "update_actor"]) < 2:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support.patience import SOON
+
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token"
 
@@ -56,4 +58,4 @@ def viewing(*runs: Path, log: Path, seconds: float = 60.0) -> Iterator[str]:
             yield next(word for word in log.read_text().split() if word.startswith("http://"))
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(SOON)

@@ -5,3 +5,6 @@ SOON = 60.0
 
 LONG = 600.0
 """Seconds until a command has done its work. The guard of a whole test is longer: ``timeout`` of pytest in pyproject.toml."""
+
+STALL = 12.0
+"""Seconds that a server is silent if one request holds all others up; one that answers them takes a tenth of a second."""

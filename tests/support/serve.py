@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from support.forked_python import Forks
-from support.patience import LONG
+from support.patience import LONG, SOON
 
 
 @contextlib.contextmanager
@@ -38,6 +38,6 @@ def serving(forks: Forks, model: Path, log: Path, *options: str, token: str | No
     finally:
         server.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
+            server.wait(SOON)
         server.kill()
     assert "Traceback" not in log.read_text(), log.read_text()

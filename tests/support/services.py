@@ -1,9 +1,11 @@
-"""A small HTTP server in a thread: judges, remote rewards and sandboxes for tests, with real sockets."""
+"""A small HTTP server in a thread: judges, remote rewards and sandboxes for tests, with real sockets; and ports for other servers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,3 +52,20 @@ def serve(answer: Callable[[str, Any], Answer]) -> Iterator[tuple[str, list[tupl
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def free_port() -> int:
+    """A port for a server to be started; below those that the system itself gives away, so that it stays free until then."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+@contextlib.contextmanager
+def refusing_port() -> Iterator[int]:
+    """A port that is taken, and where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        yield probe.getsockname()[1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.patience import SOON
 
 import hone
 
@@ -36,7 +36,7 @@ ADAPTERS = {
 def loaded_by(code: str) -> set[str]:
     """Heavy packages in memory after running ``code`` in a fresh interpreter."""
     program = f"{code}\nimport sys\nprint(' '.join(name for name in {HEAVY} if name in sys.modules))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON, check=True)
     return set(result.stdout.splitlines()[-1].split())
 
 
@@ -58,17 +58,10 @@ def test_algorithms_load_neither_transformers_nor_configuration() -> None:
     assert "torch" in loaded and not loaded & {"transformers", "omegaconf", "hydra", "peft", "ray"}
 
 
-def test_help_is_fast() -> None:
-    seconds = []
-    for _ in range(3):
-        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = subprocess.run(
-            [sys.executable, "-m", "hone.cli.main", "--help"], capture_output=True, text=True, timeout=60, check=True
-        )
-        spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(spent.ru_utime + spent.ru_stime - begun.ru_utime - begun.ru_stime)
-        assert "hone" in result.stdout
-    assert min(seconds) < 1.5, seconds  # of processor time; 0.5 s on a quiet machine
+def test_help_loads_little() -> None:
+    program = "import sys; sys.argv[1:] = ['--help']\nfrom hone.cli.main import main\ntry: main()\nfinally: print(len(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON)
+    assert "hone" in result.stdout and int(result.stdout.split()[-1]) < 450  # 326; torch alone is a thousand
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:

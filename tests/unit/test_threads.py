@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.patience import LONG
 
 PROGRAM = """
 import os, threading, time, torch
@@ -40,7 +41,7 @@ print(torch.get_num_threads(), counts[-1][0])
 
 
 def test_other_threads_compute_alone_and_the_number_can_be_changed() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True, timeout=LONG)
     first, second = ended.stdout.splitlines()
     assert first == "2 [(1, 1), (1, 1)]"  # by itself torch has 2 threads there, and makes one more: [(2, 2), (2, 2)]
     assert second == "3 1"
@@ -54,7 +55,7 @@ def test_the_environment_sets_the_default(value: str, threads: int | None) -> No
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LONG,
         env={**os.environ, "OMP_NUM_THREADS": value},
     )
     assert int(ended.stdout) == (threads or len(os.sched_getaffinity(0)))

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from support.once import made_once
-from support.patience import SOON
+from support.patience import LONG, SOON
 from support.world import World, make_world, rl_command, world_in
 
 from hone.config.reward import CustomRewardConfig, RewardConfig
@@ -30,9 +30,6 @@ from hone.errors import ProcessError, RewardError
 from hone.rewards.manager import RewardManager
 from hone.rewards.outcome import LARGEST, to_score
 from hone.rewards.score import Score
-
-SECONDS = 20.0
-"""Time in which a batch of quick calls has to end on a slow machine."""
 
 FUNCTIONS = """
 import os, pickle, signal, struct, sys, time
@@ -97,7 +94,7 @@ def score(settings: RewardConfig, words: Sequence[str], batches: int = 1) -> lis
     rewards = RewardManager(settings)
     try:
         rows = [trajectory(word, row) for row, word in enumerate(words)]
-        return [entry for _ in range(batches) for entry in asyncio.run(asyncio.wait_for(rewards.score(rows), SECONDS))]
+        return [entry for _ in range(batches) for entry in asyncio.run(asyncio.wait_for(rewards.score(rows), SOON))]
     finally:
         rewards.close()
 
@@ -146,9 +143,9 @@ def test_sigterm_ends_a_run_whose_reward_forks(tmp_path: Path, tmp_path_factory:
         )
     metrics = tmp_path / "run/metrics.jsonl"
     try:
-        assert command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 3 * SECONDS)
+        assert command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, LONG)
         command.signal(signal.SIGTERM)
-        assert command.wait(SECONDS).code == 128 + signal.SIGTERM
+        assert command.wait(SOON).code == 128 + signal.SIGTERM
     finally:
         command.process.kill()
 
@@ -204,9 +201,12 @@ def test_printing_is_bounded_and_what_was_cut_is_counted(tmp_path: Path, capfd: 
 
 
 def test_a_daemon_that_prints_on_is_not_waited_for(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     rewards = RewardManager(config(tmp_path, "daemon", num_workers=1))
     [result] = asyncio.run(rewards.score([trajectory("1")]))
-    (output,) = [thread for thread in threading.enumerate() if thread.name.startswith("output of reward worker")]
+    (output,) = [
+        thread for thread in set(threading.enumerate()) - before if thread.name.startswith("output of reward worker")
+    ]
     rewards.close()
     assert result.total == 1.0 and not output.is_alive()
 
@@ -242,5 +242,5 @@ asyncio.run(rewards.score(rows))
     assert len(workers) == 2 and driver.poll() is None, log.read_text()
     driver.kill()
     driver.wait()
-    _, left = psutil.wait_procs(workers, timeout=SECONDS)
+    _, left = psutil.wait_procs(workers, timeout=SOON)
     assert not left and log.read_text() == ""

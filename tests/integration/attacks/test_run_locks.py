@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.launch import Command, hone, kill
 from support.messages import raises
-from support.patience import LONG
+from support.patience import LONG, SOON
 from support.small_sft import make_small_sft, small_sft_settings
 
 from hone.errors import HoneError
@@ -139,8 +139,8 @@ def test_children_do_not_keep_the_lock_of_a_killed_process(holder: subprocess.Po
 
 
 def eventually_locked(run: Path) -> RunLock:
-    """Take the lock within seconds: a child that was forked at the moment of the kill closes its copy when it runs."""
-    deadline = time.monotonic() + 20
+    """Take the lock soon: a child that was forked at the moment of the kill closes its copy when it runs."""
+    deadline = time.monotonic() + SOON
     while True:
         try:
             return RunLock(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import os
 import socket
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 import torch
 from support.families import make_engine
 from support.forked_python import Forks
-from support.patience import SOON
+from support.patience import SOON, STALL
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
@@ -206,10 +207,8 @@ def test_the_host_header_names_this_host(host: str, name: str, status: int) -> N
 
 def test_unfinished_headers_end_a_connection(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
-    started = time.monotonic()
     assert raw(host, "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ") == b""
     assert raw(host, "") == b""
-    assert time.monotonic() - started < SOON / 2
     line = line_to(host)
     assert benchmark.post(line, *good())[0] == 200
     connection = line.sock
@@ -229,13 +228,10 @@ def test_small_answers_are_sent_at_once(host: str) -> None:
     """Headers and body are two packets; unless asked, the system keeps the second until the client confirms the first (40 ms)."""
     line = line_to(host)
     benchmark.post(line, *good())
-    waits = []
-    for _ in range(20):
-        started = time.perf_counter()
-        line.request("GET", "/health")
-        line.getresponse().read()
-        waits.append(time.perf_counter() - started)
-    assert min(waits[10:]) < 0.03
+    sockets = psutil.Process().net_connections("tcp")
+    (number,) = [each.fd for each in sockets if tuple(each.raddr or ()) == line.sock.getsockname()]
+    with socket.socket(fileno=os.dup(number)) as connection:
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 # a process ------------------------------------------------------------------------------------------------------------
@@ -267,12 +263,12 @@ def test_large_prompts_leave_the_server_responsive_and_small(process: tuple[str,
     with benchmark.Watch(host, server) as watch:
         for path, body, status in benchmark.LARGE.values():
             assert benchmark.post(line, path, body())[0] == status
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON
     while server.memory_info().rss > 1.1 * before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert server.memory_info().rss <= 1.1 * before
     assert watch.peak < before + 200 * 2**20  # one request of 30 MB took 6.5 GB
-    assert watch.slowest < 2.0  # 17 s for a prompt of 4 MB; 0.1 s on a quiet machine
+    assert watch.slowest < STALL  # 17 s for a prompt of 4 MB; 0.1 s on a quiet machine
 
 
 @pytest.mark.slow

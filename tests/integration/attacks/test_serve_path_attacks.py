@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -30,7 +31,7 @@ def url() -> Iterator[str]:
 def post(url: str, path: str, body: bytes) -> tuple[int, Any]:
     request = urllib.request.Request(url + path, body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=SOON) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())["error"]

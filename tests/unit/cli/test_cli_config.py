@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import SOON
 from typer.testing import CliRunner
 
 from hone.cli.config import app
@@ -161,7 +162,7 @@ def completed(script: Path, *words: str) -> list[str]:
     """What bash offers for the last of the words; it splits them at the equals sign."""
     line = " ".join(f"'{word}'" for word in words)
     source = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _hone; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    shell = subprocess.run(["bash", "-c", source], capture_output=True, text=True, timeout=20, check=True)
+    shell = subprocess.run(["bash", "-c", source], capture_output=True, text=True, timeout=SOON, check=True)
     return shell.stdout.split()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from support.patience import SOON
 
 from hone.cli import main as cli
 from hone.cli.lazy import Entry, load
@@ -54,7 +55,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
         " ('hone.cli', 'hone.cli.main', 'hone.cli.lazy', 'hone.errors', 'hone.startup')]\n"
         "assert not loaded, loaded\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=False)
     assert result.returncode == 0, result.stderr
     for name, entry in cli.COMMANDS.items():
         assert name in result.stdout and entry.help[:30] in result.stdout
@@ -69,7 +70,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_importing_a_command_loads_nothing_heavy(name: str) -> None:
     code = f"import sys, {cli.COMMANDS[name].module}\nprint([n for n in {HEAVY} if n in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True)
     assert result.stdout.strip() == "[]"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from support.patience import SOON
 from typer.testing import CliRunner
 
 from hone.cli.runs import app
@@ -37,7 +38,7 @@ def answered(
     requests: list[ReplicaRequest] = []
 
     def train() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + SOON
         while not requests and time.monotonic() < deadline:
             if (request := take_request(run)) is not None:
                 write_answer(run, ReplicaAnswer(request.key, request.replicas or 1, 4, [ROW], refused or {}))

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from support.patience import SOON
 
 from hone.cli.trials import LOG, Trial, file_words, run_trial, settings_of
 
@@ -27,7 +28,7 @@ def test_an_interrupted_run_saves_first(number, tmp_path, monkeypatch):
     trial = Trial(("train",), tmp_path / "run")
 
     def interrupt():
-        end = time.monotonic() + 60
+        end = time.monotonic() + SOON
         while time.monotonic() < end:
             if (trial.directory / LOG).exists() and "ready" in (trial.directory / LOG).read_text():
                 os.kill(os.getpid(), number)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.launch_scripts import ARGUMENTS, SCRIPTS
+from support.patience import SOON
 
 from hone.config.launch import follow, launches, open_names, opened
 
@@ -33,7 +34,7 @@ def printed_by_bash(
         cwd=folder,
         env={"PATH": os.environ["PATH"], **environment},
         capture_output=True,
-        timeout=20,
+        timeout=SOON,
         check=False,
     )
     lines = (folder / "words").read_text().split("\x01\n")
@@ -101,7 +102,7 @@ def test_expansion_is_that_of_bash(words: list[list[str]]) -> None:
         capture_output=True,
         text=True,
         env={},
-        timeout=20,
+        timeout=SOON,
         check=False,
     )
     if started is not None and any(open_names(argument.text) for argument in started.words):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support.patience import SOON
 
 from hone.config import TREES, load_config
 from hone.preflight import Stage, examine
@@ -61,7 +62,7 @@ def test_gsm8k_as_published_becomes_calls_with_their_results(tmp_path: Path) -> 
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PUBLISHED))
     script = EXAMPLES / "gsm8k_tool_agent" / "prepare.py"
     command = [sys.executable, str(script), str(tmp_path / "gsm8k.jsonl"), "--out", str(tmp_path / "out.parquet")]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SOON).stdout
     assert "3 problems, 2 demonstrations call the calculator" in said
     first, second, third = pq.read_table(tmp_path / "out.parquet").to_pylist()
     calls = [call["function"]["arguments"] for m in first["messages"] for call in m.get("tool_calls") or ()]

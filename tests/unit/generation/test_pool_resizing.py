@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.patience import SOON
 from support.pools import WEIGHTS, Fake, Makers, ask, collect, expected, run, until
 
 from hone.config.engines import ServerPoolConfig
@@ -159,7 +160,7 @@ def test_a_replica_that_leaves_while_it_starts_is_closed() -> None:
     class Slow(Makers):
         def __call__(self, index: int) -> Fake:
             if index == 1:
-                assert go_on.wait(10)
+                assert go_on.wait(SOON)
             return super().__call__(index)
 
     makers = Slow()

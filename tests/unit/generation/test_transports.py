@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
+from support.patience import SOON
 from torch import Tensor, nn
 
 from hone.errors import ConfigError, GenerationError
@@ -175,7 +176,7 @@ def test_an_engine_cannot_write_to_shared_parameters():
 
     process = multiprocessing.get_context("fork").Process(target=write)
     process.start()
-    process.join(60)
+    process.join(SOON)
     assert process.exitcode == -signal.SIGSEGV and not bool((model.weight == 7).any())
 
 

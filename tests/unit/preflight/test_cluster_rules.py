@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.preflight import SMALL_MODEL, change
+from support.services import refusing_port
 
 from hone.config import RLConfig
 from hone.config.parallel_layout import Layout
@@ -228,9 +229,7 @@ def test_ray_that_is_not_installed(rl: RLConfig, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_cluster_that_does_not_answer(rl: RLConfig) -> None:
-    with socket.socket() as probe:  # a port without a listener
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with refusing_port() as port:
         finding = only_finding(change(rl, {**RAY, "ray.address": f"127.0.0.1:{port}"}))
     assert finding.error.code == "R74" and finding.stops
     assert f"127.0.0.1:{port}: " in finding.error.what and "ray start --head" in finding.error.fix

@@ -16,6 +16,7 @@ import jsonschema
 import openai
 import pytest
 from support.families import make_engine, model_of, tiny_config
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -61,7 +62,7 @@ def serving(family: str) -> Any:
 
 
 def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SOON)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import mentioned, raises
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -43,7 +44,7 @@ def ids(text: str, ended: bool = True) -> list[int]:
 
 
 def client(url: str, key: str = "none", path: str = "") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}{path}/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{url}{path}/v1", api_key=key, max_retries=0, timeout=SOON)
 
 
 def weather(request: Any) -> list[int]:
@@ -55,7 +56,7 @@ def weather(request: Any) -> list[int]:
 def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     request = urllib.request.Request(url + path, body, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=SOON) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -273,7 +274,7 @@ def test_invalid_json_and_unknown_routes_give_errors_of_the_same_form(plain: str
     assert post(plain, "/v1/chat/completions", b"{")[1]["error"]["code"] == "invalid_json"
     assert post(plain, "/v1/chat/completions", b"[1]")[0] == 400
     assert post(plain, "/v1/embeddings", b"{}")[0] == 404
-    with urllib.request.urlopen(plain + "/health", timeout=20) as answer:
+    with urllib.request.urlopen(plain + "/health", timeout=SOON) as answer:
         assert json.loads(answer.read())["status"] == "ok"
     assert [model.id for model in client(plain).models.list()] == ["tiny"]
 
@@ -293,7 +294,7 @@ def test_a_token_is_required_and_each_session_has_a_key() -> None:
             client(url, one.key, "/sessions/other").chat.completions.create(model="tiny", messages=[QUESTION])
         own = urllib.request.Request(f"{url}/sessions/one", headers={"Authorization": f"Bearer {one.key}"})
         with raises(urllib.error.HTTPError, 401):
-            urllib.request.urlopen(own, timeout=20)
+            urllib.request.urlopen(own, timeout=SOON)
         assert not other.turns
         endpoint.sessions.close(one)
         with pytest.raises(openai.AuthenticationError):
@@ -302,14 +303,14 @@ def test_a_token_is_required_and_each_session_has_a_key() -> None:
 
 def test_sessions_can_be_read_and_ended(plain: str) -> None:
     client(plain, path="/sessions/s").chat.completions.create(model="tiny", messages=[QUESTION])
-    with urllib.request.urlopen(f"{plain}/sessions/s", timeout=20) as answer:
+    with urllib.request.urlopen(f"{plain}/sessions/s", timeout=SOON) as answer:
         (conversation,) = json.loads(answer.read())["conversations"]
     assert conversation["prompt_ids"] == RENDERER.prompt([QUESTION]) and conversation["response_ids"] == ids("Yes.")
     request = urllib.request.Request(f"{plain}/sessions/s", method="DELETE")
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=SOON) as answer:
         assert json.loads(answer.read())["deleted"]
     with raises(urllib.error.HTTPError, 404):
-        urllib.request.urlopen(request, timeout=20)
+        urllib.request.urlopen(request, timeout=SOON)
 
 
 def test_a_client_that_goes_away_ends_its_request() -> None:
@@ -322,7 +323,7 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             line.sendall(head.encode() + body)
             while not engine.asked:
                 time.sleep(0.01)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + SOON
         while (not engine.aborted or endpoint.services.current.gateway.under_way) and time.monotonic() < deadline:
             time.sleep(0.01)
     assert engine.aborted and endpoint.services.current.gateway.under_way == 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -24,7 +25,7 @@ def ids(text: str) -> list[int]:
 
 
 def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SOON)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -51,7 +52,7 @@ def test_an_open_bridge_equals_the_whole_rendering(shape: str) -> None:
 def test_a_prefix_is_given_and_its_continuation_sampled() -> None:
     engine = ScriptedEngine(lambda request: ids(" sunny there.<|im_end|>"))
     with served(engine, TOKENIZER) as (url, endpoint):
-        asking = openai.OpenAI(base_url=f"{url}/sessions/a/v1", api_key="none", max_retries=0, timeout=20)
+        asking = openai.OpenAI(base_url=f"{url}/sessions/a/v1", api_key="none", max_retries=0, timeout=SOON)
         messages: list[Any] = [QUESTION, {"role": "assistant", "content": "It is"}]
         reply = asking.chat.completions.create(model="tiny", messages=messages, extra_body=CONTINUE)
         assert reply.choices[0].message.content == " sunny there."
@@ -74,7 +75,7 @@ def test_a_truncated_reply_is_continued_by_its_tokens() -> None:
     replies = iter([odd, ids(", and warm.<|im_end|>")])
     engine = ScriptedEngine(lambda request: next(replies))
     with served(engine, TOKENIZER) as (url, endpoint):
-        asking = openai.OpenAI(base_url=f"{url}/sessions/a/v1", api_key="none", max_retries=0, timeout=20)
+        asking = openai.OpenAI(base_url=f"{url}/sessions/a/v1", api_key="none", max_retries=0, timeout=SOON)
         first = asking.chat.completions.create(model="tiny", messages=[QUESTION]).choices[0].message
         assert first.content == "sunny"
         messages: list[Any] = [QUESTION, {"role": "assistant", "content": "sunny"}]

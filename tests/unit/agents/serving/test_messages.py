@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -334,7 +335,7 @@ def test_a_key_is_that_of_either_api_and_its_lack_an_authentication_error() -> N
             body = json.dumps({"model": "tiny", "max_tokens": 5, "messages": [QUESTION]}).encode()
             headers = {"Content-Type": "application/json", name: TOKEN}
             with urllib.request.urlopen(
-                urllib.request.Request(f"{url}/v1/messages", body, headers), timeout=20
+                urllib.request.Request(f"{url}/v1/messages", body, headers), timeout=SOON
             ) as reply:
                 assert json.load(reply)["usage"]["output_tokens"] == 5
         with pytest.raises(anthropic.AuthenticationError) as caught:

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -35,7 +36,7 @@ def ask(url: str, path: str, body: Any = None, key: str = TOKEN) -> tuple[int, A
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=SOON) as answer:
             text = answer.read()
             return answer.status, json.loads(text) if answer.headers["Content-Type"].endswith("json") else text.decode()
     except urllib.error.HTTPError as error:

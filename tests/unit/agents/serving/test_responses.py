@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -38,7 +39,7 @@ def weather(request: Any) -> list[int]:
 
 
 def client(url: str, path: str = "") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}{path}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{url}{path}/v1", api_key="none", max_retries=0, timeout=SOON)
 
 
 @pytest.fixture(scope="module", name="url")

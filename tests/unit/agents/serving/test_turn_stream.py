@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 from support.conversations import TOOLS, calling, calls, words, written
 from support.examples import examples
+from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import SHAPES, tokenizer
 
@@ -104,7 +105,7 @@ def test_calls_arrive_one_by_one_at_a_client(name: str) -> None:
     ids = written(renderer, [ASKED], calling(made, 0))
     engine = ScriptedEngine(lambda request: ids, step=1)
     with served(engine, renderer.tokenizer) as (url, endpoint):
-        client = openai.OpenAI(base_url=f"{url}/sessions/a/v1", api_key="none", max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{url}/sessions/a/v1", api_key="none", max_retries=0, timeout=SOON)
         arguments: Any = {"model": "tiny", "messages": [ASKED], "tools": TOOLS}
         chunks = list(client.chat.completions.create(stream=True, **arguments))
         with client.chat.completions.stream(**arguments) as stream:
@@ -133,7 +134,7 @@ def test_text_and_reasoning_grow_with_tools() -> None:
     text = "<think>\nLet me think of it.\n</think>\n\nIt is sunny in Rome and it will rain.<|im_end|>"
     ids = made(text, add_special_tokens=False)["input_ids"]
     with served(ScriptedEngine(lambda request: ids, step=1), made) as (url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SOON)
         chunks = client.chat.completions.create(model="tiny", messages=[ASKED], tools=TOOLS, stream=True)
         deltas = [chunk.choices[0].delta for chunk in chunks]
     contents = [delta.content for delta in deltas if delta.content]
@@ -147,7 +148,7 @@ def test_of_calls_that_may_not_be_parallel_the_first_is_streamed() -> None:
     both = [{"name": "add", "arguments": {"a": 1, "b": number}} for number in range(2)]
     ids = written(renderer, [ASKED], calling(both, 0))
     with served(ScriptedEngine(lambda request: ids, step=1), renderer.tokenizer) as (url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SOON)
         chunks = client.chat.completions.create(
             model="tiny", messages=[ASKED], tools=TOOLS, stream=True, parallel_tool_calls=False
         )

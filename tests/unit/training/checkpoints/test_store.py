@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from support.messages import raises
+from support.patience import SOON
 
 from hone.errors import CheckpointError
 from hone.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
@@ -212,7 +213,7 @@ def test_a_save_in_the_background_appears_when_it_is_written(root):
     store, release = CheckpointStore(root, keep=None), threading.Event()
     directory = store.begin(1)
     state = {"step": 1}
-    store.publish(1, state, CONFIG, lambda: (release.wait(10), fill(directory, 1)))
+    store.publish(1, state, CONFIG, lambda: (release.wait(SOON), fill(directory, 1)))
     state["step"] = 99  # the run goes on
     store.check()
     assert store.steps() == []
