@@ -234,8 +234,7 @@ asyncio.run(rewards.score(rows))
     with log.open("w") as file:
         driver = subprocess.Popen([sys.executable, "-c", program], stdout=file, stderr=file, env=dict(os.environ))
     workers: list[psutil.Process] = []
-    deadline = time.monotonic() + SOON
-    while len(workers) < 2 and time.monotonic() < deadline and driver.poll() is None:
+    while len(workers) < 2 and driver.poll() is None:
         time.sleep(0.1)
         workers = psutil.Process(driver.pid).children()
     time.sleep(2.0)  # until both have calls

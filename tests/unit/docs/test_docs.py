@@ -2,8 +2,8 @@
 
 A fenced block of a page is one of
 
-- ``bash``: its commands run, in order, in a directory of the page's own, against shortened settings (:func:`shortened`), Ray
-  without its dashboard;
+- ``bash``: its commands run, in order, in a directory of the page's own, with smaller sizes (:func:`shortened`), Ray without its
+  dashboard; keys and arithmetic of a training are checked as printed before;
 - ``bash`` under ``<!-- not run by tests: reason -->``: left out, for the reason given;
 - ``bash`` under ``<!-- tests add to hone train: key=value ... -->``: what a run of two steps with a model that has learnt nothing needs
   besides, for example a reward that such answers can have more or less of;
@@ -112,7 +112,6 @@ TRAIN = {
     "data.val_max_samples": "4",
     "data.max_response_length": "8",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "4",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": "0",
     "actor_rollout_ref.rollout.n": "2",
     "trainer.total_training_steps": "2",
     "trainer.num_threads": "1",
@@ -120,12 +119,13 @@ TRAIN = {
 }
 SFT = {
     "data.train_batch_size": "4",
-    "optim.lr_warmup_steps": "0",
     "data.val_max_samples": "4",
     "trainer.total_training_steps": "2",
     "trainer.num_threads": "1",
     "trainer.device": "cpu",
 }
+TRAINS = {"train": "actor_rollout_ref.actor.optim", "sft": "optim", "prefer": "optim", "reward-model": "optim"}
+"""Commands that train, and where the keys of their optimizer are."""
 OPTIONS = {
     ("data", "make"): {"--size": "24", "--val-size": "8"},
     ("init",): {"--size": "200k"},
@@ -135,18 +135,25 @@ OPTIONS = {
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The words of a `hone` command with less to do: few rows, few tokens, two steps (a few more where steps are named)."""
+    """The words of a `hone` command with less to do: few rows, few tokens, two steps (a few more where steps are named).
+
+    What is as small already stays. A run with fewer steps than printed has no warm-up, which may be longer.
+    """
     if words[0] in ("twins", "sweep"):
         settings = [f"{key}={value}" for key, value in TRAIN.items()]
-        fewer = ["--max-pairs", "1"] if words[0] == "twins" else []
-        return [*words, *settings, *fewer]
-    if words[0] in ("train", "sft", "prefer", "reward-model"):
+        fewer = ["--max-pairs", "1"] * (words[0] == "twins")
+        return [*words, *settings, f"{TRAINS['train']}.lr_warmup_steps=0", *fewer]
+    if words[0] in TRAINS:
         settings = dict(TRAIN if words[0] == "train" else SFT)
         if words[0] in ("prefer", "reward-model"):
             settings["data.train_batch_size"] = "2"  # the pairs of a shortened run
         given = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
-        if "trainer.total_training_steps" in given:
-            settings["trainer.total_training_steps"] = str(2 + int(given["trainer.total_training_steps"]) // 200)
+        if steps := given.get("trainer.total_training_steps"):
+            settings["trainer.total_training_steps"] = str(2 + int(steps) // 200)
+        small = {key for key, value in given.items() if value.isdecimal() and int(value) <= int(settings.get(key, 0))}
+        settings = {key: value for key, value in settings.items() if key not in small}
+        if "trainer.total_training_steps" in settings:
+            settings[f"{TRAINS[words[0]]}.lr_warmup_steps"] = "0"
         kept = [word for word in words if word.partition("=")[0] not in settings]
         return [*kept, *(f"{key}={value}" for key, value in settings.items())]
     for command, options in OPTIONS.items():
@@ -174,6 +181,11 @@ def run_command(
         return
     if words[0] == "hone":
         setting = functools.partial(set_environment, exported)
+        if words[1] in TRAINS:
+            printed = [word for word in words[1:] if word not in ("--dry-run", "--pilot")]
+            checking = ["config", "check", "--keys-only", "--of", *printed]
+            checked = Command(checking, folder / f".check{number}", folder, prepare=setting).wait()
+            assert checked.code == 0, f"{line}\n{checked.output}"
         short = [*shortened(words[1:]), *(added if words[1] == "train" else ())]
         ended = Command(short, folder / f".log{number}", folder, prepare=setting).wait()
         assert ended.code == 0, f"{line}\nas: hone {shlex.join(short)}\n{ended.output}"
@@ -340,6 +352,10 @@ def test_shortening_replaces_what_the_page_says() -> None:
     short = shortened(words)
     assert "data.train_batch_size=4" in short and "data.train_batch_size=64" not in short
     assert "trainer.total_training_steps=4" in short and "trainer.seed=1" in short
+    assert "actor_rollout_ref.actor.optim.lr_warmup_steps=0" in short
+    small = shortened(["sft", "data.train_batch_size=3", "trainer.total_training_steps=2"])
+    assert small[1:3] == ["data.train_batch_size=3", "trainer.total_training_steps=2"]
+    assert "warmup" not in " ".join(small)
     assert shortened(["data", "make", "x", "--size", "9", "--out", "d"]) == [
         *("data", "make", "x", "--out", "d", "--size", "24", "--val-size", "8")
     ]
