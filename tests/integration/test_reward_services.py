@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.messages import raises
+from support.patience import SOON
 from support.services import serve
 
 from hone.config.reward import CustomRewardConfig, RewardConfig
@@ -263,7 +264,7 @@ CASES = {
 
 @pytest.mark.slow
 def test_code_is_scored_by_its_tests_and_does_not_score_itself() -> None:
-    config = RewardConfig(sandbox=SandboxConfig(timeout=5.0, max_concurrent=3))
+    config = RewardConfig(sandbox=SandboxConfig(timeout=SOON, max_concurrent=3))
     results = score(
         config,
         [
@@ -310,7 +311,7 @@ def fusion(path: str, body: Any) -> tuple[int, Any]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=20,
+            timeout=SOON,
         )
     return 200, {
         "status": "Success",

@@ -158,7 +158,7 @@ def test_asynchronous_functions_run_concurrently_and_are_cancelled(tmp_path: Pat
         assert max(int(result.extra["together"]) for result in scores) > 1
     words = ["1", "await", "raise", "die", "sleep", "stubborn", "2"]
     expected = {**FAILURES, "await": "timeout", "stubborn": "timeout"}
-    for word, result in zip(words, score(config(tmp_path, "concurrent", timeout=0.8), words), strict=True):
+    for word, result in zip(words, score(config(tmp_path, "concurrent", timeout=2.0), words), strict=True):
         if word in expected:
             assert result.error is not None and expected[word] in result.error, word
         else:

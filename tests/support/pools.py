@@ -16,7 +16,7 @@ from hone.errors import GenerationError, ProcessError
 from hone.generation.pool import EnginePool
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
 
-QUICK = ServerPoolConfig(health_check_period=0.05, health_check_timeout=1.0)
+QUICK = ServerPoolConfig(health_check_period=0.05, health_check_timeout=10.0)
 WEIGHTS = [(f"w{number}", torch.zeros(1)) for number in range(150)]
 
 

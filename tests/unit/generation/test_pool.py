@@ -79,7 +79,7 @@ def test_a_probe_detects_a_replica_that_hangs() -> None:
         await until(lambda: pool.replicas[0].state is ReplicaState.SERVING)
         assert not pool.replicas[0].problem and pool.replicas[0].starts == 2
 
-    run(makers, 2, work)
+    run(makers, 2, work, limits=ServerPoolConfig(health_check_period=0.05, health_check_timeout=1.0))
 
 
 def test_a_request_that_takes_too_long_goes_to_another_replica_and_fails_at_last() -> None:

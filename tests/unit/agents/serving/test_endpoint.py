@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -313,9 +312,9 @@ def test_sessions_can_be_read_and_ended(plain: str) -> None:
         urllib.request.urlopen(request, timeout=SOON)
 
 
-def test_a_client_that_goes_away_ends_its_request() -> None:
-    engine = ScriptedEngine(lambda request: ids("Yes."), seconds=30)
-    with served(engine, TOKENIZER) as (url, endpoint):
+def test_requests_above_the_limit_are_refused_until_a_client_that_goes_away_ends_its_own() -> None:
+    engine = ScriptedEngine(lambda request: ids("Yes."), seconds=10 * SOON)
+    with served(engine, TOKENIZER, most_waiting=1) as (url, endpoint):
         body = json.dumps({"model": "tiny", "messages": [QUESTION]}).encode()
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as line:
@@ -323,22 +322,12 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             line.sendall(head.encode() + body)
             while not engine.asked:
                 time.sleep(0.01)
+            with raises(openai.InternalServerError, 503, "1 requests"):
+                client(url).chat.completions.create(model="tiny", messages=[QUESTION])
         deadline = time.monotonic() + SOON
         while (not engine.aborted or endpoint.services.current.gateway.under_way) and time.monotonic() < deadline:
             time.sleep(0.01)
     assert engine.aborted and endpoint.services.current.gateway.under_way == 0
-
-
-def test_requests_above_the_limit_are_refused() -> None:
-    engine = ScriptedEngine(lambda request: ids("Yes."), seconds=0.5)
-    with served(engine, TOKENIZER, most_waiting=1) as (url, _):
-        first = threading.Thread(target=lambda: client(url).chat.completions.create(model="tiny", messages=[QUESTION]))
-        first.start()
-        while not engine.asked:
-            time.sleep(0.01)
-        with raises(openai.InternalServerError, 503, "1 requests"):
-            client(url).chat.completions.create(model="tiny", messages=[QUESTION])
-        first.join()
 
 
 def test_only_this_machine_is_served_without_a_token() -> None:
