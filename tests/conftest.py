@@ -21,6 +21,8 @@ settings.register_profile("unhurried", examples())
 settings.load_profile("unhurried")
 
 BEGAN = time.monotonic()
+SECONDS: dict[str, float] = {}
+"""Of each test so far."""
 LONG = (
     *("test_lost_runs", "test_plan_memory", "test_preferences", "test_docs", "test_cluster_templates"),
     *("test_lost_replicas", "test_ray_runtime", "test_lifecycle_repeat", "engine_conformance"),
@@ -43,6 +45,18 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="hone-cache-")
     os.environ["HONE_CACHE"] = folder.name
     config.add_cleanup(folder.cleanup)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the seconds of a test with its fixtures, and write them when it has ended."""
+    SECONDS[report.nodeid] = SECONDS.get(report.nodeid, 0.0) + report.duration
+    if (
+        report.when == "teardown"
+        and (path := os.environ.get("HONE_TEST_SECONDS"))
+        and "PYTEST_XDIST_WORKER" not in os.environ
+    ):
+        with Path(path).open("a") as file:
+            file.write(f"{SECONDS.pop(report.nodeid):.2f}\t{report.nodeid}\n")
 
 
 @pytest.hookimpl(trylast=True)  # after the choice by markers
