@@ -27,6 +27,8 @@ SHARE_STEP = 0.05
 _SAMPLING_BYTES = 24
 """Bytes per logit while a token is sampled: four float32 copies, and their sums in float64."""
 _CACHE_ROUNDING = 32
+_SHARE_OF_FREE = 0.9
+"""Share of the free memory that pages take at most (:mod:`hone.generation.native.paged.support`)."""
 
 
 class CacheShape(NamedTuple):
@@ -37,22 +39,64 @@ class CacheShape(NamedTuple):
     tokens: int
 
 
-def cache_shape(work: Work, pool: Pool) -> CacheShape:
-    """Return the KV cache at its largest: in training, or when validation prompts are answered, each once."""
+def uses_pages(work: Work, pool: Pool) -> bool:
+    """Return whether the native engine in this process has a KV cache of pages, which takes what its share of a GPU leaves."""
+    rollout, shares_weights = work.rollout, "actor" in pool.roles and not pool.divided
+    if rollout is None or work.on_cpu or rollout.name != "native" or rollout.speculative.method is not None:
+        return False
+    return family_of(work.actor.shape.kind).llama_shaped and not (shares_weights and work.actor.lora_rank)
+
+
+def room_for_pages(work: Work, pool: Pool, capacity: float, resident: float) -> float:
+    """Return the bytes that a KV cache may take: without pages any, else what the engine's share and the free memory allow.
+
+    Args:
+        pool: of the process.
+        capacity: bytes of its device.
+        resident: bytes that training holds in all phases.
+    """
+    if not uses_pages(work, pool):
+        return math.inf
+    assert work.rollout is not None
+    return min(
+        work.rollout.gpu_memory_utilization * capacity - _engine_weights(work), _SHARE_OF_FREE * (capacity - resident)
+    )
+
+
+def least_share_for_pages(work: Work, capacity: float) -> float:
+    """Return the smallest ``gpu_memory_utilization`` with which the cache of pages holds one sequence."""
+    one = (work.prompt + work.response) * token_bytes(work)
+    return math.ceil((_engine_weights(work) + one) / capacity / SHARE_STEP) * SHARE_STEP
+
+
+def _engine_weights(work: Work) -> float:
+    """Return the bytes of the weights that count into an engine's share: those of the model and the fused ones."""
+    return work.actor.shape.parameters * (FROZEN_BYTES + _number_bytes(work))
+
+
+def cache_shape(work: Work, pool: Pool, room: float = math.inf) -> CacheShape:
+    """Return the KV cache at its largest: in training, or when validation prompts are answered, each once.
+
+    Args:
+        pool: of the process.
+        room: bytes that the cache may take; one sequence counts anyway.
+    """
     config, rollout = work.config, work.rollout
     assert isinstance(config, RLConfig) and rollout is not None
-    shapes = [_cache_for(work, rollout, math.ceil(work.batch * work.samples / pool.world), work.samples)]
+    limit = rollout.max_cache_tokens or rollout.max_num_seqs * (work.prompt + work.response)
+    if room < math.inf:
+        limit = min(limit, int(room / token_bytes(work)))
+    shapes = [_cache_for(work, rollout, math.ceil(work.batch * work.samples / pool.world), work.samples, limit)]
     if config.data.val_files and (config.trainer.test_freq != 0 or config.trainer.val_before_train):
-        shapes.append(_cache_for(work, rollout, rollout.max_num_seqs, 1))
+        shapes.append(_cache_for(work, rollout, rollout.max_num_seqs, 1, limit))
     return max(shapes, key=lambda shape: shape.tokens)
 
 
-def _cache_for(work: Work, rollout: RolloutConfig, sequences: int, samples: int) -> CacheShape:
+def _cache_for(work: Work, rollout: RolloutConfig, sequences: int, samples: int, limit: int) -> CacheShape:
     def tokens(rows: int, unit: int = 1) -> int:
         response, prompt = (math.ceil(length / unit) * unit for length in (work.response, work.prompt))
         return rows * response + math.ceil(rows / samples) * prompt
 
-    limit = rollout.max_cache_tokens or rollout.max_num_seqs * (work.prompt + work.response)
     rows = min(rollout.max_num_seqs, sequences)
     while rows > 1 and tokens(rows) > limit:
         rows -= 1
@@ -60,19 +104,19 @@ def _cache_for(work: Work, rollout: RolloutConfig, sequences: int, samples: int)
     return CacheShape(rows, math.ceil(rows / samples), rounded if rounded <= limit else tokens(rows))
 
 
-def cache_bytes(work: Work, pool: Pool) -> float:
-    """Return the bytes of the native engine's KV caches of all layers."""
-    size, (rows, prompts, tokens) = work.actor.shape.cache, cache_shape(work, pool)
+def cache_bytes(work: Work, pool: Pool, room: float = math.inf) -> float:
+    """Return the bytes of the native engine's KV caches of all layers, which have ``room`` bytes."""
+    size, (rows, prompts, tokens) = work.actor.shape.cache, cache_shape(work, pool, room)
     return (tokens * size.per_token + (rows + prompts) * size.per_sequence) * _number_bytes(work)
 
 
-def decoding(work: Work, pool: Pool) -> dict[str, float]:
-    """Return what the native engine holds while it decodes, without its KV cache."""
+def decoding(work: Work, pool: Pool, room: float = math.inf) -> dict[str, float]:
+    """Return what the native engine holds while it decodes, without its KV cache, which has ``room`` bytes."""
     shape, bf16 = work.actor.shape, work.rollout_bf16
     shares_weights = "actor" in pool.roles and not pool.divided
     passes = Passes(shape, work.on_cpu, bf16, lora_rank=work.actor.lora_rank if shares_weights else 0)
     copies = bf16 or (family_of(shape.kind).llama_shaped and not passes.lora_rank)
-    rows, prompts, _ = cache_shape(work, pool)
+    rows, prompts, _ = cache_shape(work, pool, room)
     tokens = min(prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
     prefill = tokens * (passes.forward_peak + 4 * shape.hidden)
     sampling = rows * shape.vocabulary * (_SAMPLING_BYTES + 2 * bf16)

@@ -19,7 +19,7 @@ from hone.config.model import OptimConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.engines import SHARE_STEP, cache_shape, least_share
+from hone.preflight.plan.engines import SHARE_STEP, cache_shape, least_share, least_share_for_pages, uses_pages
 from hone.preflight.plan.memory import CACHE, ENGINE, Memory, memory_of
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import Work, work_of
@@ -240,7 +240,7 @@ def _activation_offload(config: AnyConfig, fitter: Fitter) -> list[str]:
 def _smaller_cache(config: AnyConfig, fitter: Fitter) -> list[str]:
     """Decode as many sequences at once as the fullest process with a KV cache can hold, one at least."""
     work = fitter.work(config)
-    memories = [memory for memory in fitter.memories(work) if memory.peak.size(CACHE)]
+    memories = [m for m in fitter.memories(work) if m.peak.size(CACHE) and not uses_pages(work, m.pool)]
     if not memories:
         return []
     fullest = max(memories, key=lambda memory: memory.peak.total)
@@ -254,9 +254,12 @@ def _engine_share(config: AnyConfig, fitter: Fitter) -> list[str]:
     """Change the share of a GPU to what training leaves, or to what the engine needs to start."""
     work, device, fullest = fitter.work(config), fitter.device, fitter.fullest(config)
     rollout = work.rollout
-    if rollout is None or work.on_cpu or rollout.name == "native" or not fullest.peak.size(ENGINE):
+    pages = uses_pages(work, fullest.pool)
+    if rollout is None or work.on_cpu or not fullest.peak.size(CACHE if pages else ENGINE):
         return []
-    least = least_share(work, device.memory, device.overhead)
+    if rollout.name == "native" and not pages:
+        return []
+    least = least_share_for_pages(work, device.memory) if pages else least_share(work, device.memory, device.overhead)
     excess = (fullest.peak.total - fitter.limit) / device.memory / (rollout.num_replicas or 1)
     present = rollout.gpu_memory_utilization
     share = round(max(least, math.floor((present - excess) / SHARE_STEP) * SHARE_STEP), 2)

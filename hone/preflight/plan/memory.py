@@ -14,6 +14,7 @@ exist, and the embedding's twice), and in the optimizer's step (its state is on 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,15 @@ from hone.config.limits import (
     OFFLOAD_IN_FLIGHT_BYTES,
 )
 from hone.config.pools import Pool
-from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes, frees_memory
+from hone.preflight.plan.engines import (
+    cache_bytes,
+    decoding,
+    engine_bytes,
+    frees_memory,
+    least_share_for_pages,
+    room_for_pages,
+    uses_pages,
+)
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.optimizer import average_bytes, state_bytes, step_bytes
 from hone.preflight.plan.work import TrainedModel, Work
@@ -98,8 +107,13 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
     always = [*_resident(work, pool), {"process": overhead + _HEAP_BYTES * work.on_cpu}]
     engine = {} if capacity is None else {ENGINE: engine_bytes(work, pool, capacity, overhead)}
     generates = "rollout" in pool.roles and not work.served
+    room = cache_room(work, pool, overhead, capacity)
     if generates:
-        engine[CACHE] = cache_bytes(work, pool)
+        engine[CACHE] = cache_bytes(work, pool, room)
+        if capacity is not None and uses_pages(work, pool) and work.rollout is not None:
+            least, share = least_share_for_pages(work, capacity), work.rollout.gpu_memory_utilization
+            if least > share:  # no sequence fits: counts as the device for which the share would suffice
+                engine[CACHE] = max(engine[CACHE], least / share * capacity)
     asleep = {} if frees_memory(work) else engine
 
     def fullest(name: str, moments: Iterable[dict[str, float]]) -> Iterable[Phase]:
@@ -109,7 +123,7 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
 
     phases: list[Phase] = []
     if "rollout" in pool.roles:
-        phases += fullest("generation", [decoding(work, pool) if generates else {}])
+        phases += fullest("generation", [decoding(work, pool, room) if generates else {}])
     phases += fullest("log-probs", _scoring(work, pool))
     for name, role, trained in (("critic update", "critic", work.critic), ("update", "actor", work.actor)):
         if trained is not None and role in pool.roles:
@@ -118,6 +132,14 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
     if work.config.trainer.save_freq != 0 and work.on_cpu and "actor" in pool.roles:
         phases += fullest("checkpoint", [{"copies that are written": checkpoint_bytes(work) / pool.world}])
     return Memory(pool, tuple(phases))
+
+
+def cache_room(work: Work, pool: Pool, overhead: float, capacity: float | None) -> float:
+    """Return the bytes that the KV cache of a process may take; without a ``capacity`` of its device there is no limit."""
+    if capacity is None:
+        return math.inf
+    resident = sum(size for parts in _resident(work, pool) for size in parts.values())
+    return room_for_pages(work, pool, capacity, overhead + resident)
 
 
 def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hone.config.tree import RLConfig
 from hone.preflight.plan.devices import GIB
+from hone.preflight.plan.engines import uses_pages
 from hone.preflight.plan.fit import Fitting, budget_key
 from hone.preflight.plan.memory import Memory, Phase
 from hone.preflight.plan.plan import Plan, dtype_of
 from hone.preflight.plan.search import Placement
-from hone.preflight.plan.step_time import StepTime
+from hone.preflight.plan.step_time import StepTime, rows_at_once
 
 _SHOWN = 6
 _STAGES = {"generation": "generation", "log_probs": "log-probs", "update": "update", "messages": "messages"}
@@ -22,7 +24,7 @@ def render(plan: Plan) -> str:
     if plan.placements:
         lines += [*_placement_lines(plan), ""]
     for memory in plan.memories:
-        lines += [*_memory_lines(memory, plan), ""]
+        lines += [*_memory_lines(memory, plan), *_rows_lines(memory, plan), ""]
     return "\n".join([*lines, f"step: {describe_time(plan.time)}", "", *_fit_lines(plan)])
 
 
@@ -91,6 +93,16 @@ def _memory_lines(memory: Memory, plan: Plan) -> Iterator[str]:
     for name, *cells in rows:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         yield "  " + "  ".join([name.ljust(widths[0]), *padded]).rstrip()
+
+
+def _rows_lines(memory: Memory, plan: Plan) -> Iterator[str]:
+    """Say how many sequences the native engine's pages hold, where that is fewer than a step has."""
+    work, rollout = plan.work, plan.work.rollout
+    if rollout is not None and "rollout" in memory.pool.roles and uses_pages(work, memory.pool):
+        rows = rows_at_once(work, memory.pool, plan.device)
+        wanted = min(rollout.max_num_seqs, math.ceil(work.batch * work.samples / memory.pool.world))
+        held = f"{rows} of {wanted} sequences of full length are decoded at once; shorter ones leave room for more"
+        yield f"  KV cache: {held if rows < wanted else f'all {wanted} sequences are decoded at once'}"
 
 
 def _fit_lines(plan: Plan) -> Iterator[str]:

@@ -13,7 +13,7 @@ from hone.config.pools import Pool, engine_devices
 from hone.preflight.plan import kernel_time
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
-from hone.preflight.plan.memory import shards_of
+from hone.preflight.plan.memory import cache_room, shards_of
 from hone.preflight.plan.optimizer import state_bytes, step_operations
 from hone.preflight.plan.work import TrainedModel, Work
 
@@ -124,7 +124,7 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
     """Return the seconds of the prompts and of decode steps: matmuls, or reading weights and cache, then sampling."""
     shape, rollout = work.actor.shape, work.rollout
     assert rollout is not None
-    sequences, tensor, rows = math.ceil(work.batch * work.samples / pool.world), 1, cache_shape(work, pool).rows
+    sequences, tensor, rows = math.ceil(work.batch * work.samples / pool.world), 1, rows_at_once(work, pool, device)
     if work.served and work.spec is not None:
         together = engine_devices(work.spec.config) // rollout.data_parallel_size  # workers of one copy of the model
         sequences *= together
@@ -141,6 +141,11 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
     decode = max(2 * rows * matrices / rate, read / device.bandwidth) / tensor
     decode += rows * shape.vocabulary * _LOGIT_BYTES / device.bandwidth + shape.layers * _OPERATIONS * device.launch
     return steps * decode + prompts
+
+
+def rows_at_once(work: Work, pool: Pool, device: Device) -> int:
+    """Return the sequences of full length that the native engine of a process decodes at once."""
+    return cache_shape(work, pool, cache_room(work, pool, device.overhead, device.memory)).rows
 
 
 def _messages(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:

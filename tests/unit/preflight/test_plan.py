@@ -26,7 +26,7 @@ from hone.preflight.plan.memory import Memory, Phase, memory_of
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.plan import as_json, model_shape, plan_of, search
 from hone.preflight.plan.render import render, run_settings
-from hone.preflight.plan.step_time import step_time
+from hone.preflight.plan.step_time import rows_at_once, step_time
 from hone.preflight.plan.work import Work, largest_micro_batch, work_of
 from hone.training.packing import plan_micro_batches
 
@@ -318,6 +318,36 @@ def test_the_share_is_proposed_with_which_the_run_fits(big: RLConfig, share: flo
     assert plan_of(big, device, shape=SEVEN_BILLION).fits
 
 
+SMALL = ModelShape(
+    "qwen3", 596_049_920, 28, 1024, 16, 8, 128, 3072, 151936, tied=True, cache=CacheSize(28 * 2 * 8 * 128)
+)
+"""Qwen3 0.6B."""
+
+
+def test_pages_take_what_their_share_of_a_gpu_leaves(big: RLConfig) -> None:
+    """256 rows of 2,560 tokens would be 70 GiB; the engine's pages are half of the GPU less its weights, in all phases but training's."""
+    device = gpu(80)
+    change(big, {"data.max_prompt_length": 512, "data.max_response_length": 2048})
+    held, rows = {}, {}
+    for share in (0.3, 0.5, 0.7):
+        change(big, {f"{ROLLOUT}.gpu_memory_utilization": share})
+        found = plan_of(big, device, shape=SMALL)
+        assert found.fits, render(found)
+        (memory,) = found.memories
+        held[share] = memory.phases[0].size("KV cache")
+        rows[share] = rows_at_once(found.work, found.work.main, device)
+        allowed = share * device.memory - 6 * SMALL.parameters
+        assert 0.97 * allowed < held[share] <= allowed
+        assert f"{rows[share]} of 256 sequences" in render(found)
+        assert rows[share] * (2048 + 512 / 8) * engines.token_bytes(found.work) == pytest.approx(held[share], rel=0.02)
+    assert rows[0.3] < rows[0.5] < rows[0.7] < 256
+    change(big, {f"{ROLLOUT}.gpu_memory_utilization": 0.04})
+    short = plan_of(big, device, shape=SMALL)
+    assert not short.fits and short.fitting.fits
+    (knob,) = short.fitting.knobs
+    assert knob.setting == f"{ROLLOUT}.gpu_memory_utilization=0.05"
+
+
 def test_a_larger_share_answers_more_sequences_at_once(big: RLConfig) -> None:
     change(big, {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.max_num_seqs": 1024, "data.train_batch_size": 512})
     device, rows, seconds = gpu(80), [], []
@@ -448,6 +478,7 @@ def test_clusters_by_a_word() -> None:
 
 
 def test_the_best_placement_is_the_fastest_that_fits(big: RLConfig) -> None:
+    change(big, {f"{ROLLOUT}.gpu_memory_utilization": 0.7})
     plan = search(big, parse_cluster("2x8xH100-80GB"), shape=SEVEN_BILLION)
     assert plan.fits and len(plan.placements) > 10
     best, fitter = plan.placements[0], Fitter(plan.device, SEVEN_BILLION, {})
@@ -461,7 +492,7 @@ def test_the_best_placement_is_the_fastest_that_fits(big: RLConfig) -> None:
     from hone.config import load_config
 
     words = [f"{MODEL}.path=x", "data.train_batch_size=64", "data.max_response_length=1024", f"{ACTOR}.dtype=bfloat16"]
-    words += [f"{ACTOR}.ppo_mini_batch_size=64", f"{ROLLOUT}.n=8"]
+    words += [f"{ACTOR}.ppo_mini_batch_size=64", f"{ROLLOUT}.n=8", f"{ROLLOUT}.gpu_memory_utilization=0.7"]
     again = load_config(RLConfig, [*words, *run_settings(best)])
     assert fitter.peak(again) <= plan.limit, "the overrides that are shown make what is shown"
     text = render(plan)
