@@ -38,7 +38,7 @@ class Resources(NamedTuple):
 
 def programs() -> Iterator[Program]:
     """All programs, with bfloat16 activations over a float32 residual stream."""
-    from hone.models.kernels.cuda.programs import gates, heads, norms, vocabulary
+    from hone.models.kernels.cuda.programs import gates, heads, norms, pages, vocabulary
 
     norm, warps = {"BLOCK": 4096}, 8
     forward, backward = (
@@ -68,7 +68,30 @@ def programs() -> Iterator[Program]:
         flags = {"HAS_ENTROPY": given, **flags}
         function = vocabulary.vocabulary_gradient
         yield Program(f"vocabulary gradient{name}", function, f"{states} {sizes}", flags, *launch)
+    yield from _of_pages(pages)
     yield Program("vocabulary combine", vocabulary.vocabulary_combine, "*fp32 *fp32 *fp32 i32 i32", vocabulary.COMBINED)
+
+
+def _of_pages(pages: Any) -> Iterator[Program]:
+    """Attention over pages of 256 tokens, also of other models."""
+    launch = pages.WARPS, pages.STAGES
+    for group, width, kind, extras in (
+        (4, 128, "bf16", False),
+        (1, 64, "bf16", False),
+        (8, 80, "bf16", True),
+        (2, 256, "bf16", True),
+        (4, 128, "fp32", True),
+    ):
+        sizes = pages.shape(group, width, 256, 2 if kind == "bf16" else 4)
+        flags = {"HAS_SOFTCAP": extras, "HAS_WINDOW": extras, "WIDE": kind == "fp32"}
+        states, numbers = f"*{kind} *{kind} *{kind} *i32 *i32 *fp32 *fp32", "fp32 fp32 i32+ i32+ i32+ i32 i32"
+        name = f"pages, {width} wide, {kind}{', cap and window' if extras else ''}"
+        yield Program(name, pages.pages_parts, f"{states} {numbers}", {**sizes, **flags}, *launch)
+    for width, sinks in ((128, False), (256, True)):
+        flags = {"HAS_WINDOW": False, "HAS_SINKS": sinks}
+        name = f"pages merged, {width} wide{', sinks' if sinks else ''}"
+        fixed = {**pages.merged(width, 256), **flags}
+        yield Program(name, pages.pages_merge, "*fp32 *fp32 *i32 *fp32 *bf16 i32 i32", fixed)
 
 
 def compiled(program: Program, architecture: int) -> Resources:

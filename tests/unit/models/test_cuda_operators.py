@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from hone.models.kernels.cuda import vocabulary as _vocabulary  # noqa: F401  registers its operators
+from hone.models.kernels.cuda import pages as _pages  # noqa: F401  registers its operator
+from hone.models.kernels.cuda import vocabulary as _vocabulary  # noqa: F401
 from hone.models.kernels.cuda.gates import swiglu
 from hone.models.kernels.cuda.heads import split_heads
 from hone.models.kernels.cuda.matmuls import joint_linear
@@ -57,6 +58,7 @@ OPERATORS: dict[str, tuple[str, list[Any]]] = {}
 for narrow in (torch.float32, torch.bfloat16):
     states, delta, joint, gates, grads = numbers((5, 6), (5, 6), (4, 8, 8), (3, 10), (3, 5), dtype=narrow)
     weight, norms, scale = numbers((6,), (2, 8), (5,), dtype=torch.float32)
+    pages, integers = numbers((3, 4, 2, 8), dtype=narrow), torch.tensor([[2, 0], [1, 2]], dtype=torch.int32)
     cos, sin = COS.float(), SIN.float()
     of_heads = joint.split([4, 2, 2], 1)
     OPERATORS |= {
@@ -75,6 +77,10 @@ for narrow in (torch.float32, torch.bfloat16):
         f"swiglu_backward {narrow}": ("swiglu_backward", [grads, gates]),
         f"matmul_wide {narrow}": ("matmul_wide", [states.t(), delta]),
         f"add_matmul_wide {narrow}": ("add_matmul_wide", [torch.zeros(6, 6), states.t(), delta]),
+        f"attend_pages {narrow}": (
+            "attend_pages",
+            [joint[:2, :4], pages[0], pages[0] + 1, integers, integers[0] + 3, weight[:4], 0.3, 3, 5.0],
+        ),
         f"vocabulary_statistics {narrow}": ("vocabulary_statistics", [states, delta, None, torch.arange(5), 0.7, None]),
         f"vocabulary_gradient {narrow}": (
             "vocabulary_gradient",

@@ -16,8 +16,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from hone.models.kernels.cuda import gates as _gates  # noqa: E402, F401  registers the operators
 from hone.models.kernels.cuda import heads as _heads  # noqa: E402, F401
 from hone.models.kernels.cuda import norms as _norms  # noqa: E402, F401
+from hone.models.kernels.cuda import pages as _pages  # noqa: E402, F401
 from hone.models.kernels.cuda import vocabulary as _vocabulary  # noqa: E402, F401
-from hone.models.kernels.cuda.programs import gates, heads, norms, vocabulary  # noqa: E402
+from hone.models.kernels.cuda.programs import gates, heads, norms, pages, vocabulary  # noqa: E402
 
 operators: Any = torch.ops.hone
 DTYPES = [torch.float32, torch.bfloat16]
@@ -93,3 +94,87 @@ def test_vocabulary_statistics_of_large_logits_stay_exact() -> None:
         (30 * hidden).double(), weight.double(), None, targets, 1.0, None
     )
     torch.testing.assert_close((log_sum - mean).double(), exact - exact_mean, rtol=1e-4, atol=1e-4)
+
+
+PAGE, TABLE = 32, 4
+LENGTHS = [1, 32, 33, 77, 128, 0, 999]
+"""Ends within a page, at its end, and of a full table; a row without tokens, and one that its table cannot hold."""
+
+
+def paged_rows(heads: int, key_heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, pages of keys and values, tables and lengths."""
+    sizes = (TABLE * len(LENGTHS), PAGE, key_heads, width)
+    states = numbers((len(LENGTHS), heads, width), sizes, sizes, dtype=dtype)
+    tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(1)).view(-1, TABLE).int()
+    return [*states, tables, torch.tensor(LENGTHS, dtype=torch.int32)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "window", "softcap", "sinks", "dtype"),
+    [
+        (4, 4, 16, None, None, False, torch.float32),
+        (8, 2, 80, None, None, False, torch.float32),
+        (7, 1, 96, 37, None, False, torch.float32),
+        (4, 2, 64, 1, None, False, torch.float32),
+        (4, 2, 20, None, 5.0, False, torch.float32),
+        (4, 2, 16, 40, 5.0, True, torch.float32),
+        (2, 1, 256, None, None, True, torch.float32),
+        (34, 2, 16, None, None, False, torch.float32),
+        (8, 2, 128, None, None, False, torch.bfloat16),
+        (4, 2, 80, 37, 5.0, True, torch.bfloat16),
+        (4, 4, 96, None, None, False, torch.float16),
+    ],
+)
+def test_pages(
+    heads: int,
+    key_heads: int,
+    width: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in float64, and bit for bit the same alone, with a wider table, and whichever program computes a page."""
+    forward: Any = pages.forward
+    rows = paged_rows(heads, key_heads, width, dtype)
+    scores: list[Any] = [torch.linspace(-2, 2, heads) if sinks else None, width**-0.5, window, softcap]
+    found = forward(*rows, *scores)
+    exact = [part.double() if isinstance(part, Tensor) and part.is_floating_point() else part for part in rows]
+    wanted = operators.attend_pages(*exact, None if scores[0] is None else scores[0].double(), *scores[1:])
+    bound = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+    assert found.dtype == dtype and (found.double() - wanted).norm() < bound * wanted.norm()
+    assert not found[LENGTHS.index(0)].any(), "filler rows are not used, and are numbers"
+    query, keys, values, tables, lengths = rows
+    wider = torch.cat([tables, torch.full((len(tables), 5), -(2**30), dtype=torch.int32)], 1)  # not read
+    for row in (2, 3):
+        one = slice(row, row + 1)
+        alone = forward(query[one], keys, values, wider[one], lengths[one], *scores)
+        assert torch.equal(alone, found[one])
+    monkeypatch.setattr(pages, "programs_of_a_row", lambda *_: 1)
+    assert torch.equal(forward(*rows, *scores), found)
+
+
+def test_pages_take_queries_and_keys_in_larger_tensors() -> None:
+    """Queries beside keys in a projection, and keys of one layer of many."""
+    query, keys, values, tables, lengths = paged_rows(4, 2, 16, torch.float32)
+    joint = torch.cat([query, query + 1], 1)
+    layers = torch.stack([keys + 1, values + 1, keys, values])
+    scores: list[Any] = [None, 0.25, None, None]
+    forward: Any = pages.forward
+    found = forward(joint[:, :4], layers[2], layers[3], tables, lengths, *scores)
+    assert torch.equal(found, forward(query, keys, values, tables, lengths, *scores))
+
+
+@pytest.mark.parametrize(
+    ("rows", "key_heads", "table", "window", "programs"),
+    [(1, 8, 64, None, 64), (256, 8, 64, None, 2), (4096, 8, 64, None, 1), (8, 8, 64, 512, 3)],
+)
+def test_programs_fill_the_gpu_and_few_are_idle(
+    rows: int, key_heads: int, table: int, window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Processors:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Processors())
+    assert pages.programs_of_a_row(torch.device("cuda", 0), rows * key_heads, table, 256, window) == programs

@@ -5,6 +5,7 @@
 :mod:`.gates`       SwiGLU
 :mod:`.matmuls`     products of bfloat16 matrices that are added up in float32
 :mod:`.vocabulary`  the output layer with its softmax, without logits in memory
+:mod:`.pages`       attention of decoded tokens over keys and values in pages; it has no gradient
 :mod:`.programs`    the Triton programs; imported when a CUDA tensor arrives
 
 An operator is registered with torch (``torch.ops.hone``) with its shapes on tensors without storage and its gradient. It computes in
