@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support import families
-from support.varlen_reference import register
 
 from hone.generation.native.paged import support
 from hone.generation.native.paged.pool import PageShape
@@ -25,7 +24,6 @@ def paged_engine(patch: pytest.MonkeyPatch, model: torch.nn.Module, **changes: A
         layers = layers_of(causal)
         return PageShape(len(layers), layers[0].heads[1], layers[0].head_dim, dtype, tokens=PAGE)
 
-    register()
     with patch.context() as inner:
         inner.setattr(support, "obstacle", lambda *_: None)
         inner.setattr(support, "page_shape", shape)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hone.models.attention.varlen import options_of_varlen
+
 
 @functools.cache
 def register() -> None:
@@ -27,30 +29,17 @@ def forward(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
+    cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
     is_causal: bool = False,
     scale: float | None = None,
     window_size: list[int] | None = None,
     enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
+    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output ``[T_q, heads, d]``, the log-sum-exp ``[heads, T_q]`` and an unused random state.
-
-    With a block table, keys and values are the pages of a pool; the pages of each sequence are gathered, up to its length.
-    """
-    if block_table is not None:
-        assert seqused_k is not None and max_k == block_table.shape[1] * key.shape[1]
-        assert block_table.dtype == seqused_k.dtype == cu_seq_q.dtype == torch.int32
-        assert num_splits == 1, "more splits of variable-length pages are wrong in FlashAttention 2.8"
-        key, value = (_gathered(pages, block_table, seqused_k) for pages in (key, value))
-        cu_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-        max_k = int(seqused_k.max())
-    assert cu_seq_k is not None
-    assert enable_gqa or query.shape[1] == key.shape[1]
+    """Return the output ``[T_q, heads, d]``, the log-sum-exp ``[heads, T_q]`` and an unused random state."""
+    assert enable_gqa or query.shape[1] == key.shape[1] or "enable_gqa" not in options_of_varlen()
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
     assert is_causal == (window_size == [-1, 0])
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
@@ -96,12 +85,6 @@ def backward(
         for grad, part in ((grads[1], grad_key), (grads[2], grad_value)):
             grad[keys] = part.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1).to(grad.dtype)
     return grads
-
-
-def _gathered(pages: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
-    """Keys or values of all sequences one after another, ``[K, kv_heads, d]``."""
-    rows = [pages[table.long()].flatten(0, 1)[:length] for table, length in zip(tables, lengths.tolist(), strict=True)]
-    return torch.cat(rows)
 
 
 def _sequences(query_ends: Tensor, key_ends: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -94,7 +94,7 @@ class Runner:
     ) -> RowStore:
         """Return rows with a paged cache where model and device allow it and nothing is drafted, else rows of one tensor."""
         device = self._device
-        reason = "rows of pages have no drafts" if speculation else support.obstacle(causal, device, dtype)
+        reason = "rows of pages have no drafts" if speculation else support.obstacle(causal, device)
         if reason is None:
             sizes = [p.numel() * (p.element_size() + dtype.itemsize) for p in causal.parameters()]
             return PagedRows(

@@ -42,7 +42,7 @@ class VarlenPlan:
         key_ends: ``[B + 1]`` int32, the same for keys.
         longest_query: queries of the sequence that has most.
         longest_key: keys of the sequence that has most.
-        gather: gathers the keys; None if no sequence has a prefix, so that the row itself has them in order.
+        gather: gathers the keys; None if they are in order already, as without prefixes.
         names_groups: whether the installed torch takes ``enable_gqa``, which says that query heads share key heads.
     """
 
@@ -56,13 +56,19 @@ class VarlenPlan:
     @classmethod
     def from_sequences(cls, sequences: Sequences, device: torch.device) -> VarlenPlan:
         """Plan ``sequences`` whose suffixes follow one another in the row."""
-        suffixes, lengths = sequences.suffix_length, sequences.lengths
         gather = _key_gather(sequences, device) if int(sequences.prefix_length.max()) else None
+        return cls.from_lengths(sequences.suffix_length, sequences.lengths, device, gather)
+
+    @classmethod
+    def from_lengths(
+        cls, queries: Tensor, keys: Tensor, device: torch.device, gather: Gather | None = None
+    ) -> VarlenPlan:
+        """Plan sequences by their numbers of queries and of keys, ``[B]`` each; the last query sees the last key."""
         return cls(
-            query_ends=_ends(suffixes).to(device),
-            key_ends=_ends(lengths).to(device),
-            longest_query=int(suffixes.max()),
-            longest_key=int(lengths.max()),
+            query_ends=_ends(queries).to(device),
+            key_ends=_ends(keys).to(device),
+            longest_query=int(queries.max()),
+            longest_key=int(keys.max()),
             gather=gather,
             names_groups="enable_gqa" in options_of_varlen(),
         )
@@ -84,8 +90,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 
     Args:
         query: ``[N, heads, d]`` of the packed tokens.
-        key: ``[N, kv_heads, d]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
-        value: ``[N, kv_heads, d]``.
+        key: ``[N, kv_heads, d]``, or as many as the plan has; query head ``i`` uses key head ``i // (heads / kv_heads)``.
+        value: of the shape of ``key``.
         scoring: scale and window.
         plan: of the sequences.
 

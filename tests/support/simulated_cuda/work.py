@@ -303,7 +303,7 @@ def decode(words: list[str]) -> None:
     ]
     expected = families.serve(families.make_engine(model, max_num_seqs=6), requests)
     there = copy.deepcopy(model).to(DEVICE)
-    assert paged.obstacle(DEVICE) is None  # tries the kernel, once
+    assert paged.obstacle(DEVICE, 16) is None
     for limits in ({}, {"max_cache_tokens": 56, "max_model_len": 44}):  # the second gives 14 pages to rows of up to 11
         with pytest.MonkeyPatch.context() as patch:
             engine = paged_engine(patch, there, device=DEVICE, max_num_seqs=6, **limits)

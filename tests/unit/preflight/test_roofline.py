@@ -139,10 +139,9 @@ def test_launches_of_a_decode_step(groups: list[Group]) -> None:
     """A kernel takes 2 us of the GPU at least, in each layer and step: one more needs a reason. The host launches one graph."""
     steps = [decode_kernels(qwen3(layers), groups, bf16=True) for layers in (1, 2, 3)]
     one, two, three = map(launches_of, steps)
-    assert three - two == two - one <= 31
+    assert three - two == two - one <= 32
     assert [host_launches_of(step) for step in steps] == [1, 1, 1]
-    float32 = decode_kernels(qwen3(1), groups, bf16=False)  # no graph: its rows are contiguous
-    assert host_launches_of(float32) == launches_of(float32) > 1
+    assert host_launches_of(decode_kernels(qwen3(1), groups, bf16=False)) == 1, "float32 too"
 
 
 def test_the_host_waits_a_fixed_number_of_times() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hone.generation.native.paged.pages import SCRATCH
@@ -13,7 +12,7 @@ from hone.generation.native.paged.pool import PagePool
 from hone.generation.native.paged.transfer import to_device
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
-from hone.models.attention.paged import PagedKeys, paged_attention
+from hone.models.attention.paged import CachedPrompts, RowPages
 
 
 class PagedContext:
@@ -23,8 +22,7 @@ class PagedContext:
         pool: pages to write and to read.
         position_ids: ``[batch, length]``, position of each new token in its row.
         slots: ``[N]`` int64, place of each new token in the pool (:meth:`PagePool.write`).
-        pages: of the rows, for attention.
-        packed: whole sequences, if no row has earlier tokens: attention then reads no pages.
+        seen: what the new tokens see: pages, or each other alone if no row has earlier tokens.
     """
 
     def __init__(
@@ -32,25 +30,24 @@ class PagedContext:
         pool: PagePool,
         position_ids: Tensor,
         slots: Tensor,
-        pages: PagedKeys,
-        packed: PackedContext | None = None,
+        seen: RowPages | CachedPrompts | PackedContext,
     ) -> None:
         self.position_ids = position_ids
-        self._pool, self._slots, self._pages, self._packed = pool, slots, pages, packed
+        self._pool, self._slots, self._seen = pool, slots, seen
 
     @classmethod
-    def of_step(cls, pool: PagePool, tables: Tensor, lengths: Tensor, ends: Tensor) -> PagedContext:
+    def of_step(cls, pool: PagePool, tables: Tensor, lengths: Tensor) -> PagedContext:
         """Return the context of one new token for each row; no shape depends on lengths, and the host reads no number.
 
         Args:
             pool: pages.
             tables: ``[B, W]`` int32, pages of the rows.
             lengths: ``[B]`` int64, tokens already in each row.
-            ends: ``[B + 1]`` int32, ``0 .. B``.
         """
         size = pool.page_tokens
-        page = tables.gather(1, (lengths // size)[:, None]).squeeze(1)
-        pages = PagedKeys(tables, (lengths + 1).to(torch.int32), ends, longest_query=1)
+        place = (lengths // size).clamp(max=tables.shape[1] - 1)  # rows that only fill up a batch are never too long
+        page = tables.gather(1, place[:, None]).squeeze(1)
+        pages = RowPages(tables, (lengths + 1).to(torch.int32))
         return cls(pool, lengths[:, None], page * size + lengths % size, pages)
 
     @classmethod
@@ -69,29 +66,33 @@ class PagedContext:
         before, new = torch.tensor(past), torch.tensor(lengths)
         widest = max(map(len, tables))
         table = torch.tensor([[*pages, *[SCRATCH] * (widest - len(pages))] for pages in tables])
-        row = torch.arange(len(lengths)).repeat_interleave(new)
-        position = before[row] + torch.arange(len(row)) - (new.cumsum(0) - new)[row]
-        slots = table[row, position // size] * size + position % size
-        keys = PagedKeys(
-            to_device(table, torch.int32, device),
-            to_device(before + new, torch.int32, device),
-            to_device(F.pad(new.cumsum(0), (1, 0)), torch.int32, device),
-            int(new.max()),
-        )
-        packed = None if any(past) else PackedContext.from_lengths(new, device)
-        places = to_device(torch.stack([position, slots]), torch.int64, device)
-        return cls(pool, places[:1], places[1], keys, packed)
+
+        def places(counts: Tensor, first: Tensor) -> Tensor:
+            """Return positions, and places in the pool, of consecutive tokens of each row: ``[2, tokens]``."""
+            row = torch.arange(len(counts)).repeat_interleave(counts)
+            position = first[row] + torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+            return torch.stack([position, table[row, position // size] * size + position % size])
+
+        position, slots = to_device(places(new, before), torch.int64, device)
+        seen: RowPages | CachedPrompts | PackedContext
+        if not any(past):
+            seen = PackedContext.from_lengths(new, device)
+        elif max(lengths) == 1:
+            seen = RowPages(*(to_device(part, torch.int32, device) for part in (table, before + 1)))
+        else:
+            _, source = places(before + new, torch.zeros_like(before))
+            seen = CachedPrompts(to_device(source, torch.int64, device), new, before + new)
+        return cls(pool, position[None], slots, seen)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Write keys and values, then compute attention: ``[batch, heads, length, d]`` to ``[batch, length, heads, d]``."""
         flat_key, flat_value = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))  # [N, heads, d]
         self._pool.write(layer, self._slots, flat_key, flat_value)
-        if self._packed is not None:
-            return self._packed.attend(layer, query, key, value, scoring)
+        if isinstance(self._seen, PackedContext):
+            return self._seen.attend(layer, query, key, value, scoring)
         rows = query.transpose(1, 2)
         flat = rows.flatten(0, 1).to(self._pool.dtype)
-        output = paged_attention(flat, *self._pool.layer(layer), scoring, self._pages)
-        return output.view(rows.shape)
+        return self._seen.attend(flat, *self._pool.layer(layer), scoring).view(rows.shape)
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Refuse layers without softmax attention: only Llama-shaped models are decoded from pages.

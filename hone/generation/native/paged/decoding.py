@@ -63,7 +63,7 @@ class Decoder:
             ``[4, rows]`` int32: :data:`TOKEN`, :data:`LOG_PROB`, :data:`SAMPLING_LOG_PROB`, :data:`REASONS`.
         """
         table = self._table
-        context = PagedContext.of_step(self._pool, table.pages(rows), table.lengths(rows), table.ends[: rows + 1])
+        context = PagedContext.of_step(self._pool, table.pages(rows), table.lengths(rows))
         logits = self._forward.logits(table.next_tokens(rows)[:, None], context)[:, -1]
         seen, counts = (occurrences.seen, occurrences.counts) if occurrences else (None, None)
         tokens, log_probs, sampling_log_probs, support = sample(

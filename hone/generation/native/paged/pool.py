@@ -37,7 +37,7 @@ class PageShape:
 
 
 class PagePool:
-    """Keys and values ``[layers, 2, pages, tokens, kv_heads, head_dim]``; all zero at first, because masked values are multiplied by 0.
+    """Keys and values ``[layers, 2, pages, tokens, kv_heads, head_dim]``; all zero at first: rows that fill up a batch read numbers.
 
     Args:
         shape: of a page.

@@ -13,7 +13,7 @@ from hone.errors import GenerationError
 from hone.generation.native.paged.pages import pages_for
 from hone.generation.native.paged.pool import PageShape
 from hone.generation.native.rows import CacheLimits
-from hone.models.attention import paged, varlen
+from hone.models.attention import paged
 from hone.models.llama.spec import layers_of, supports
 
 log = logging.getLogger("hone.generation.native")
@@ -22,23 +22,18 @@ _SHARE_OF_FREE = 0.9
 """Share of the free memory that the pages take at most; prefill and sampling need the rest."""
 
 
-def obstacle(causal: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+def obstacle(causal: nn.Module, device: torch.device) -> str | None:
     """Return why this model is not decoded from pages, or None if it is.
 
     Args:
         causal: the model, without adapters around it.
         device: of the model.
-        dtype: of its keys and values.
     """
     if device.type == "cpu":
         return "a CPU reads contiguous rows faster"
     if not supports(causal):
         return "the model is not Llama-shaped, or adapters change it"
-    for layer in layers_of(causal):
-        heads = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
-        if reason := varlen.obstacle(heads, heads, layer.scoring):
-            return reason
-    return paged.obstacle(device)
+    return paged.obstacle(device, max(layer.head_dim for layer in layers_of(causal)))
 
 
 @functools.cache

@@ -33,7 +33,6 @@ class RowTable:
         device: of the tensors.
 
     Attributes:
-        ends: ``[rows + 1]`` int32, ``0 .. rows``.
         generation: changes when tensors get other addresses.
     """
 
@@ -42,7 +41,6 @@ class RowTable:
         self._pages = torch.full((rows, pages), SCRATCH, dtype=torch.int32, device=device)
         self._integers = self._unused_integers(1, rows)
         self._floats = self._unused_floats(rows)
-        self.ends = torch.arange(rows + 1, dtype=torch.int32, device=device)
 
     @property
     def rows(self) -> int:

@@ -16,6 +16,8 @@ Add = Callable[..., None]
 
 VARLEN, VARLEN_BACKWARD = "_varlen_attn", "_varlen_attn_backward"
 """Operators of ``torch.nn.attention.varlen``."""
+PAGES = "attend_pages"
+"""Hone's operator over pages."""
 _BACKWARD_OPERATIONS = 2.5
 """Operations of the backward pass divided by those of the forward pass: it multiplies five times instead of twice."""
 
@@ -66,23 +68,26 @@ def record_varlen(add: Add, name: str, arguments: Sequence[Any], ends: tuple[Ten
     add("attention", moved=moved, operations=operations, work=Work.ATTENTION)
 
 
-def record_paged(add: Add, arguments: Sequence[Any], query_ends: Tensor, lengths: Tensor) -> None:
-    """Record a call over pages; each sequence reads its keys and values, also those in pages that it shares.
+def record_pages(add: Add, arguments: Sequence[Any], lengths: Tensor) -> None:
+    """Record a call over pages; each row reads its keys and values, also those in pages that it shares.
+
+    The second kernel merges the results of the pages, which the first has written in float32.
 
     Args:
         add: records a kernel.
-        arguments: of torch's variable-length attention.
-        query_ends: ``[B + 1]`` on the CPU.
-        lengths: ``[B]`` keys of each sequence, on the CPU.
+        arguments: of ``hone::attend_pages``.
+        lengths: ``[R]`` keys of each row, on the CPU.
     """
-    query, key = arguments[:2]
-    window = arguments[9][0]
-    key_ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    operations = 4.0 * query.shape[1] * query.shape[2] * varlen_pairs(query_ends, key_ends, window)
-    read = lengths if window < 0 else torch.minimum(lengths, window + query_ends.diff())
-    keys = float(read.sum()) * key.shape[2] * key.shape[3] * key.element_size()
-    moved = 2 * size_of(query) + 2 * keys + 4 * query.shape[0] * query.shape[1]
-    add("attention", moved=moved, operations=operations, work=Work.ATTENTION)
+    query, keys, values, tables = arguments[:4]
+    window = arguments[7]
+    read = lengths if window is None else lengths.clamp(max=window)
+    pages = lengths.add(keys.shape[1] - 1) // keys.shape[1] - (lengths - read) // keys.shape[1]
+    count, width = query.shape[1:]
+    token = sum(states.shape[2] * states.shape[3] * states.element_size() for states in (keys, values))
+    parts = 4.0 * float(pages.sum()) * count * (width + 1)
+    moved = size_of(query) + float(read.sum()) * token + size_of(tables) + parts
+    add("attention", moved=moved, operations=4.0 * float(read.sum()) * count * width, work=Work.ATTENTION)
+    add("attention, merge of pages", moved=parts + size_of(query))
 
 
 def fused_attention(

@@ -77,8 +77,8 @@ _PASSES: Mapping[str, tuple[float, int]] = {
 }
 _COLUMNS = 128
 """Logits of a row in a tile of the output layer's programs."""
-_LAUNCHES = {"add_rms_norm_backward": 3, "split_heads_backward": 3}
-"""Launches of fused operators that sum over rows: the program, the sum of its partial sums, and that in the weight's dtype."""
+_LAUNCHES = {"add_rms_norm_backward": 3, "split_heads_backward": 3, "attend_pages": 2}
+"""Launches of fused operators that sum over rows (the program, the sum of its partial sums, and that in the weight's dtype) or pages."""
 
 
 class Cost(NamedTuple):

@@ -19,7 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hone.preflight.plan.roofline.attention import VARLEN, VARLEN_BACKWARD, fused_attention, record_paged, record_varlen
+from hone.preflight.plan.roofline.attention import (
+    PAGES,
+    VARLEN,
+    VARLEN_BACKWARD,
+    fused_attention,
+    record_pages,
+    record_varlen,
+)
 from hone.preflight.plan.roofline.kernels import Kernel
 from hone.preflight.plan.roofline.operators import ALLOCATIONS, VIEWS, caller, cost_of, is_composite
 
@@ -199,9 +206,8 @@ class _Kernels(TorchDispatchMode):
             args = self._with_places(name, args)
             if name == "nonzero":
                 return self._remembered(torch.empty(args.shape, dtype=args.dtype, device=META), args)
-        if name == VARLEN and len(args) > 12:  # arguments that have their default are left out
-            lengths, ends = self._values[args[11]], self._values[args[3]]
-            record_paged(self._recorder.add, args, ends, lengths)
+        if name == PAGES:
+            record_pages(self._recorder.add, args, self._values[args[4]])
             return func(*args, **kwargs)
         if name in (VARLEN, VARLEN_BACKWARD):
             query_ends, key_ends = (self._values[x] for x in args if isinstance(x, Tensor) and x.dtype == torch.int32)
