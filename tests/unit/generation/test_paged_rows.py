@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -248,3 +249,24 @@ def test_pages_are_counted(steps):
         counts = Counter(page for user in users for page in user)
         assert [pages.users(page) for page in range(1, 7)] == [counts[page] for page in range(1, 7)]
         assert pages.free == 6 - len(counts) and pages.in_use == len(counts)
+
+
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(make_model, make_engine, serve, monkeypatch):
+    model, requests, tried = make_model("qwen3"), groups(), []
+
+    class Refused:
+        def __init__(self, *_: Any, **settings: Any) -> None:
+            tried.append(settings)
+
+        def __enter__(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    for name in ("Stream", "CUDAGraph", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", Refused)
+    engine = paged_engine(monkeypatch, model)
+    rows_of(engine)._no_graphs = None
+    assert_same(serve(engine, requests), serve(make_engine(model), requests))
+    assert len(tried) == 1 and "not permitted" in str(rows_of(engine)._no_graphs)

@@ -118,6 +118,10 @@ class Occurrences:
             self.counts.scatter_add_(1, place, torch.ones_like(place, dtype=torch.int32))
 
 
+class CaptureError(RuntimeError):
+    """A step cannot be a CUDA graph."""
+
+
 class StepGraphs:
     """CUDA graphs of decode steps, one for each size of the batch and way of sampling; all allocate from one pool."""
 
@@ -137,7 +141,11 @@ class StepGraphs:
         return results
 
     def _capture(self, step: Callable[[], Tensor], table: RowTable) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a step. Its kernels are loaded by one that is undone; the keys and values that this writes are those of the next."""
+        """Capture a step. Its kernels are loaded by one that is undone; the keys and values that this writes are those of the next.
+
+        Raises:
+            CaptureError: the step runs, and could not be captured.
+        """
         before, stream = table.saved(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -145,9 +153,12 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         table.restore(before)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the trainer's process may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = step()
+        try:
+            # Other threads of the trainer's process may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                results = step()
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
         self._pool = graph.pool()
         return graph, results
 

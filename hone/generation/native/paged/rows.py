@@ -29,6 +29,7 @@ from hone.generation.native.paged.decoding import (
     SAMPLING_LOG_PROB,
     STOPPED,
     TOKEN,
+    CaptureError,
     Decoder,
     Occurrences,
     StepGraphs,
@@ -214,7 +215,11 @@ class PagedRows:
         def step() -> Tensor:
             return decoder.step(size, table.sampling(size, params))
 
-        return graphs.run((size, sampling.truncates, sampling.greedy), step, table)
+        try:
+            return graphs.run((size, sampling.truncates, sampling.greedy), step, table)
+        except CaptureError as error:
+            self._no_graphs = f"its capture failed: {error}"
+            return self._compute(work)
 
     def _sampling_of_rows(self) -> RowSampling:
         if self._sampling is None:

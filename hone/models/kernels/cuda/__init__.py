@@ -16,20 +16,38 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 
 import torch
+
+log = logging.getLogger("hone.models.kernels")
 
 _FIRST_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs with bfloat16 (Ampere)."""
 
 
 def available(device: torch.device) -> bool:
-    """True if the operators run on ``device``; the meta device counts as a recent GPU."""
+    """True if the operators run on ``device``; the meta device counts as a recent GPU. The first call tries a small one."""
     if device.type == "meta":
         return True
-    return device.type == "cuda" and _has_triton() and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        return False
+    return _has_triton() and _launches(device)
 
 
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _launches(device: torch.device) -> bool:
+    """Return whether a program can be compiled and launched; Triton needs a C compiler and Python's headers for its launcher."""
+    from hone.models.kernels.cuda.gates import swiglu
+
+    try:
+        swiglu(torch.ones(1, 2, device=device))
+    except Exception as error:  # noqa: BLE001 - Triton raises errors of many kinds
+        log.warning("Hone's Triton programs do not run here, and slower operators of torch replace them: %s", error)
+        return False
+    return True
