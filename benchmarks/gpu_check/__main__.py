@@ -47,7 +47,7 @@ STARTS = 15
 
 
 def main() -> int:
-    """Return 0 if every part that ran passed, 1 if one failed or did not run."""
+    """Return 0 if no part failed, 1 if one did or did not run, 2 if a package is missing."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check", description="Check Hone on this machine's GPU, in parts."
     )
@@ -63,12 +63,16 @@ def main() -> int:
     options = parser.parse_args()
     work = options.out.resolve() / "parts"
     work.mkdir(parents=True, exist_ok=True)
-    import torch
+    try:
+        import torch
 
-    from gpu_check import engine, operators, programs, speed, weights  # noqa: F401  once for all forks
-    from hone.cli import main as commands  # noqa: F401
-    from hone.trainers import rl, sft  # noqa: F401
-
+        from gpu_check import engine, operators, programs, speed, weights  # noqa: F401  once for all forks
+        from hone.cli import main as commands  # noqa: F401
+        from hone.trainers import rl, sft  # noqa: F401
+    except ModuleNotFoundError as error:
+        fix = "scripts/gpu_check --wheels DIR collects what is missing, on a machine with a network"
+        print(f"{sys.executable}: {error}. Fix: {fix}", file=sys.stderr)
+        return 2
     print(f"imports took {time.monotonic() - BEGAN:.0f} s", flush=True)
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")  # no thread holds a lock here
     usable, results = options.device == "cpu" or torch.cuda.is_available(), []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support import forked_engines
 from support.archives import records
 from support.launch import Command, hone, kill
 from support.world import World, metrics, rl_command, run_record
@@ -19,8 +20,13 @@ NATIVE = (
 )
 
 
+def started(world: World, run: Path, *overrides: str) -> Command:
+    words = rl_command(world, run, "grpo", *NATIVE, *overrides)
+    return Command(words, run.with_suffix(".log"), prepare=forked_engines.install)
+
+
 def train(world: World, run: Path, *overrides: str) -> None:
-    ended = hone(*rl_command(world, run, "grpo", *NATIVE, *overrides), log=run.with_suffix(".log"))
+    ended = started(world, run, *overrides).wait()
     assert ended.code == 0, ended.output
 
 
@@ -44,7 +50,7 @@ def test_groups_are_one_update_old_and_their_tokens_say_so(undisturbed: Path) ->
 
 def test_a_killed_run_resumes_as_if_nothing_had_happened(world: World, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = Command(rl_command(world, run, "grpo", *NATIVE, "trainer.save_freq=2"), log=tmp_path / "killed.log")
+    command = started(world, run, "trainer.save_freq=2")
     assert command.wait_until(lambda: (run / "checkpoints/step_4/checkpoint.json").exists())
     assert kill(command) < 0
     train(world, run, "trainer.save_freq=2")
@@ -100,7 +106,7 @@ def test_a_streamed_batch_gives_the_same_update(world: World, tmp_path: Path, mo
             "preflight.reward_rows=0",
         )
         words = rl_command(world, tmp_path / name, "grpo", *ONE_UPDATE, *own, "trainer.rollout_dump_freq=1", *keys)
-        ended = hone(*words, log=tmp_path / f"{name}.log")
+        ended = hone(*words, log=tmp_path / f"{name}.log", prepare=forked_engines.install)
         assert ended.code == 0, ended.output
     for step in range(1, 5):
         ours, theirs = records(tmp_path / "stream", step), records(tmp_path / "turns", step)

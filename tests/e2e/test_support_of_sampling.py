@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support import forked_engines
 from support.archives import records
 from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
@@ -44,7 +45,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(tiny: Path, run: Path, *words: str, rows: str = "prompts") -> tuple[list[dict], list[dict]]:
     """Metrics of each step, and the episodes of the first."""
-    ended = hone(*rl_words(tiny, run, *TRUNCATED, *words, rows=rows), log=run.with_suffix(".log"), cwd=tiny)
+    ended = hone(
+        *rl_words(tiny, run, *TRUNCATED, *words, rows=rows),
+        log=run.with_suffix(".log"),
+        cwd=tiny,
+        prepare=forked_engines.install,
+    )
     assert ended.code == 0, ended.output
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return steps, records(run, 1)

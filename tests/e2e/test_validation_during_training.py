@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support import forked_engines
 from support.archives import records
 from support.launch import Command, hone, kill
 from support.world import PROMPT, RESPONSE, World, metrics, rl_command, run_record, steps_saved
@@ -67,7 +68,7 @@ def test_validation_equals_an_evaluation_of_its_checkpoint(
 ) -> None:
     run, best = tmp_path / "run", f"trainer.best_ckpt_metric={MEAN}"
     command = words(world, run, reward, f"trainer.async.partial_rollouts={partial}", best)
-    ended = hone(*command, log=tmp_path / "train.log")
+    ended = hone(*command, log=tmp_path / "train.log", prepare=forked_engines.install)
     assert ended.code == 0, ended.output
     order = [(0, True), (1, False)]
     for step in (2, 4, 6):
@@ -97,18 +98,18 @@ def test_a_run_killed_during_validation_reports_it_after_the_resume(
     run = tmp_path / "run"
     slow.touch()
     command = words(world, run, reward, "trainer.val_before_train=false")
-    killed = Command(command, log=tmp_path / "killed.log")
+    killed = Command(command, log=tmp_path / "killed.log", prepare=forked_engines.install)
     assert killed.wait_until(lambda: (run / "checkpoints/step_2/checkpoint.json").exists())
     assert kill(killed) < 0
     assert (2, True) not in lines(run) and steps_saved(run) == [2]
     slow.unlink()
-    ended = hone(*command, log=tmp_path / "resumed.log")
+    ended = hone(*command, log=tmp_path / "resumed.log", prepare=forked_engines.install)
     assert ended.code == 0, ended.output
     assert lines(run) == [
         (1, False),
         *((step, again) for step in range(2, 7) for again in (False, True)[: 2 - step % 2]),
     ]
-    again = hone(*command, log=tmp_path / "again.log")
+    again = hone(*command, log=tmp_path / "again.log", prepare=forked_engines.install)
     assert again.code == 0 and len(lines(run)) == 9, "a validation with a line is not repeated"
 
 
@@ -117,7 +118,11 @@ def test_a_stop_request_waits_for_the_validation_under_way(
 ) -> None:
     run = tmp_path / "run"
     slow.touch()
-    stopped = Command(words(world, run, reward, "trainer.val_before_train=false"), log=tmp_path / "stopped.log")
+    stopped = Command(
+        words(world, run, reward, "trainer.val_before_train=false"),
+        tmp_path / "stopped.log",
+        prepare=forked_engines.install,
+    )
     assert stopped.wait_until(lambda: (run / "checkpoints/step_2/checkpoint.json").exists())
     stopped.signal(signal.SIGINT)
     assert stopped.wait().code == 128 + signal.SIGINT

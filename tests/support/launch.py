@@ -94,9 +94,15 @@ class Command:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
 
-def hone(*arguments: object, log: Path, cwd: Path | None = None, timeout: float = LONG) -> Ended:
+def hone(
+    *arguments: object,
+    log: Path,
+    cwd: Path | None = None,
+    prepare: Callable[[], None] | None = None,
+    timeout: float = LONG,
+) -> Ended:
     """Run a command to its end."""
-    return Command(arguments, log, cwd).wait(timeout)
+    return Command(arguments, log, cwd, prepare).wait(timeout)
 
 
 def set_environment(values: dict[str, str]) -> None:
