@@ -44,6 +44,7 @@ class LearnerWorker(ModelRole):
                 dtype=config.dtype,
                 max_tokens=config.data.max_token_len_per_gpu,
                 total_steps=context.total_steps,
+                deterministic=config.trainer.deterministic,
             ),
             parallel=config,
             meshes=context.meshes,

@@ -80,6 +80,9 @@ class RunConfig:
     max_restarts: int = number(0, low=0)
     """With runtime=ray: how often the run may restart lost or hung workers and resume from its last checkpoint (or its start)
     before it ends with exit code 3."""
+    deterministic: bool = False
+    """Compute gradients on a GPU so that a second run has the same bits: attention's backward pass adds in a fixed order, which
+    takes longer. An operation that has no such way ends the run with its name. CPUs repeat bit for bit anyway."""
 
 
 @dataclass

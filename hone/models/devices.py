@@ -50,6 +50,21 @@ def _set_by_user() -> str:
 
 
 @contextlib.contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Use torch's deterministic algorithms in the block, if ``wanted``: sums in a fixed order, or an error that names the operation.
+
+    Only the backward pass needs them: forward passes of Hone add nothing with atomics, and sampling uses operations that have no
+    deterministic form on CUDA.
+    """
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(wanted or before, warn_only=warns and not wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+@contextlib.contextmanager
 def ordinary_segments() -> Iterator[None]:
     """Allocate in the block from segments of a fixed size, which other processes can map (CUDA IPC), also where segments expand."""
     settings = _set_by_user() or _set_here

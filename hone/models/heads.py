@@ -162,7 +162,7 @@ def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
         hidden = llama_cuda.hidden_states(model, packed.input_ids, packed.context)
     else:
         hidden = model.get_decoder()(**decoder_inputs(packed)).last_hidden_state  # type: ignore[operator]
-    return hidden.squeeze(0).index_select(0, packed.output_index)
+    return packed.of_outputs(hidden.squeeze(0))
 
 
 def causal_logits(model: nn.Module, packed: PackedSequences) -> Tensor:

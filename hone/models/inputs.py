@@ -32,6 +32,7 @@ class PackedSequences:
         experts: ``[N, width]`` int16 of the tokens, see :meth:`hone.models.experts.ExpertRouters.follow`; None to follow none.
         teacher: a teacher's distributions at the outputs; None without them.
         images: of the rows; None without images.
+        predictors: gathers the hidden states at ``output_index`` where indices repeat, with gradients in a fixed order; else None.
         hidden: ``[1, N, H]`` hidden states of an earlier pipeline stage, which are the model's input; None to read ``input_ids``.
     """
 
@@ -46,10 +47,15 @@ class PackedSequences:
     teacher: TeacherTargets | None = None
     images: PackedImages | None = None
     hidden: Tensor | None = None
+    predictors: Gather | None = None
 
     def at_targets(self) -> PackedSequences:
         """Return the same rows with each output at its response token, not at the token that predicts it."""
-        return dataclasses.replace(self, output_index=self.target_index)
+        return dataclasses.replace(self, output_index=self.target_index, predictors=None)
+
+    def of_outputs(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states ``[U, H]`` that outputs are computed from, of those of all tokens ``[N, H]``."""
+        return hidden.index_select(0, self.output_index) if self.predictors is None else self.predictors(hidden)
 
     def outputs_by_row(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs ``[R]`` of the rows' response tokens end to end, from those of the head ``[U]``."""

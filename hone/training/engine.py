@@ -20,7 +20,7 @@ from hone.data.batch import Batch
 from hone.data.images import IMAGES
 from hone.data.ragged import Ragged
 from hone.insight import activity
-from hone.models.devices import dtype_on
+from hone.models.devices import deterministic_algorithms, dtype_on
 from hone.models.experts import ExpertRouters, RouterCounts
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
@@ -50,6 +50,7 @@ class TrainSettings:
         total_steps: horizon of the learning-rate schedule.
         offload_activations: whether to keep them in host memory between forward and backward pass.
         compile_layers: which layers torch compiles (:mod:`hone.models.compiled`).
+        deterministic: whether gradients have the same bits in every run, also on a GPU.
     """
 
     device: torch.device
@@ -60,6 +61,7 @@ class TrainSettings:
     total_steps: int = 1
     offload_activations: bool = False
     compile_layers: str = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_on(self.device, self.dtype))
@@ -172,7 +174,7 @@ class MicroBatchLoop:
             loss, micro_statistics = micro_batch_loss(rows, micro, outputs, loss_fn, totals)
             statistics += micro_statistics
             factor = 1.0 if self._loss_scale is None else self._loss_scale.value
-            with self.computing():
+            with self.computing(), deterministic_algorithms(self._settings.deterministic):
                 (loss if factor == 1.0 else loss * factor).backward()
             if self._routers is not None and rows:
                 statistics[-1] |= router_statistics(self._routers.take_counts())

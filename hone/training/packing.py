@@ -66,10 +66,14 @@ def pack(batch: Batch, device: torch.device, *, sees: bool = False) -> PackedSeq
             torch.arange(len(responses.values)),
         )
     one_each = bool((output_of == torch.arange(len(output_of))).all())
+    repeats = len(output_index.unique()) < len(
+        output_index
+    )  # the last token of a prompt that rows share predicts the first of each
     return PackedSequences(
         input_ids=tokens[None].to(device),
         context=context,
         output_index=output_index.to(device),
+        predictors=Gather.from_source(output_index, len(tokens), device) if repeats else None,
         targets=tokens[target_index].to(device),
         target_index=target_index.to(device),
         by_row=None if one_each else Gather.from_source(output_of, len(target_index), device),

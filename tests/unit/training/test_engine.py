@@ -14,11 +14,13 @@ from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.correction import correction_settings
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
+from hone.data.ragged import Ragged
 from hone.insight.invariants import RATIO_MAX
 from hone.models.heads import PolicyHead, ValueHead
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import DIVISORS, PolicyObjective, imitation_objective, value_objective
+from hone.training.packing import pack
 from hone.training.updates import Outputs, PartialLoss
 
 CPU = torch.device("cpu")
@@ -223,3 +225,36 @@ def test_a_mini_batch_in_parts_has_the_gradient_of_the_whole(mode, cuts, seed):
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4) and result.applied == expected.applied
     for one, other in zip(parts.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_only_the_backward_pass_is_deterministic_when_asked_for(model, wanted):
+    """Sampling has operations without a deterministic form on CUDA, so nothing else may be so."""
+    engine, seen = engine_of(model, deterministic=wanted), []
+    first = next(model.parameters())
+    model.get_decoder().register_forward_hook(lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
+    first.register_hook(lambda _: seen.append(torch.are_deterministic_algorithms_enabled()))
+    engine.begin_update()
+    engine._loop.accumulate_gradients(random_batch(4, seed=0), engine.head, imitation_objective())
+    assert seen == [False, wanted] and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_that_several_outputs_use_get_the_sum_of_their_gradients(dtype):
+    """Rows of a group share the last token of their prompt, which predicts the first token of each."""
+    batch = Batch(
+        {
+            "prompt_ids": Ragged.from_rows([[5, 6, 7]] * 3 + [[8, 9]], torch.int64),
+            "response_ids": Ragged.from_rows([[1, 2], [3], [4, 2], [6]], torch.int64),
+            "response_mask": Ragged.from_rows([[1, 1], [1], [1, 1], [1]], torch.int64),
+        }
+    )
+    packed = pack(batch, torch.device("cpu"))
+    assert packed.predictors is not None and len(packed.output_index.unique()) < len(packed.output_index)
+    hidden = torch.randn(packed.input_ids.shape[1], 8, dtype=dtype, requires_grad=True)
+    slopes = torch.randn(len(packed.output_index), 8, dtype=dtype)
+    outputs = packed.of_outputs(hidden)
+    assert torch.equal(outputs, hidden[packed.output_index])
+    (found,) = torch.autograd.grad(outputs, hidden, slopes)
+    expected = torch.zeros(hidden.shape, dtype=torch.float64).index_add_(0, packed.output_index, slopes.double())
+    torch.testing.assert_close(found.double(), expected, atol=1e-6 if dtype == torch.float32 else 0.05, rtol=0)

@@ -102,7 +102,7 @@ class Stage(Backbone):
 
     def hidden_states(self, packed: PackedSequences) -> Tensor:
         """Return the last hidden states ``[U, H]`` at the positions that predict response tokens."""
-        return self(packed).squeeze(1).index_select(0, packed.output_index)
+        return packed.of_outputs(self(packed).squeeze(1))
 
     def output_weights(self) -> dict[str, Any]:
         """Return this rank's rows of the output layer."""
