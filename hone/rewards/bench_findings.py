@@ -8,6 +8,7 @@ from hone.config.reward import RewardConfig
 from hone.data.checks.rewards import is_missing
 from hone.errors import Finding, RewardError
 from hone.rewards.bench import Bench, Trial
+from hone.rewards.code_probes import PRINTS
 from hone.rewards.probes import FORMS
 from hone.rewards.score import Cause
 
@@ -32,12 +33,13 @@ def bench_findings(bench: Bench, config: RewardConfig, sequences: int = 0) -> It
     yield from _returns(bench)
     yield from _golden(bench)
     yield from _traps(bench)
+    yield from _programs(bench)
     yield from _scale(bench)
     yield from _time(bench, config, sequences)
 
 
 def _failures(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
-    tried = bench.of_kinds(*ORDINARY, "episode")
+    tried = bench.of_kinds(*ORDINARY, "program", "episode")
     late = [trial for trial in bench.trials if trial.score.cause is Cause.TIMEOUT]
     if late:
         yield _finding(
@@ -159,6 +161,26 @@ def _traps(bench: Bench) -> Iterator[Finding]:
             why="policies write such text, and would never see that it was bad",
             fix="return a low score for unreadable text",
             stops=False,
+        )
+
+
+def _programs(bench: Bench) -> Iterator[Finding]:
+    full, nothing = max(bench.totals("golden"), default=0.0), max(bench.totals("garbage", "empty"), default=0.0)
+    paid = [
+        (trial.score.total, trial.probe.form)
+        for trial in bench.of_kinds("program")
+        if trial.score.error is None
+        and trial.score.total > nothing
+        and trial.score.total >= (full or float(trial.probe.form == PRINTS))
+    ]
+    if paid:
+        yield _finding(
+            "R49",
+            f"programs that solve nothing score up to {max(paid)[0]:g}, garbage {nothing:g}: a program that "
+            + ", or ".join(sorted({form for _, form in paid})),
+            why="the policy would learn such programs instead of the task",
+            fix="more tests a row, values compared outside of the program, and 0 for a program that ends before the first test",
+            stops=any(total >= (full or 1.0) and form != PRINTS for total, form in paid),
         )
 
 

@@ -13,6 +13,7 @@ from hone.data.episode_log import EpisodeLog
 from hone.data.scored_rows import ScoredRow
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample
+from hone.rewards.code_probes import code_probes
 from hone.rewards.episode_probes import bad_episodes, demonstrated_episode, good_episode, plain_episode
 
 FORMS = {
@@ -32,6 +33,7 @@ KINDS = {
     "garbage": "words without sense",
     "empty": "nothing",
     "truncated": "a right answer cut before its end",
+    "program": "programs that solve nothing: one that exits, one that shadows the tests' names",
     "episode": "episodes that went badly: a failed tool, a loop, unfit calls, a cut conversation, silence, injected text",
     "adversarial": "traps: guesses in a row, endless repetition, deep nesting, huge powers, odd characters, flattery",
     "wrong type": "a right answer, the ground truth being of another type",
@@ -58,7 +60,7 @@ def golden(row: ScoredRow) -> list[tuple[str, str]]:
 
 
 def ordinary(rows: Sequence[ScoredRow], number: int) -> Iterator[Probe]:
-    """Yield the ordinary probes of row ``number``: correct, wrong, garbage, empty and truncated answers."""
+    """Yield the ordinary probes of row ``number``: correct, wrong, garbage, empty and truncated answers, empty programs."""
     sample, right = rows[number].sample, golden(rows[number])
     for form, text in right:
         yield Probe("golden", form, sample, text)
@@ -72,6 +74,8 @@ def ordinary(rows: Sequence[ScoredRow], number: int) -> Iterator[Probe]:
     if right:
         form, text = max(right[:5], key=lambda pair: len(pair[1]))
         yield Probe("truncated", form, sample, text[: len(text) // 2])
+    for form, text in code_probes(sample):
+        yield Probe("program", form, sample, text)
 
 
 def with_episodes(rows: Sequence[ScoredRow], number: int, probes: Sequence[Probe]) -> Iterator[Probe]:

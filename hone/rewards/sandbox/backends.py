@@ -87,7 +87,7 @@ class Backend:
             main: file to run.
         """
         uid = FIRST_USER + next(_users) % USERS if os.geteuid() == 0 and self.name != "process" else None
-        command = [self.python, "-I", "-B", main]
+        command = [self.python, "-I", "-B", "-X", "int_max_str_digits=0", main]
         seconds = limits.cpu_seconds or limits.seconds
         confined = self.name == "bubblewrap"
         program = system_call_filter(sockets=confined) if self.filtered else None

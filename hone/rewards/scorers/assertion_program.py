@@ -13,7 +13,6 @@ The tester believes no comparison that the solution makes between one of its obj
 
 from __future__ import annotations
 
-import ast
 import builtins
 import collections
 import contextlib
@@ -37,32 +36,15 @@ from typing import Any, TypeGuard
 SOLUTION, TESTS = "solution", "tests"
 MAX_ITEMS = 1_000_000
 """Maximum number of values read from an iterator of the tests."""
-MODULES = frozenset(
-    [
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "operator",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "typing",
-        "numpy",
-    ]
+_PURE = (
+    "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator random re"
+    " statistics string typing"
 )
+MODULES = frozenset(_PURE.split())
 """Modules that the tests may use because the solution has imported them."""
 JUDGING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "count", "index", "find"})
 """Methods of plain values that compare with an argument: objects of the solution have none."""
+LONG_INTEGERS = ("-X", "int_max_str_digits=0")
 _NOT_DUMPABLE = 4  # PR_SET_DUMPABLE of prctl(2); 0 keeps the memory and the descriptors from processes of the same user
 
 
@@ -205,7 +187,10 @@ class Peer:
         sys.stdout.write(str(answer.get("out", "")))
         if "error" in answer:
             names, arguments = answer["error"]
-            raise error_class(tuple(map(str, names)))(*self.codec.decode(arguments))
+            kind = error_class(tuple(map(str, names)))
+            if operation != "next" and issubclass(kind, StopIteration):
+                kind = RuntimeError  # it would end a loop of the tests
+            raise kind(*self.codec.decode(arguments))
         for place, form in answer.get("changed", {}).items():
             _replace(values[0][int(place)], self.codec.decode(form))
         return self.codec.decode(answer["value"])
@@ -351,8 +336,9 @@ def run_solution(descriptor: int) -> None:
     sys.stdout = peer.printed
     peer.objects.append(module)
 
-    def load() -> None:
+    def load(prelude: str) -> None:
         file = Path(f"{SOLUTION}.py")
+        exec(prelude, vars(module))
         exec(compile(file.read_text(encoding="utf-8"), file.name, "exec"), vars(module))
 
     peer.objects.append(load)
@@ -436,46 +422,61 @@ def run_tests() -> None:
     given = json.loads(sys.stdin.readline())
     with contextlib.suppress(OSError):
         os.ftruncate(0, 0)  # other processes of the sandbox may hold the same file
+    space: dict[str, Any] = {"__name__": TESTS}
+    exec(given["plan"], planner := {"__name__": "plan"})
+    try:
+        plan = planner["plan_of"](given["tests"], given["entry_point"])
+        space |= planner["modules_of"](plan)
+    except Exception as error:  # noqa: BLE001 - a fault of the row, or of the sandbox: the program has not yet run
+        verdict = f"{type(error).__name__}: {error}"
+    else:
+        verdict = _verdicts(plan, planner["run_test"], space, given["prelude"])
+    sys.__stdout__.write(f"\n{given['token']} {json.dumps(verdict)}\n")  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _verdicts(plan: dict[str, Any], run_test: Any, space: dict[str, Any], prelude: str) -> list[str | None]:
+    """Run the tests; return the failure of each text that asserts something, or None."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-I", "-B", str(Path(__file__).resolve()), str(theirs.fileno())]
+    command = [sys.executable, "-I", "-B", *LONG_INTEGERS, str(Path(__file__).resolve()), str(theirs.fileno())]
     quiet = subprocess.DEVNULL
     child = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=[theirs.fileno()])
     theirs.close()
     tester = Tester(ours, TEST_OPERATIONS, SolutionObject)
+    reached: list[None] = []
     failures: list[str | None] = []
     try:
-        tester.request("call", 1, [], {})
-        space = _names(tester, given["tests"])
+        tester.request("call", 1, [prelude], {})
+        space = _names(tester, plan) | space | {"_reached_": lambda: reached.append(None)}
     except BaseException as error:  # noqa: BLE001 - the verdict of every test
-        failures = [_described(error, child)] * len(given["tests"])
-    else:
-        for number, test in enumerate(given["tests"]):
-            try:
-                exec(compile(test, f"test {number}", "exec"), space)
-                failures.append(None)
-            except BaseException as error:  # noqa: BLE001 - the verdict of this test
-                failures.append(_described(error, child))
-    sys.__stdout__.write(f"\n{given['token']} {json.dumps(failures)}\n")  # pyright: ignore[reportOptionalMemberAccess]
+        return [_described(error, child)] * sum(plan["asserts"])
+    for code, asserts, runs in zip(plan["codes"], plan["asserts"], plan["runs"], strict=True):
+        before, failure = len(reached), None
+        try:
+            exec(code, space)
+            for name in runs:
+                run_test(space[name])
+            failure = None if len(reached) > before else "the tests ended before an assertion"
+        except BaseException as error:  # noqa: BLE001 - the verdict of this test
+            failure = _described(error, child)
+        failures += [failure] * asserts
+    return failures
 
 
 def _described(error: BaseException, child: subprocess.Popen[bytes]) -> str:
     if isinstance(error, Ended):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"the solution's process ended (exit code {child.wait(timeout=1.0)})"
-    return f"{type(error).__name__}: {str(error)[:300]}"
+    try:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    except BaseException:  # noqa: BLE001 - an object of the solution in the error
+        return type(error).__name__
 
 
-def _names(tester: Tester, tests: list[str]) -> dict[str, Any]:
-    """Return the namespace of the tests: those names of the solution that they mention, and that are not built in."""
-    mentioned: set[str] = set()
-    for test in tests:
-        with contextlib.suppress(SyntaxError, ValueError):
-            mentioned |= {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
-    space: dict[str, Any] = {"__name__": TESTS}
-    wanted = sorted(mentioned - set(vars(builtins)))
-    described = tester.request("find", 0, wanted)
-    for name in wanted:
-        kind, *content = described.get(name, ("missing",))
+def _names(tester: Tester, plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the names of the solution that the tests mention, also as a module that they may import."""
+    space: dict[str, Any] = {}
+    described = tester.request("find", 0, plan["names"])
+    for name, (kind, *content) in described.items():
         if kind == "value":
             space[name] = content[0]
         elif kind == "error":
@@ -483,6 +484,8 @@ def _names(tester: Tester, tests: list[str]) -> dict[str, Any]:
         elif kind == "import" and content[0] in MODULES:
             module = importlib.import_module(content[0])
             space[name] = getattr(module, content[1]) if content[1] else module
+    sys.modules[SOLUTION] = types.ModuleType(SOLUTION)
+    vars(sys.modules[SOLUTION]).update(space)
     return space
 
 

@@ -7,36 +7,58 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.rewards.sandbox import Ending, Result
 from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.fences import last_program
 
 if TYPE_CHECKING:
     from hone.rewards.services import Services
 
-_FENCE = re.compile(r"```(?:python|py)[ \t]*\r?\n(.*?)(?:```|\Z)|```[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 SOLUTION = "solution.py"
+PRELUDE = """
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+from typing import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from builtins import pow
+sys.setrecursionlimit(50_000)
+"""
+"""Names that sites with a class `Solution` give to its programs."""
 
 _CALLS = """
-import json, os, sys
+import json, os, sys, types
 answers = os.dup(1)
 os.dup2(2, 1)  # what the program prints is not its answer
+getattr(sys, "set_int_max_str_digits", int)(0)
 given = json.loads(sys.stdin.buffer.read())
-space = {"__name__": "solution"}
-exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"), space)
-function = space.get(given["name"]) or getattr(space["Solution"](), given["name"])
+def plain(value):
+    return value.tolist() if hasattr(value, "tolist") else float(value) if hasattr(value, "__float__") else list(value)
+module = sys.modules["solution"] = types.ModuleType("solution")
+exec(given["prelude"], vars(module))
+exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"), vars(module))
 for arguments in given["calls"]:
     try:
-        line = json.dumps({"value": function(*arguments)}, default=list)
-    except Exception as error:
+        function = vars(module).get(given["name"]) or getattr(module.Solution(), given["name"])
+        line = json.dumps({"value": function(*arguments)}, default=plain)
+    except BaseException as error:
         line = json.dumps({"error": repr(error)})
     os.write(answers, line.encode() + b"\\n")
 """
-_ASSERTIONS = Path(__file__).with_name("assertion_program.py")
+_ASSERTIONS, _PLAN = (Path(__file__).with_name(f"assertion_{name}.py") for name in ("program", "plan"))
+_WRAPPED = ("apps", "taco")  # data whose expected values are in lists of one
+_INTEGER = re.compile(r"[+-]?(?:0|[1-9]\d*)", re.ASCII)
+_DECIMAL = re.compile(r"[+-]?(?:(?:\d+\.\d*|\.\d+|\d+(?=e))(?:e[+-]?\d+)?|nan|inf|infinity)", re.ASCII | re.IGNORECASE)
+_SHORTHAND = re.compile(r"[+-]?\d+e\d+", re.ASCII | re.IGNORECASE)  # a word that no program prints for a number
+_DIGITS = 4000  # longer integers stay text, because Python refuses to convert them
 
 
 @dataclass(frozen=True)
@@ -47,12 +69,14 @@ class Tests:
         inputs, outputs: input and expected output of a program; with ``function``, arguments and expected values.
         function: name of the function to call.
         assertions: code that raises for a wrong program, one test each.
+        entry_point: the function that the assertions' ``check`` takes.
     """
 
     inputs: tuple[Any, ...] = ()
     outputs: tuple[Any, ...] = ()
     function: str | None = None
     assertions: tuple[str, ...] = ()
+    entry_point: str | None = None
 
 
 def _check(services: Services) -> None:
@@ -77,12 +101,12 @@ async def compute_score(
     """Score the share of tests that the response's last block of Python code passes.
 
     Args:
-        data_source: not used.
-        solution_str: the response; the program is its last block marked as Python, else its last block.
+        data_source: ``apps*`` and ``taco*`` may have their expected values in lists of one; else not used.
+        solution_str: the response; the program is its last block marked as Python, else its last block without a language.
         ground_truth: the tests, as JSON text or plain data: ``{"inputs": [...], "outputs": [...]}`` for a program that reads and
             prints, with ``"fn_name"`` for a function (or method of a class ``Solution``); or ``{"assert_case": [...]}``,
-            ``{"tests": "..."}``, a list of assertions, or a text of them.
-        extra_info: not used.
+            ``{"tests": "..."}``, ``{"test": "...", "entry_point": "f"}``, a list of assertions, or a text of them.
+        extra_info: its ``entry_point`` counts where the ground truth has none.
         services: provides the sandbox.
         continuous: True to reward the share of passed tests; False to require all.
         max_tests: maximum number of tests to run.
@@ -92,16 +116,20 @@ async def compute_score(
         a limit of the sandbox ended a program); ``fault`` (the first failure).
 
     Raises:
-        ValueError: the ground truth has no tests.
-        RuntimeError: the sandbox failed, which is an error and not a reward of 0.
+        ValueError: the ground truth has no tests, its tests assert nothing, or they cannot run here.
+        NoVerdict: the sandbox failed, which is an error and not a reward of 0.
     """
-    tests, program = read_tests(ground_truth, max_tests), last_program(solution_str)
+    tests, program = (
+        read_tests(ground_truth, max_tests, (extra_info or {}).get("entry_point")),
+        last_program(solution_str),
+    )
     if program is None:
         return {"score": 0.0, "acc": 0.0, "format": 0.0, "passed": 0.0, "timeout": 0.0, "fault": "no block of code"}
     if tests.assertions:
         verdicts = await _assertions(services, program, tests)
     elif tests.function is not None:
-        verdicts = await _calls(services, program, tests)
+        wrapped = data_source.startswith(_WRAPPED) and all(isinstance(o, list) and len(o) == 1 for o in tests.outputs)
+        verdicts = await _calls(services, program, tests, wrapped=wrapped)
     else:
         verdicts = await _programs(services, program, tests, first_only=not continuous)
     share = sum(verdict is None for verdict in verdicts) / len(verdicts)
@@ -120,50 +148,40 @@ async def compute_score(
 _LIMITS = tuple(f"stopped: {ending.value}" for ending in Ending)
 
 
-def last_program(text: str) -> str | None:
-    """Return the last block of Python code in a response, else its last block of code."""
-    blocks = _FENCE.findall(text)
-    marked = [python for python, _ in blocks if python.strip()]
-    others = [other for _, other in blocks if other.strip()]
-    return marked[-1] if marked else others[-1] if others else None
-
-
-def read_tests(ground_truth: Any, max_tests: int = 20) -> Tests:
+def read_tests(ground_truth: Any, max_tests: int = 20, entry_point: Any = None) -> Tests:
     """Parse the tests of a row.
 
     Raises:
         ValueError: there are no tests, or numbers of inputs and outputs differ.
     """
-    truth = _plain_data(ground_truth)
-    if isinstance(truth, str):
-        return Tests(assertions=(truth,)) if truth.strip() else _no_tests(ground_truth)
-    if isinstance(truth, list):
-        return Tests(assertions=tuple(map(str, truth[:max_tests]))) if truth else _no_tests(ground_truth)
+    truth: Any = _plain_data(ground_truth)
+    truth = {"test": truth} if isinstance(truth, str | list) else truth
     if not isinstance(truth, dict):
         return _no_tests(ground_truth)
-    asserted = truth.get("assert_case") or truth.get("tests") or truth.get("test_list") or truth.get("test")
-    if asserted:
-        return Tests(assertions=(asserted,) if isinstance(asserted, str) else tuple(map(str, asserted[:max_tests])))
+    names = ("assert_case", "tests", "test_list", "test")
+    if asserted := next(filter(None, (_plain_data(truth.get(name)) for name in names)), None):
+        texts = [asserted] if isinstance(asserted, str) else [str(text) for text in asserted[:max_tests]]
+        before = [*_plain_data(truth.get("test_imports") or []), str(truth.get("test_setup_code") or "")]
+        texts = [text for text in (*before, *texts) if text.strip()]
+        return Tests(assertions=tuple(texts), entry_point=truth.get("entry_point") or entry_point)
     inputs, outputs = _plain_data(truth.get("inputs")) or [], _plain_data(truth.get("outputs")) or []
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(
             f"tests need equal, nonzero numbers of inputs and outputs, not {len(inputs)} and {len(outputs)}"
         )
-    return Tests(tuple(inputs[:max_tests]), tuple(outputs[:max_tests]), truth.get("fn_name"))
+    function = truth.get("fn_name")
+    if function is None and not any(_text(output).strip() for output in outputs):
+        return _no_tests(ground_truth)  # a program that prints nothing would pass
+    return Tests(tuple(inputs[:max_tests]), tuple(outputs[:max_tests]), function)
 
 
 def _plain_data(value: Any) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value
-    return value
+    return _value(value) if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") else value
 
 
 def _no_tests(ground_truth: Any) -> Tests:
-    raise ValueError(f"ground_truth {str(ground_truth)[:80]!r} has no tests")
+    raise ValueError(f"ground_truth {_shown(ground_truth)} has no tests")
 
 
 # --------------------------------------------------------------------------------------------------------------- forms
@@ -185,27 +203,30 @@ async def _programs(services: Services, program: str, tests: Tests, *, first_onl
     return [first, *await asyncio.gather(*(one(*pair) for pair in pairs[1:]))]
 
 
-async def _calls(services: Services, program: str, tests: Tests) -> list[str | None]:
+async def _calls(services: Services, program: str, tests: Tests, *, wrapped: bool) -> list[str | None]:
     """Test a function's return values; return a failure per test, or None."""
-    calls = [_arguments(request) for request in tests.inputs]
-    request = json.dumps({"name": tests.function, "calls": calls})
+    calls = [_marked(_arguments(given)) for given in tests.inputs]
+    request = json.dumps({"name": tests.function, "prelude": _prelude(program), "calls": calls})
+    request = re.sub(r'"\\u0000(-?\d+)"', r"\1", request)
     result = (await services.sandbox.run(_CALLS, stdin=request, files={SOLUTION: program})).checked()
-    answers: list[Any] = []
-    for line in result.stdout.splitlines():
-        try:
-            answers.append(json.loads(line))
-        except json.JSONDecodeError:
-            answers.append(None)
-    missing = _run_failure(result) or "no answer"
+    lines, missing = result.stdout.splitlines(), _run_failure(result) or "no answer"
     verdicts: list[str | None] = []
-    for number, expected in enumerate(tests.outputs):
-        answer = answers[number] if number < len(answers) else None
-        if not isinstance(answer, dict) or "value" not in answer:
-            verdicts.append(str(answer["error"]) if isinstance(answer, dict) and "error" in answer else missing)
-        else:
-            verdicts.append(
-                None if same_value(answer["value"], _plain_data(expected)) else _difference(answer["value"], expected)
-            )
+    for number, (given, expected) in enumerate(zip(tests.inputs, tests.outputs, strict=True)):
+        try:
+            answer = json.loads(lines[number], parse_int=_integer)
+            if "value" not in answer:
+                verdicts.append(str(answer["error"]))
+                continue
+            value = answer["value"]
+            if isinstance(given, str) and isinstance(expected, str):
+                same = _same(value, _value(expected))
+            else:
+                same = (same_value if wrapped or isinstance(given, str) else _same)(value, _marked(expected))
+            verdicts.append(None if same else _difference(value, expected))
+        except IndexError:
+            verdicts.append(missing)
+        except Exception as error:  # noqa: BLE001 - an answer that cannot be read or compared is wrong
+            verdicts.append(f"unreadable answer: {type(error).__name__}")
     return verdicts
 
 
@@ -215,13 +236,21 @@ async def _assertions(services: Services, program: str, tests: Tests) -> list[st
     The verdict follows a token that only the process with the tests knows, so a program can neither print nor pass it early.
     """
     token = secrets.token_hex(16)
-    request = json.dumps({"token": token, "tests": tests.assertions}) + "\n"
+    given = {"token": token, "tests": tests.assertions, "entry_point": tests.entry_point, "prelude": _prelude(program)}
+    request = json.dumps(given | {"plan": _PLAN.read_text(encoding="utf-8")}) + "\n"
     source = _ASSERTIONS.read_text(encoding="utf-8")
     result = (await services.sandbox.run(source, stdin=request, files={SOLUTION: program})).checked()
     line = next((line for line in result.stdout.splitlines() if line.startswith(f"{token} ")), None)
     if line is None:
         return [_run_failure(result) or "the tests ended early"] * len(tests.assertions)
-    return json.loads(line.partition(" ")[2])
+    verdicts = json.loads(line.partition(" ")[2])
+    if isinstance(verdicts, str):
+        raise ValueError(f"the tests cannot run: {verdicts}")
+    return verdicts
+
+
+def _prelude(program: str) -> str:
+    return PRELUDE if re.search(r"^class Solution\b", program, re.MULTILINE) else ""
 
 
 def _run_failure(result: Result) -> str | None:
@@ -236,7 +265,7 @@ def _run_failure(result: Result) -> str | None:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Compare outputs by lines without trailing white space; words also match as numbers."""
+    """Compare outputs by lines without trailing white space; words that print numbers also match as numbers."""
     left, right = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
     if left == right:
         return True
@@ -249,7 +278,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Compare JSON values, numbers within 1e-6; the expected value may be in a list of one, as in APPS."""
+    """Compare JSON values; the expected value may be in a list of one, as in APPS."""
     if isinstance(expected, list) and len(expected) == 1 and _same(value, expected[0]):
         return True
     return _same(value, expected)
@@ -263,18 +292,42 @@ def _same(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):
-        return value == expected or math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+        return _same_number(value, expected)
     return value == expected
 
 
-def _same_word(a: str, b: str) -> bool:
+def _same_number(value: float, expected: float) -> bool:
+    """Compare numbers: exactly if both are whole and one is an integer, else within 1e-6; NaN is equal to NaN."""
+    if isinstance(value, int) and isinstance(expected, int):
+        return value == expected
+    if isinstance(value, int) or isinstance(expected, int):
+        number = expected if isinstance(value, int) else value
+        if float(number).is_integer() and (number is value or abs(number) < 2**53):  # a larger float is rounded
+            return value == expected
     try:
-        return a == b or math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)
-    except ValueError:
+        return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9) or (value != value and expected != expected)
+    except OverflowError:  # an integer beyond all floats
         return False
 
 
-def _arguments(given: Any) -> Sequence[Any]:
+def _same_word(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    x, y = _number(a), _number(b)
+    if x is None or y is None or (isinstance(x, int) != isinstance(y, int) and any(map(_SHORTHAND.fullmatch, (a, b)))):
+        return False
+    return _same_number(x, y)
+
+
+def _number(word: str) -> float | None:
+    """Return the number that a word prints; None for other words, and where Python has no such number."""
+    if len(word) < _DIGITS and _INTEGER.fullmatch(word):  # with leading zeros it is text
+        return int(word)
+    number = float(word) if _DECIMAL.fullmatch(word) else None
+    return None if number is not None and math.isinf(number) and any(map(str.isdigit, word)) else number
+
+
+def _arguments(given: Any) -> list[Any]:
     """Return the arguments of a call: a list, or text with one JSON value per line."""
     if isinstance(given, str):
         return [_value(line) for line in given.splitlines()]
@@ -283,16 +336,39 @@ def _arguments(given: Any) -> Sequence[Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return json.loads(text, parse_int=_integer)
+    except (ValueError, RecursionError):
         return text
 
 
+def _integer(digits: str) -> Any:
+    return int(digits) if len(digits) < _DIGITS else f"\0{digits}"
+
+
+def _marked(value: Any) -> Any:
+    """Return a row's value with its long integers in the form that :func:`_integer` gives them."""
+    if isinstance(value, list | tuple):
+        return [_marked(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _marked(item) for key, item in value.items()}
+    return _integer(str(Decimal(value))) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _text(value: Any) -> str:
+    """Return the text of an input or output: itself, the lines of a list, or JSON."""
+    if isinstance(value, str):
+        return value.removeprefix("\0")
     if isinstance(value, list):
-        return "\n".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value)
+        return "\n".join(_text(item) if type(item) is int else str(item) for item in value)
+    return str(Decimal(value)) if type(value) is int else json.dumps(value)
 
 
 def _difference(actual: Any, expected: Any) -> str:
-    return f"gives {str(actual)[:100]!r}, not {str(expected)[:100]!r}"
+    return f"gives {_shown(actual)}, not {_shown(expected)}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(str(value)[:100])
+    except (ValueError, RecursionError):
+        return f"a long {type(value).__name__}"
