@@ -38,7 +38,10 @@ class FusionSandbox:
             "run_timeout": limits.seconds,
             "compile_timeout": limits.seconds,
             "memory_limit_MB": limits.memory_mb,
-            "files": {name: base64.b64encode(text.encode()).decode() for name, text in (files or {}).items()},
+            "files": {
+                name: base64.b64encode(text.encode(errors="surrogatepass")).decode()
+                for name, text in (files or {}).items()
+            },
         }
         async with self._throttle:
             try:

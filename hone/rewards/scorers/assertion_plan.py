@@ -15,7 +15,7 @@ import re
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 REACHED = "_reached_"
@@ -85,6 +85,10 @@ def _needed(trees: list[ast.Module], entry_point: str | None) -> dict[str, Any]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for name in node.names:
                 imports[name.asname or name.name] = (node.module, name.name, id(node) in tried)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, _DEFINITIONS):
+            bound.add(node.name)
         elif isinstance(node, ast.Name):
             (wanted if isinstance(node.ctx, ast.Load) else bound).add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -97,19 +101,23 @@ def _needed(trees: list[ast.Module], entry_point: str | None) -> dict[str, Any]:
         for name in wanted
         if name in _ALIASES and attributes[name] and name not in called | bound
     }
-    subjects = wanted - set(vars(builtins)) - set(modules) - set(_COMPARISONS)
-    if subjects:
+    subjects = wanted - bound - set(vars(builtins)) - set(modules) - set(_COMPARISONS)
+    entry = {node.id for node in ast.walk(ast.parse(entry_point or "")) if isinstance(node, ast.Name)}
+    if subjects or entry:
         modules |= {name: (_COMPARISONS[name], name, []) for name in wanted if name in _COMPARISONS}
-        entry = {node.id for node in ast.walk(ast.parse(entry_point or "")) if isinstance(node, ast.Name)}
         wanted -= set(vars(builtins)) - entry  # else a built-in name can only be that of the function under test
         modules = {name: module for name, module in modules.items() if name not in entry}
-    return {"imports": imports, "modules": modules, "names": sorted(wanted)}
+    needs = entry or subjects or wanted - bound - set(modules)
+    return {"imports": imports, "modules": modules, "names": sorted(wanted), "needs": sorted(needs)}
 
 
 def _is_run(node: ast.stmt) -> bool:
     """Return whether pytest or unittest would run a function or class."""
     if isinstance(node, ast.ClassDef):
-        return node.name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in node.bases)
+        bases = [ast.unparse(base) for base in node.bases]
+        own = any(isinstance(method, ast.FunctionDef) and method.name.startswith("test") for method in node.body)
+        inherits = any(not base.endswith("TestCase") for base in bases)
+        return (own or inherits) and (node.name.startswith("Test") or any("Test" in base for base in bases))
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
 
 
@@ -172,6 +180,9 @@ def modules_of(plan: dict[str, Any]) -> dict[str, Any]:
     space: dict[str, Any] = {}
     if importlib.util.find_spec("pytest") is None:
         sys.modules["pytest"] = _pytest()
+    for runner in {"unittest", "pytest"} & {module for module, *_ in plan["imports"].values()}:
+        with contextlib.suppress(ImportError):  # the tests run once, by `run_test`
+            vars(importlib.import_module(runner))["main"] = lambda *_, **__: None
     for name, (module, member, optional) in plan["imports"].items():
         with contextlib.suppress(*[ImportError] * optional):
             space[name] = found = importlib.import_module(module)
@@ -181,8 +192,6 @@ def modules_of(plan: dict[str, Any]) -> dict[str, Any]:
         found = importlib.import_module(module)
         if all(hasattr(found, attribute) for attribute in attributes):
             space[name] = getattr(found, member) if member else found
-    if "unittest" in sys.modules:
-        vars(sys.modules["unittest"])["main"] = lambda *_, **__: None
     return space
 
 
@@ -220,14 +229,24 @@ def _cases(function: Any) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- pytest where it is missing
 
 
-class _Raises(contextlib.AbstractContextManager[Any]):
-    def __init__(self, kind: Any, *, match: str | None = None) -> None:
-        self.kind, self.match, self.value = kind, match, None
+@contextlib.contextmanager
+def _raising(kind: Any, match: str | None) -> Iterator[types.SimpleNamespace]:
+    seen = types.SimpleNamespace()
+    try:
+        yield seen
+    except kind as error:
+        assert match is None or re.search(match, str(error)), f"{error!r} does not match {match!r}"
+        seen.value, seen.type = error, type(error)
+    else:
+        raise AssertionError(f"{kind} was not raised")
 
-    def __exit__(self, kind: Any, value: Any, _: object) -> bool:
-        assert kind is not None, f"{self.kind} was not raised"
-        self.value, self.type = value, kind
-        return issubclass(kind, self.kind) and (self.match is None or re.search(self.match, str(value)) is not None)
+
+def _raises(kind: Any, *call: Any, match: str | None = None, **kwargs: Any) -> Any:
+    if not call:
+        return _raising(kind, match)
+    with _raising(kind, match) as seen:
+        call[0](*call[1:], **kwargs)
+    return seen
 
 
 class _Approx:
@@ -258,13 +277,13 @@ class _Marks:
                 ]
                 return function
 
-            return decorate
+            return args[0] if len(args) == 1 and callable(args[0]) else decorate
 
         return mark
 
 
 def _pytest() -> types.ModuleType:
     module = types.ModuleType("pytest")
-    vars(module).update(raises=_Raises, approx=_Approx, mark=_Marks())
-    module.param = lambda *values, **_: types.SimpleNamespace(values=values, marks=())  # pyright: ignore[reportAttributeAccessIssue]
+    case = lambda *values, **_: types.SimpleNamespace(values=values, marks=())  # noqa: E731 - as short as the others
+    vars(module).update(raises=_raises, approx=_Approx, mark=_Marks(), param=case)
     return module

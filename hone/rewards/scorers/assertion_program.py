@@ -77,8 +77,8 @@ class Codec:
             return value
         if kind is list:
             return [self.encode(item) for item in value]
-        if kind in _TO_TEXT:
-            return {kind.__name__: _TO_TEXT[kind](value)}
+        if kind in _FORMS:
+            return {kind.__name__: _FORMS[kind][0](value)}
         if kind in (tuple, set, frozenset, collections.deque):
             return {kind.__name__: [self.encode(item) for item in value]}
         if kind in (dict, collections.Counter, collections.OrderedDict, collections.defaultdict):
@@ -101,8 +101,8 @@ class Codec:
             return {self.decode(key): self.decode(item) for key, item in content}
         if kind in _FROM_LIST:
             return _FROM_LIST[kind]([self.decode(item) for item in content])
-        if kind in _FROM_TEXT:
-            return _FROM_TEXT[kind](content)
+        if kind in _READERS:
+            return _READERS[kind](content)
         if kind == "array":
             return importlib.import_module("numpy").array(self.decode(content))
         return self.resolve(kind, content)
@@ -115,30 +115,22 @@ _FROM_LIST: dict[str, Any] = {
     "deque": collections.deque,
     "iterator": iter,
 }
-_TO_TEXT: dict[type, Any] = {
-    int: hex,
-    bytes: bytes.hex,
-    bytearray: bytearray.hex,
-    complex: str,
-    range: lambda value: [value.start, value.stop, value.step],
-    decimal.Decimal: str,
-    fractions.Fraction: str,
-    datetime.date: datetime.date.isoformat,
-    datetime.datetime: datetime.datetime.isoformat,
-    datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+_FORMS: dict[type, tuple[Any, Any]] = {  # to plain data, and from it
+    int: (hex, lambda text: int(text, 16)),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    complex: (str, complex),
+    range: (lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
+    decimal.Decimal: (str, decimal.Decimal),
+    fractions.Fraction: (str, fractions.Fraction),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.timedelta: (
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
 }
-_FROM_TEXT: dict[str, Any] = {
-    "int": lambda text: int(text, 16),
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "complex": complex,
-    "range": lambda ends: range(*ends),
-    "Decimal": decimal.Decimal,
-    "Fraction": fractions.Fraction,
-    "date": datetime.date.fromisoformat,
-    "datetime": datetime.datetime.fromisoformat,
-    "timedelta": lambda parts: datetime.timedelta(*parts),
-}
+_READERS = {kind.__name__: reader for kind, (_, reader) in _FORMS.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- messages
@@ -476,7 +468,10 @@ def _names(tester: Tester, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the names of the solution that the tests mention, also as a module that they may import."""
     space: dict[str, Any] = {}
     described = tester.request("find", 0, plan["names"])
-    for name, (kind, *content) in described.items():
+    if plan["needs"] and not described.keys() & set(plan["needs"]):
+        raise NameError(f"the program defines none of {', '.join(plan['needs'])}")
+    for name in set(plan["names"]) & described.keys():  # and no others, whatever the answer holds
+        kind, *content = described[name]
         if kind == "value":
             space[name] = content[0]
         elif kind == "error":

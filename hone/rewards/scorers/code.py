@@ -50,7 +50,10 @@ for arguments in given["calls"]:
         function = vars(module).get(given["name"]) or getattr(module.Solution(), given["name"])
         line = json.dumps({"value": function(*arguments)}, default=plain)
     except BaseException as error:
-        line = json.dumps({"error": repr(error)})
+        try:
+            line = json.dumps({"error": repr(error)[:300]})
+        except BaseException:
+            line = json.dumps({"error": type(error).__name__})
     os.write(answers, line.encode() + b"\\n")
 """
 _ASSERTIONS, _PLAN = (Path(__file__).with_name(f"assertion_{name}.py") for name in ("program", "plan"))

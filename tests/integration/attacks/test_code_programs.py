@@ -79,6 +79,7 @@ FREE = {
     "itself": "def f(*_):\n  x = []\n  x.append(x)\n  return x",
     "shadows": "class math:\n  isclose = fabs = staticmethod(lambda *_, **__: True)\nnp = numpy = unittest = pytest = math\nabs = len = sorted = all = lambda *_: 1\ncheck = assertion = test_one = lambda *_: None\nclass AssertionError(Exception): pass\ndef f(*_): return 7",
     "sys.modules": "import sys, types, builtins\nm = types.ModuleType('math'); m.isclose = lambda *_, **__: True\nsys.modules.update(math=m, numpy=m, unittest=m, pytest=m)\nbuiltins.abs = lambda _: 0\nimport math\nnp = math\ndef f(*_): return 7",
+    "names that nobody asked for": "import gc\nfor table in gc.get_objects():\n  if isinstance(table, dict) and 'find' in table and 'matmul' in table:\n    table['find'] = lambda module, names: {'f': ('value', f), 'abs': ('import', 'operator', 'not_'), 'math': ('import', 'cmath', ''), '_reached_': ('value', f)}\ndef f(*_): return 7",
 }  # fmt: skip
 TESTS = {
     "check": {"test": CHECK, "entry_point": "f"},
@@ -245,6 +246,10 @@ ROWS: dict[str, tuple[str, Any, Any]] = {
     "READS wrong": ("def task_func(p): return 1", {"test":READS,"entry_point":"task_func"},0.0),
     "MBPP sum": ("def sum(a,b):\n  s=0\n  for i in range(1,min(a,b)+1):\n    if a%i==0 and b%i==0: s+=i\n  return s", {"test_list":["assert sum(10,15) == 6","assert sum(100,150) == 93","assert sum(4,6) == 3"]},1.0),
     "MBPP sum wrong": ("def sum(a,b): return 6", {"test_list":["assert sum(10,15) == 6","assert sum(100,150) == 93","assert sum(4,6) == 3"]},1/3),
+    "check of a built-in name": ("def sum(a, b): return a * b", "def check(c): assert c(2, 5) == 10\ncheck(sum)", 1.0),
+    "check of a built-in name, none": ("x = 1", "def check(c): assert c([2, 5]) == 10\ncheck(sum)", 0.0),
+    "built-in name that fits": ("x = 1", "assert sum([1, 2]) == 3", 0.0),
+    "built-in entry point that fits": ("candidate = x = 1", {"test": "def check(c):\n    assert c([1, 2]) == 3", "entry_point": "sum"}, 0.0),
     "MBPP sum none": ("x=1", {"test_list":["assert sum(10,15) == 6"]},0.0),
     "MBPP set": ("def similar_elements(a,b): return tuple(set(a)&set(b))", {"test_list":["assert set(similar_elements((3, 4, 5, 6),(5, 7, 4, 10))) == set((4, 5))"]},1.0),
     "LCB stdin": ("n=int(input())\nprint(sum(map(int,input().split())))", {"inputs":["3\n1 2 3\n"],"outputs":["6\n"]},1.0),
@@ -334,10 +339,116 @@ ROWS: dict[str, tuple[str, Any, Any]] = {
 }  # fmt: skip
 
 
+EVIL = "class E:\n  __eq__=lambda *a: True\n  __ne__=lambda *a: False\n  __lt__=__gt__=__le__=__ge__=__eq__\n  __hash__=lambda s: 1\n  __float__=lambda s: 2.0\n  __int__=__index__=lambda s: 2\n  __iter__=lambda s: iter([2])\n  __len__=lambda s: 1\n  __getitem__=lambda s,i: 2\n  __abs__=lambda s: 2\n  __round__=lambda s,n=0: 2\n  __str__=__repr__=lambda s: '2'\n"
+
+ATTACKS: dict[str, tuple[str, Any, Any]] = {
+    # isinstance tricks
+    "evil float conv": (EVIL+"def f(x): return E()", "assert float(f(1)) == 3.0", 0.0),
+    "evil sorted": (EVIL+"def f(x): return E()", "assert sorted(f(1)) == [3]", 0.0),
+    "evil set": (EVIL+"def f(x): return {E()}", "assert f(1) == {3}", 0.0),
+    "evil list": (EVIL+"def f(x): return [E()]", "assert f(1) == [3]", 0.0),
+    "evil dict": (EVIL+"def f(x): return {'a': E()}", "assert f(1) == {'a': 3}", 0.0),
+    "evil list sub": ("class L(list):\n  __eq__=lambda *a: True\n  __hash__=None\ndef f(x): return L()", "assert f(1) == [3]", 0.0),
+    "evil str sub": ("class L(str):\n  __eq__=lambda *a: True\n  __hash__=str.__hash__\n  __contains__=lambda *a: True\ndef f(x): return L('a')", "assert 'zz' in f(1)", 0.0),
+    "evil in": (EVIL+"def f(x): return E()", "assert f(1) in [3, 4]", 0.0),
+    "contains": (EVIL+"  __contains__=lambda *a: True\ndef f(x): return E()", "assert 3 in f(1)", 0.0),
+    "not ==": (EVIL+"def f(x): return E()", "assert not (f(1) != 3)", 0.0),
+    "assertEqual evil": (EVIL+"def f(x): return E()", "import unittest\nclass T(unittest.TestCase):\n  def test_a(self):\n    self.assertEqual(f(1), 3)", 0.0),
+    "assertAlmostEqual evil": (EVIL+"def f(x): return E()", "import unittest\nclass T(unittest.TestCase):\n  def test_a(self):\n    self.assertAlmostEqual(f(1), 3)", 0.0),
+    "assertIn evil": (EVIL+"def f(x): return E()", "import unittest\nclass T(unittest.TestCase):\n  def test_a(self):\n    self.assertIn(f(1), [3])", 0.0),
+    "assertListEqual right": ("def f(x): return [3]", "import unittest\nclass T(unittest.TestCase):\n  def test_a(self):\n    self.assertListEqual(f(1), [3])\n  def test_b(self):\n    self.assertCountEqual(f(1), [3])\n    self.assertIsNotNone(f(1))\n    self.assertTrue(f(1))", 1.0),
+    "setUpClass": ("class S:\n  def __init__(self): self.v=[]\n  def push(self,x): self.v.append(x)\n  def pop(self): return self.v.pop()", "import unittest\nclass T(unittest.TestCase):\n  @classmethod\n  def setUpClass(cls):\n    cls.s = S()\n  def test_a(self):\n    self.s.push(1)\n    self.assertEqual(self.s.pop(), 1)\n  def test_b(self):\n    with self.assertRaises(IndexError):\n      self.s.pop()\n  def test_c(self):\n    for i in range(3):\n      with self.subTest(i=i):\n        self.s.push(i); self.assertEqual(self.s.pop(), i)", 1.0),
+    "subTest wrong": ("def f(x): return 0", "import unittest\nclass T(unittest.TestCase):\n  def test_c(self):\n    for i in range(3):\n      with self.subTest(i=i):\n        self.assertEqual(f(i), i)", 0.0),
+    "unittest no tests": ("def f(x): return 0", "import unittest\nclass T(unittest.TestCase):\n  def helper(self): self.assertEqual(f(1), 2)", None),
+    "unittest runner": ("def f(x): return 0", "import unittest\nclass T(unittest.TestCase):\n  def test_c(self):\n        self.assertEqual(f(1), 1)\nunittest.main(argv=[''], exit=False)", 0.0),
+    "unittest runner right": ("def f(x): return x", "import unittest\nclass T(unittest.TestCase):\n  def test_c(self):\n        self.assertEqual(f(1), 1)\nunittest.main(argv=[''], exit=False)", 1.0),
+    "unittest suite": ("def f(x): return x", "import unittest\nclass T(unittest.TestCase):\n  def test_c(self):\n        self.assertEqual(f(1), 1)\ndef suite():\n    return unittest.TestLoader().loadTestsFromTestCase(T)\nunittest.TextTestRunner().run(suite())", 1.0),
+    "unittest suite wrong": ("def f(x): return 5", "import unittest\nclass T(unittest.TestCase):\n  def test_c(self):\n        self.assertEqual(f(1), 1)\ndef suite():\n    return unittest.TestLoader().loadTestsFromTestCase(T)\nunittest.TextTestRunner().run(suite())", 0.0),
+    "from unittest import TestCase, main": ("def f(x): return x", "from unittest import TestCase, main\nclass T(TestCase):\n  def test_c(self):\n        self.assertEqual(f(1), 1)\nif __name__ == '__main__': main()", 1.0),
+    "main() unguarded imported": ("def f(x): return x", "from unittest import TestCase, main\nclass T(TestCase):\n  def test_c(self):\n        self.assertEqual(f(1), 1)\nmain()", 1.0),
+    "pytest.main": ("def f(x): return x", "import pytest\ndef test_a(): assert f(1) == 1\nif __name__ == '__main__': pytest.main([__file__])", 1.0),
+    "pytest.main unguarded": ("def f(x): return x", "import pytest\ndef test_a(): assert f(1) == 1\npytest.main()", 1.0),
+    "pytest fixture": ("def f(x): return x", "import pytest\n@pytest.fixture\ndef one(): return 1\ndef test_a(one): assert f(one) == 1", None),
+    "approx list": ("def f(x): return [0.1+0.2]", "from pytest import approx\ndef test_a(): assert f(1) == approx([0.3])", 1.0),
+    "approx evil": (EVIL+"def f(x): return E()", "from pytest import approx\ndef test_a(): assert f(1) == approx(3)", 0.0),
+    "approx rev evil": (EVIL+"def f(x): return E()", "from pytest import approx\ndef test_a(): assert approx(3) == f(1)", 0.0),
+    "approx abs": ("def f(x): return 3.05", "import pytest\ndef test_a(): assert f(1) == pytest.approx(3, abs=0.1)", 1.0),
+    "raises value": ("def f(x): raise KeyError('k')", "import pytest\ndef test_a():\n  with pytest.raises(KeyError) as e:\n    f(1)\n  assert 'k' in str(e.value)", 1.0),
+    "raises tuple": ("def f(x): raise KeyError('k')", "import pytest\ndef test_a():\n  with pytest.raises((KeyError, ValueError)):\n    f(1)", 1.0),
+    "raises call": ("def f(x): raise KeyError('k')", "import pytest\ndef test_a():\n  pytest.raises(KeyError, f, 1)", 1.0),
+    "raises call wrong": ("def f(x): return 1", "import pytest\ndef test_a():\n  pytest.raises(KeyError, f, 1)", 0.0),
+    "mark skip": ("def f(x): return 1", "import pytest\n@pytest.mark.slow\ndef test_a():\n  assert f(1) == 1", 1.0),
+    "param ids": ("def f(x): return x", "import pytest\n@pytest.mark.parametrize(('a','b'), [(1,1),(2,2)], ids=['x','y'])\ndef test_a(a, b):\n  assert f(a) == b", 1.0),
+    "param ids wrong": ("def f(x): return 1", "import pytest\n@pytest.mark.parametrize(('a','b'), [(1,1),(2,2)], ids=['x','y'])\ndef test_a(a, b):\n  assert f(a) == b", 0.0),
+    "param class": ("def f(x): return x", "import pytest\nclass TestA:\n  @pytest.mark.parametrize('a', [1, 2])\n  def test_a(self, a):\n    assert f(a) == a", 1.0),
+    "param in list": ("def f(x): return sum(x)", "import pytest\n@pytest.mark.parametrize('a,b', [([1,2],3),([],0)])\ndef test_a(a,b):\n    assert f(a) == b", 1.0),
+    # programs ending early
+    "return early in main": ("def main():\n  return\nmain()", {"inputs":["1"],"outputs":["2"]}, 0.0),
+    "atexit": ("import atexit,os\natexit.register(os._exit,0)\ndef f(x): return 0", "assert f(1) == 2", 0.0),
+    "fork": ("import os\nif os.fork(): os._exit(0)\ndef f(x): return 0", "assert f(1) == 2", 0.0),
+    "thread exit": ("import os,threading\nthreading.Timer(0.0, os._exit, (0,)).start()\ndef f(x):\n  import time; time.sleep(1)", "assert f(1) == 2", 0.0),
+    "excepthook": ("import sys\nsys.excepthook=lambda *a: None\ndef f(x): raise AssertionError", "assert f(1) == 2", 0.0),
+    "assertionerror": ("def f(x): raise AssertionError", "try:\n  assert f(1) == 2\nexcept ValueError: pass", 0.0),
+    "recursion": ("def f(x): return f(x)", "assert f(1) == 2", 0.0),
+    "stdout close": ("import sys,os\nos.close(1)\nsys.stdout=None\ndef f(x): return 0", "assert f(1) == 2", 0.0),
+    "print lots": ("def f(x):\n  print('a'*3000000)\n  return 2", "assert f(1) == 2", 0.0),
+    "memory": ("def f(x): return 'a'*10**10", "assert f(1) == 2", 0.0),
+    "del token": ("import sys\ndef f(x):\n  sys.stdin=None; sys.modules.clear(); return 3", "assert f(1) == 2", 0.0),
+    "syntax weird": ("\x00", "assert f(1) == 2", 0.0),
+    "null in call": ("\x00", {"fn_name":"f","inputs":[[1]],"outputs":[1]}, 0.0),
+    "surrogate program": ("x = '\ud800'", {"fn_name":"f","inputs":[[1]],"outputs":[1]}, 0.0),
+    "surrogate program asserts": ("def f(x): return '\ud800'", "assert f(1) == 2", 0.0),
+    "deep brackets source": ("x = " + "["*200000 + "]"*200000, {"inputs":["1"],"outputs":["2"]}, 0.0),
+    "deep brackets print": ("print('['*200000)", {"inputs":["1"],"outputs":["[1]"]}, 0.0),
+    "deep value expected list": ("def f(x):\n  a=[]\n  for _ in range(900): a=[a]\n  return a", {"fn_name":"f","inputs":[[1]],"outputs":[[1]]}, 0.0),
+    "huge int print": ("print(10**400)", {"inputs":[""],"outputs":["0.5"]}, 0.0),
+    "huge int list": ("def f(x): return [10**400, 10**5000]", {"fn_name":"f","inputs":[[1]],"outputs":[[0.5, 0.25]]}, 0.0),
+    "huge int dict": ("def f(x): return {'a': 10**400}", {"fn_name":"f","inputs":[[1]],"outputs":[{"a": 0.5}]}, 0.0),
+    "dict evil keys": ("def f(x): return {(1,2): 3}", {"fn_name":"f","inputs":[[1]],"outputs":[{"a": 0.5}]}, 0.0),
+    "error evil repr": ("class B(Exception):\n  def __repr__(self): raise SystemExit\ndef f(x):\n  if x==1: raise B\n  return x", {"fn_name":"f","inputs":[[1],[2]],"outputs":[1,2]}, 0.5),
+    "error huge": ("def f(x): raise ValueError('a'*10**7)", {"fn_name":"f","inputs":[[1],[2]],"outputs":[1,2]}, 0.0),
+    "huge repr error asserts": ("def f(x):\n  if x == 1: raise ValueError('a'*10**6)\n  return x", ["assert f(1) == 1","assert f(2) == 2"], 0.5),
+    "monkey json": ("import json\njson.dumps=lambda *a,**k: '{\"value\": 2}'\ndef f(x): return 0", {"fn_name":"f","inputs":[[1]],"outputs":[2]}, 1.0),
+    # right ones in odd clothes
+    "numpy-free tolist": ("import array\ndef f(x): return array.array('i',[1,2])", {"fn_name":"f","inputs":[[1]],"outputs":[[1,2]]}, 1.0),
+    "lambda": ("f = lambda x: x+1", {"fn_name":"f","inputs":[[1]],"outputs":[2]}, 1.0),
+    "staticmethod": ("class Solution:\n  @staticmethod\n  def f(x): return x+1", {"fn_name":"f","inputs":[[1]],"outputs":[2]}, 1.0),
+    "mutate in place leet": ("class Solution:\n  def f(self, x):\n    x.sort()\n    return x", {"fn_name":"f","inputs":["[3,1,2]"],"outputs":["[1,2,3]"]}, 1.0),
+    "lru": ("from functools import lru_cache\nclass Solution:\n  def f(self, n):\n    @lru_cache(None)\n    def g(k): return 1 if k==0 else g(k-1)\n    return g(n)", {"fn_name":"f","inputs":["5000"],"outputs":["1"]}, 1.0),
+    "yes/no": ("print('YES')", {"inputs":[""],"outputs":["YES\n"]}, 1.0),
+    "trailing blank": ("print(1); print(2, end=' \\n\\n')", {"inputs":[""],"outputs":["1\n2\n"]}, 1.0),
+    "float fmt": ("print('%.6f' % (1/3))", {"inputs":[""],"outputs":["0.333333333"]}, 1.0),
+    "float exp": ("print(1/3*1e-7)", {"inputs":[""],"outputs":["3.3333333333e-08"]}, 1.0),
+    "list input": ("a=input();b=input();print(int(a)+int(b))", {"inputs":[["1","2"]],"outputs":[["3"]]}, 1.0),
+    "list ints": ("a=input();b=input();print(int(a)+int(b))", {"inputs":[[1,2]],"outputs":[[3]]}, 1.0),
+    "sys.stdin.buffer": ("import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read().upper())", {"inputs":["ab"],"outputs":["AB"]}, 1.0),
+    "if main": ("def main():\n  print(input())\nif __name__ == '__main__':\n  main()", {"inputs":["ab"],"outputs":["ab"]}, 1.0),
+    "helper in tests": ("class TreeNode:\n  def __init__(s,v,l=None,r=None): s.val=v;s.left=l;s.right=r\ndef depth(n): return 0 if n is None else 1+max(depth(n.left),depth(n.right))", "t = TreeNode(1, TreeNode(2), None)\nassert depth(t) == 2\nassert depth(None) == 0", 1.0),
+    "tests node": ("def depth(n): return 0 if n is None else 1+max(depth(n.left),depth(n.right))", "class TreeNode:\n  def __init__(s,v,l=None,r=None): s.val=v;s.left=l;s.right=r\nt = TreeNode(1, TreeNode(2), None)\nassert depth(t) == 2", 1.0),
+    "set cmp": ("def f(x): return set(x)", "assert f([1,2,2]) == {1,2}", 1.0),
+    "message": ("def f(x): return x", "assert f(1) == 1, f'got {f(1)}'", 1.0),
+    "entry kw": ("def f(x): return x", {"test":"def check(candidate):\n  assert True\n  assert candidate(x=2) == 2","entry_point":"f"}, 1.0),
+    "entry renamed fn": ("def g(x): return x", {"test":"def check(candidate):\n  assert True\n  assert candidate(2) == 2","entry_point":"f"}, 0.0),
+    "assert True first": ("import os; os._exit(0)", {"test":"assert True\nassert f(2) == 2"}, 0.0),
+    "tests as class check": ("def f(x): return x", {"test":"def check(candidate):\n  try:\n    assert candidate(2) == 2\n  except Exception as e:\n    raise AssertionError(e)","entry_point":"f"}, 1.0),
+    "io": ("print(input('n? '))", {"inputs":["5"],"outputs":["n? 5"]}, 1.0),
+    "typing names": ("from typing import List\ndef f(x: List[int]): return x", "def test_a():\n  x: List[int] = [1]\n  assert f(x) == [1]", 1.0),
+    "time limit tests": ("import time\ndef f(x): time.sleep(100)", "assert f(1) == 2", 0.0),
+    "unicode": ("print('é')", {"inputs":[""],"outputs":["é"]}, 1.0),
+    "mock print": ("def f(x): print('hi', x)", "import io, sys\nold=sys.stdout\nsys.stdout=io.StringIO()\nf(1)\nout=sys.stdout.getvalue()\nsys.stdout=old\nassert out == 'hi 1\\n'", 1.0),
+    "time module": ("def f(x): return 2", "import time\ns=time.time()\nassert f(1) == 2\nassert time.time() - s < 5", 1.0),
+    "random seed": ("def f(x): return 2", "import random\nrandom.seed(0)\nfor _ in range(3):\n  assert f(random.random()) == 2", 1.0),
+    "calendar object": ("class C:\n  def book(self,a): return a\ncalendar = C()", "assert calendar.book(3) == 3", 1.0),
+    "string local": ("def f(x): return x", "def test_a():\n  string = 'ab'\n  assert f(string) == string.lower()", 1.0),
+    "queue under test": ("class Queue:\n  def __init__(s): s.v=[]\n  def put(s,x): s.v.append(x)\n  def get(s): return s.v.pop(0)", "queue = Queue()\nqueue.put(1)\nassert queue.get() == 1", 1.0),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_rows_of_every_published_form(sandbox: Sandbox) -> None:
-    found = scores(sandbox, ROWS)
-    wrong = {name: (found[name], row[2]) for name, row in ROWS.items() if found[name] != pytest.approx(row[2])}
+@pytest.mark.parametrize("rows", [ROWS, ATTACKS], ids=["published forms", "odd programs and tests"])
+def test_rows_are_scored(sandbox: Sandbox, rows: dict[str, tuple[str, Any, Any]]) -> None:
+    found = scores(sandbox, rows)
+    wrong = {name: (found[name], row[2]) for name, row in rows.items() if found[name] != pytest.approx(row[2])}
     assert not wrong
 
 
