@@ -12,7 +12,7 @@ _OUTSIDE = re.compile(
 )  # what may stand before a fence: indentation, a quote, a list's mark
 _PYTHON = re.compile(r"[{\s.]*(?:language-)?(?:(?:i?python|py|pypy)[\d.]*(?![\w.+#-])|[\w./-]+\.py\b)", re.IGNORECASE)
 _TAG = re.compile(r"[{.\w][\w.+#:/}-]*(?:[ ,].*[={].*)?")
-_CODE = re.compile(r"\"\"\"|'''|\"(?:\\.|[^\"\\])*\"?|'(?:\\.|[^'\\])*'?|#.*")
+_CODE = re.compile(r"\"\"\"|'''|\"(?:\\.|[^\"\\])*\"?|'(?:\\.|[^'\\])*'?|#.*|```+|^\s*~~~+")
 
 
 @dataclass
@@ -28,6 +28,10 @@ class _Block:
         return _PYTHON.match(self.info) is not None
 
     @property
+    def is_code(self) -> bool:
+        return not self.info or self.is_python
+
+    @property
     def text(self) -> str:
         text = "".join(self.lines)
         return textwrap.dedent(text) if text.lstrip("\r\n")[:1] in ("\t", " ") else text
@@ -39,16 +43,20 @@ class _Block:
         width = len(self.before) if _OUTSIDE.fullmatch(self.before) else 0
         return line[min(width, len(line) - len(line.lstrip(" \t"))) :]
 
-    def add(self, line: str) -> None:
-        """Add a line, and follow its strings."""
+    def add(self, line: str) -> bool:
+        """Add a line, unless code has a fence there, outside of strings and comments; return whether it was added."""
+        place, quote = 0, self.quote
+        while found := (re.compile(rf"\\.|{quote}") if quote else _CODE).search(line, place):
+            place, token = found.end(), found[0].strip()
+            if not quote and token[:1] in ("`", "~"):
+                return False
+            if token == quote:
+                quote = ""
+            elif not quote and token in ('"""', "'''"):
+                quote = token
+        self.quote = quote
         self.lines.append(line)
-        place = 0
-        while found := (re.compile(rf"\\.|{self.quote}") if self.quote else _CODE).search(line, place):
-            place, token = found.end(), found[0]
-            if token == self.quote:
-                self.quote = ""
-            elif not self.quote and token in ('"""', "'''"):
-                self.quote = token
+        return True
 
 
 def last_program(text: str) -> str | None:
@@ -57,7 +65,7 @@ def last_program(text: str) -> str | None:
     Blocks in a thought do not count. A fence in a string of the program belongs to the program.
     """
     blocks, cut = _blocks(text, strings=True)
-    if cut and cut[-1].quote:  # a quote that is none: what follows is no string
+    if cut and cut[-1].is_code:  # perhaps a quote that is none, or a fence in a comment
         blocks, cut = _blocks(text, strings=False)
     marked = [block.text for block in blocks if block.is_python]
     others = [block.text for block in blocks if not block.info] or [block.text for block in cut if not block.info]
@@ -70,8 +78,8 @@ def _blocks(text: str, *, strings: bool) -> tuple[list[_Block], list[_Block]]:
     open_blocks: list[_Block] = []
     for line in re.findall(r"[^\n]*\n|[^\n]+", text):
         block = open_blocks[-1] if open_blocks else None
-        if block is not None and block.quote and strings:
-            block.add(block.inner(line))
+        code = block is not None and block.is_code and strings
+        if block is not None and code and not line.lstrip().startswith("</think>") and block.add(block.inner(line)):
             continue
         if "</think>" in line:
             done, open_blocks, block = [], [], None
@@ -85,7 +93,7 @@ def _blocks(text: str, *, strings: bool) -> tuple[list[_Block], list[_Block]]:
                 open_blocks.append(_Block(mark, info, before))
             continue
         ends = bool(fence) and mark[0] == block.mark[0] and len(mark) >= len(block.mark)
-        if ends and (not info or (starts and not opens)):
+        if ends and (not info or (starts and not opens) or (code and not starts)):
             block.lines += [before] if before.strip() else []
             done.append(open_blocks.pop())
         elif starts and opens and (ends or not block.is_python):  # another block before the end of this one
@@ -93,6 +101,6 @@ def _blocks(text: str, *, strings: bool) -> tuple[list[_Block], list[_Block]]:
                 done.append(open_blocks.pop())
             open_blocks.append(_Block(mark, info, before))
         else:
-            block.add(block.inner(line))
+            block.lines.append(block.inner(line))
     done += [block for block in open_blocks if block.is_python]
     return [block for block in done if block.text.strip()], open_blocks

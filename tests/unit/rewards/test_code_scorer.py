@@ -81,6 +81,68 @@ def test_fences_that_models_write(text: str, program: str | None) -> None:
     assert last_program(text) == program
 
 
+ANSWERS: dict[str, tuple[str, str | None]] = {
+    "deepseek": ("Okay, so I need to...\n</think>\n\nTo solve this, we use a stack.\n\n### Solution Code\n```python\nimport sys\n\ndef main():\n    print(9)\n\nmain()\n```\n\n### Explanation\n1. **Stack**: `[]`.\n","import sys\n\ndef main():\n    print(9)\n\nmain()\n"),
+    "qwen bold": ("**Final Answer**\n\n```python\nprint(9)\n```\n**Complexity**: `O(n)`","print(9)\n"),
+    "usage block then": ("```python\ndef f(x):\n    return x\n```\n\nExample usage:\n\n```python\nprint(f(3))\n```","print(f(3))\n"),
+    "answer tag": ("<answer>\n```python\nprint(9)\n```\n</answer>","print(9)\n"),
+    "answer tag one line": ("<answer>```python\nprint(9)\n```</answer>","print(9)\n"),
+    "boxed": ("\\boxed{\n```python\nprint(9)\n```\n}","print(9)\n"),
+    "eos": ("```python\nprint(9)\n```<|im_end|>","print(9)\n"),
+    "eos glued": ("```python\nprint(9)```<|im_end|>","print(9)"),
+    "bold lang": ("**Python**\n```Python\nprint(9)\n```","print(9)\n"),
+    "space lang": ("``` python\nprint(9)\n```","print(9)\n"),
+    "lang trailing space": ("```python \nprint(9)\n``` \n","print(9)\n"),
+    "dedent list": ("1. Step one\n\n    ```python\n    def f():\n        return 1\n    ```\n\n2. x","def f():\n    return 1\n"),
+    "details": ("<details>\n<summary>code</summary>\n\n```python\nprint(9)\n```\n\n</details>","print(9)\n"),
+    "jupyter": ("```python\nIn [1]\n```\n```python\nprint(9)\n```","print(9)\n"),
+    "diff": ("```diff\n- a\n+ b\n```\n```python\nprint(9)\n```","print(9)\n"),
+    "mermaid": ("```mermaid\ngraph TD;\nA-->B;\n```\n\n```py\nprint(9)\n```","print(9)\n"),
+    "sql": ("```sql\nSELECT 'it''s';\n```\n```python\nprint(9)\n```","print(9)\n"),
+    "console": ("```console\n$ python3 a.py\n```\n```python\nprint(9)\n```\n```console\n9\n```","print(9)\n"),
+    "untagged in then out": ("Input:\n```\n3\n1 2 3\n```\nOutput:\n```\n6\n```\n```python\nprint(9)\n```","print(9)\n"),
+    "untagged then py then untagged": ("```\nx\n```\n```python\nprint(9)\n```\nOutput\n```\n9\n```\n","print(9)\n"),
+    "tilde strike": ("~~old~~ new\n```python\nprint(9)\n```","print(9)\n"),
+    "fstring": ("```python\nx = f\"\"\"{'a'}\"\"\"\nprint(x)\n```\ntext","x = f\"\"\"{'a'}\"\"\"\nprint(x)\n"),
+    "rstring": ("```python\nx = r'\\'\nprint(9)\n```\ntext'''","x = r'\\'\nprint(9)\n"),
+    "comment fence": ("```python\n# ```\nprint(9)\n```\nx","# ```\nprint(9)\n"),
+    "comment end fence": ("```python\nprint(9)  # done\n```\nx","print(9)  # done\n"),
+    "docstring quotes": ("```python\ndef f():\n    '''It's \"\"\" fine'''\n    return 1\n```\nx","def f():\n    '''It's \"\"\" fine'''\n    return 1\n"),
+    "line cont": ("```python\nx = 'a\\\nb'\nprint(x)\n```\nx","x = 'a\\\nb'\nprint(x)\n"),
+    "nested md in py string closed by bare": ('```python\nPROMPT = """\n```json\n{}\n```\n"""\nprint(9)\n```\n','PROMPT = """\n```json\n{}\n```\n"""\nprint(9)\n'),
+    "5ticks": ("`````python\nprint(9)\n`````","print(9)\n"),
+    "mixed case py": ("```PYTHON\nprint(9)\n```","print(9)\n"),
+    "python=": ("```python=\nprint(9)\n```","print(9)\n"),
+    "python,linenos": ("```python,linenos\nprint(9)\n```","print(9)\n"),
+    "python 3.11": ("```python3.11\nprint(9)\n```","print(9)\n"),
+    "ipython3": ("```ipython3\nprint(9)\n```","print(9)\n"),
+    "path": ("```src/main.py\nprint(9)\n```","print(9)\n"),
+    "path py": ("```python src/main.py\nprint(9)\n```","print(9)\n"),
+    "filename": ("```python filename=main.py\nprint(9)\n```","print(9)\n"),
+    "highlight": ("```python hl_lines=\"2 3\"\nprint(9)\n```","print(9)\n"),
+    "cython": ("```cython\ncdef int x\n```\n```python\nprint(9)\n```","print(9)\n"),
+    "quote nested": ("> > ```python\n> > print(9)\n> > ```","print(9)\n"),
+    "quote blank": ("> ```python\n> def f():\n>\n>     return 1\n> ```","def f():\n\n    return 1\n"),
+    "two cut": ("```python\nprint(1)\n```\nNow\n```python\nprint(9","print(9"),
+    "tab indent": ("1.\t```python\n\tprint(9)\n\t```","print(9)\n"),
+    "close less indented": ("   ```python\n   print(9)\n```\nx","print(9)\n"),
+    "crlf quote": ("> ```python\r\n> print(9)\r\n> ```\r\n","print(9)\r\n"),
+    "think text": ("I think ```x``` and </think>\n```python\nprint(9)\n```","print(9)\n"),
+    "pre": ("Some `code`\n\n```python\nprint('</think>')\n```","print('</think>')\n"),
+    "only text tag": ("```text\nprint(9)\n```",None),
+    "md untagged inner": ("````\n```python\nprint(9)\n```\n````","print(9)\n"),
+    "md tilde inner": ("~~~markdown\n```python\nprint(9)\n```\n~~~","print(9)\n"),
+    "sentence ends in fence": ("Write it between ``` and ```.\n```python\nprint(9)\n```","print(9)\n"),
+    "html comment": ("<!-- ```python -->\n```python\nprint(9)\n```","print(9)\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_as_models_write_them(name: str) -> None:
+    text, program = ANSWERS[name]
+    assert last_program(text) == program
+
+
 @given(st.text(alphabet="`~\n '\"#>a\\", max_size=200))
 def test_no_text_stops_the_reader(text: str) -> None:
     last_program(text)
