@@ -39,7 +39,8 @@ def plan_of(texts: list[str], entry_point: str | None) -> dict[str, Any]:
     trees = [ast.parse(text) for text in texts]
     names = {node.name: node for tree in trees for node in tree.body if isinstance(node, _DEFINITIONS)}
     runs = [[name for name, node in names.items() if node in tree.body and _is_run(node)] for tree in trees]
-    trees = [_Counting(bool(any(runs))).visit(tree) for tree in trees]
+    for tree in trees:
+        tree.body = _counted(tree.body, any(runs))
     loose = [[node for node in tree.body if not isinstance(node, _DEFINITIONS)] for tree in trees]
     called = {node.name for nodes in loose for node in _reached(nodes, names) if isinstance(node, _DEFINITIONS)}
     runs = [[n for n in those if n not in called or isinstance(names[n], ast.ClassDef)] for those in runs]
@@ -125,16 +126,15 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
 
 
-def _reached(nodes: Iterable[ast.AST], names: dict[str, Any]) -> list[ast.AST]:
-    """Return the nodes below some nodes, and below the definitions that these name."""
-    found, waiting, seen = [], list(nodes), set[str]()
+def _reached(nodes: Iterable[ast.AST], names: dict[str, Any]) -> Iterator[ast.AST]:
+    """Yield the nodes below some nodes, and below the definitions that these name."""
+    waiting, seen = list(nodes), set[str]()
     while waiting:
         for node in ast.walk(waiting.pop()):
-            found.append(node)
+            yield node
             if isinstance(node, ast.Name) and node.id in names and node.id not in seen:
                 seen.add(node.id)
                 waiting.append(names[node.id])
-    return found
 
 
 def _is_assertion(node: ast.AST) -> bool:
@@ -148,27 +148,27 @@ def _asserts(node: ast.AST) -> bool:
     """Return whether a statement asserts something itself, outside of loops and definitions in it."""
     if isinstance(node, _DEFINITIONS):
         return False
-    inner = node.orelse if isinstance(node, _LOOPS) else ast.iter_child_nodes(node)
-    return _is_assertion(node) or any(map(_asserts, inner))
+    if isinstance(node, ast.Try | ast.If | ast.With | ast.AsyncWith | ast.For | ast.AsyncFor | ast.While):
+        inner = node.orelse if isinstance(node, _LOOPS) else ast.iter_child_nodes(node)
+        return any(map(_asserts, inner))
+    return any(map(_is_assertion, ast.walk(node)))
 
 
-class _Counting(ast.NodeTransformer):
-    """Counts the assertions that a text reaches; runs what ``if __name__ == "__main__"`` guards, or drops it.
-
-    Args:
-        drops: True if the text has functions or classes that a runner calls.
-    """
-
-    def __init__(self, drops: bool) -> None:
-        self.drops = drops
-
-    def visit(self, node: ast.AST) -> Any:
-        node = self.generic_visit(node)
-        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-            return ast.Pass() if self.drops else node.body
-        if isinstance(node, ast.stmt) and _asserts(node):
-            return [ast.parse(f"{REACHED}()").body[0], node]
-        return node
+def _counted(body: list[Any], drops: bool) -> list[ast.stmt]:
+    """Return statements that count the assertions reached, and run or drop what ``if __name__ == "__main__"`` guards."""
+    counted: list[ast.stmt] = []
+    for node in body:
+        for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            for name in ("body", "orelse", "finalbody"):
+                if getattr(part, name, None):
+                    setattr(part, name, _counted(getattr(part, name), drops))
+        if isinstance(node, ast.If) and any(
+            isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test)
+        ):
+            counted += [ast.Pass()] if drops else node.body
+        else:
+            counted += [*ast.parse(f"{REACHED}()" * _asserts(node)).body, node]
+    return counted
 
 
 def modules_of(plan: dict[str, Any]) -> dict[str, Any]:
