@@ -116,9 +116,9 @@ def _is_run(node: ast.stmt) -> bool:
     """Return whether pytest or unittest would run a function or class."""
     if isinstance(node, ast.ClassDef):
         bases = [ast.unparse(base) for base in node.bases]
-        own = any(isinstance(method, ast.FunctionDef) and method.name.startswith("test") for method in node.body)
+        has_tests = any(isinstance(method, ast.FunctionDef) and method.name.startswith("test") for method in node.body)
         inherits = any(not base.endswith("TestCase") for base in bases)
-        return (own or inherits) and (node.name.startswith("Test") or any("Test" in base for base in bases))
+        return (has_tests or inherits) and (node.name.startswith("Test") or any("Test" in base for base in bases))
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
 
 
@@ -185,13 +185,13 @@ def modules_of(plan: dict[str, Any]) -> dict[str, Any]:
             vars(importlib.import_module(runner))["main"] = lambda *_, **__: None
     for name, (module, member, optional) in plan["imports"].items():
         with contextlib.suppress(*[ImportError] * optional):
-            space[name] = found = importlib.import_module(module)
+            space[name] = imported = importlib.import_module(module)
             if member and member != "*":
-                space[name] = getattr(found, member, None) or importlib.import_module(f"{module}.{member}")
+                space[name] = getattr(imported, member, None) or importlib.import_module(f"{module}.{member}")
     for name, (module, member, attributes) in plan["modules"].items():
-        found = importlib.import_module(module)
-        if all(hasattr(found, attribute) for attribute in attributes):
-            space[name] = getattr(found, member) if member else found
+        imported = importlib.import_module(module)
+        if all(hasattr(imported, attribute) for attribute in attributes):
+            space[name] = getattr(imported, member) if member else imported
     return space
 
 

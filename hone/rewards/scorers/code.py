@@ -164,6 +164,8 @@ def read_tests(ground_truth: Any, max_tests: int = 20, entry_point: Any = None) 
     names = ("assert_case", "tests", "test_list", "test")
     if asserted := next(filter(None, (_plain_data(truth.get(name)) for name in names)), None):
         texts = [asserted] if isinstance(asserted, str) else [str(text) for text in asserted[:max_tests]]
+        if not any(text.strip() for text in texts):
+            return _no_tests(ground_truth)
         before = [*_plain_data(truth.get("test_imports") or []), str(truth.get("test_setup_code") or "")]
         texts = [text for text in (*before, *texts) if text.strip()]
         return Tests(assertions=tuple(texts), entry_point=truth.get("entry_point") or entry_point)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _FENCE = re.compile(r"(?P<before>.*?)(?P<mark>(?<!`)```++(?=[^`]*$)|(?<!~)~~~++)(?P<info>.*)$")
 _OUTSIDE = re.compile(
     r"[\s>]*(?:[-*+]|\d+[.)])?\s*"
-)  # what may stand before a fence: indentation, a quote, a list's mark
+)  # what is allowed before a fence: indentation, a quote, a list's mark
 _PYTHON = re.compile(r"[{\s.]*(?:language-)?(?:(?:i?python|py|pypy)[\d.]*(?![\w.+#-])|[\w./-]+\.py\b)", re.IGNORECASE)
 _TAG = re.compile(r"[{.\w][\w.+#:/}-]*(?:[ ,].*[={].*)?")
 _CODE = re.compile(r"\"\"\"|'''|\"(?:\\.|[^\"\\])*\"?|'(?:\\.|[^'\\])*'?|#.*|```+|^\s*~~~+")
@@ -46,8 +46,8 @@ class _Block:
     def add(self, line: str) -> bool:
         """Add a line, unless code has a fence there, outside of strings and comments; return whether it was added."""
         place, quote = 0, self.quote
-        while found := (re.compile(rf"\\.|{quote}") if quote else _CODE).search(line, place):
-            place, token = found.end(), found[0].strip()
+        while match := (re.compile(rf"\\.|{quote}") if quote else _CODE).search(line, place):
+            place, token = match.end(), match[0].strip()
             if not quote and token[:1] in ("`", "~"):
                 return False
             if token == quote:
