@@ -33,7 +33,7 @@ def plan_of(texts: list[str], entry_point: str | None) -> dict[str, Any]:
     """Return the plan by which ``assertion_program.py`` runs the texts.
 
     Raises:
-        SyntaxError: a text is no code.
+        SyntaxError: a text is not code.
         ValueError: no text asserts anything, whatever the program does.
     """
     trees = [ast.parse(text) for text in texts]
