@@ -10,6 +10,15 @@ from support.tiny_runs import make_model, make_tiny_runs, rl_words
 
 from hone.config.distillation import SAMPLED_MODES, TOP_K_MODES, WHOLE_MODES
 
+pytestmark = pytest.mark.application(
+    "hone/trainers/distillation.py",
+    "hone/trainers/teacher_inputs.py",
+    "hone/training/teacher.py",
+    "hone/training/served_teacher.py",
+    "hone/algorithms/distillation.py",
+    "hone/cluster/teacher.py",
+)
+
 BLOCK = "distillation"
 PRESET = ("--preset=opd", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=4")
 ONE_UPDATE = "actor_rollout_ref.actor.ppo_mini_batch_size=4"

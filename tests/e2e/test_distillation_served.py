@@ -42,6 +42,11 @@ from hone.generation.environments import interpreter_of
 from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS
 from hone.training.served_teacher import ServedTeacher, ServedTeachers, TeacherError
 
+pytestmark = pytest.mark.application(
+    "hone/training/served_teacher.py",
+    "hone/algorithms/distillation.py",
+)
+
 BLOCK = "distillation"
 K = 5
 KEY = "a key"

@@ -8,6 +8,10 @@ from support.archives import records
 from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
 
+pytestmark = pytest.mark.application(
+    "hone/generation/native/speculative",
+)
+
 BLOCK = "actor_rollout_ref.rollout.speculative"
 VARIES = (
     "timing",

@@ -7,6 +7,12 @@ import pytest
 from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
 
+pytestmark = pytest.mark.application(
+    "hone/trainers/turn_values.py",
+    "hone/trainers/forks.py",
+    "hone/agents/forking.py",
+)
+
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 AGENT = (
     f"{MULTI_TURN}.enable=true",

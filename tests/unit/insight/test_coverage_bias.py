@@ -13,6 +13,10 @@ from hone.insight.coverage.bias import Comparison, compare_dropped
 from hone.insight.coverage.reading import EndedDraw
 from hone.insight.coverage.report import bias_words
 
+pytestmark = pytest.mark.application(
+    "hone/insight/coverage",
+)
+
 
 def chance(share: float) -> Drop:
     return lambda random, draw: "failed" if random.random() < share else None

@@ -27,6 +27,12 @@ from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
 
+pytestmark = pytest.mark.application(
+    "hone/models/compiled.py",
+    "hone/models/attention/traceable.py",
+    "constraints.txt",
+)
+
 CPU = torch.device("cpu")
 
 

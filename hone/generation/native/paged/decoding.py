@@ -146,7 +146,7 @@ class StepGraphs:
         Raises:
             CaptureError: the step runs, and could not be captured.
         """
-        before, stream = table.saved(), torch.cuda.Stream()
+        before, stream = table.saved(), _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
@@ -155,12 +155,18 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads of the trainer's process may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 results = step()
         except RuntimeError as error:
             raise CaptureError(str(error)) from error
         self._pool = graph.pool()
         return graph, results
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device: torch keeps a workspace of cuBLAS for every stream that ever multiplied."""
+    return torch.cuda.Stream(device)
 
 
 def size_of_graph(rows: int, most: int) -> int:

@@ -53,7 +53,7 @@ def graph_obstacle(causal: Any, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the device is '{device.type}'"
     rope = getattr(causal.get_decoder().rotary_emb, "rope_type", "default")
-    if "dynamic" in rope:
+    if "dynamic" in rope or rope == "longrope":
         return f"its rotary embedding ('{rope}') reads the longest position on the host"
     return None
 
