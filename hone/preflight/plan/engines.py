@@ -66,7 +66,7 @@ def room_for_pages(work: Work, pool: Pool, capacity: float, resident: float) -> 
 def least_share_for_pages(work: Work, capacity: float) -> float:
     """Return the smallest ``gpu_memory_utilization`` with which the cache of pages holds one sequence."""
     one = (work.prompt + work.response) * token_bytes(work)
-    return math.ceil((_engine_weights(work) + one) / capacity / SHARE_STEP) * SHARE_STEP
+    return round(math.ceil((_engine_weights(work) + one) / capacity / SHARE_STEP) * SHARE_STEP, 2)
 
 
 def _engine_weights(work: Work) -> float:

@@ -52,6 +52,7 @@ def test_a_plan_from_the_config_alone(words: list[str]) -> None:
 def test_a_placement(words: list[str]) -> None:
     done = call(*words, "--cluster", "8xH100", "actor_rollout_ref.actor.dtype=bfloat16")
     assert done.exit_code == 0 and "trainer.n_gpus_per_node=8" in done.output
+    assert "gpu_memory_utilization=0.6" in done.output, "half of a GPU does not hold the engine's weights twice"
 
 
 def test_exit_code_when_nothing_fits(words: list[str]) -> None:
