@@ -31,6 +31,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hone.data.answers import after_hashes, boxed, find_numbers, read_number
 from hone.data.files import read_all
 from hone.data.images import IMAGE_MARK, IMAGE_PARTS, read_image
 from hone.data.media import COLUMNS as MEDIA_COLUMNS
@@ -69,24 +70,21 @@ class Conversion:
 
 
 def _after_mark(text: str) -> str:
-    return text.rpartition("####")[2].strip().replace(",", "") if "####" in text else ""
+    line = after_hashes(text) or ""
+    number = read_number(line)
+    return number.text if number is not None else line
 
 
-def _boxed(text: str) -> str:
-    matches = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    return matches[-1] if matches else ""
-
-
-def _number(text: str) -> str:
-    matches = re.findall(r"-?\d[\d,]*\.?\d*", text)
-    return matches[-1].replace(",", "").rstrip(".") if matches else ""
+def _last_number(text: str) -> str:
+    numbers = find_numbers(text)
+    return numbers[-1].text if numbers else ""
 
 
 GROUND_TRUTHS: dict[str, Callable[[str], str]] = {
     "whole": str.strip,
     "####": _after_mark,
-    "boxed": _boxed,
-    "last-number": _number,
+    "boxed": lambda text: boxed(text) or "",
+    "last-number": _last_number,
 }
 """Extraction of the ground truth from the last answer, by name."""
 

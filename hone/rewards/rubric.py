@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.reward_services import JudgeConfig
+from hone.data.answers import last_answer, leading_number
 from hone.data.images import content_text
 from hone.errors import RewardError
 
@@ -29,7 +30,13 @@ answer>>>
 Is it correct, complete and to the point? Think in a few words, then end with one line:
 Score: N
 where N is a number from 0 (worthless) to 10 (perfect)."""
-_SCORE = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?|\[\[(-?\d+(?:\.\d+)?)\]\]", re.IGNORECASE)
+_SCORE = re.compile(
+    r"\bscore\b[\"'*_]*(?:\s*[(\[][^()\[\]\n]{0,40}[)\]]|\s+(?:for|out of)\b[^:=\n]{0,40})?[\"'*_]*"
+    r"(?:\s*[:=](?P<stated>)[:=]?|\s+(?:is|of)\b:?|(?<=score)(?=\s+[\d.]+\s*(?:/\s*\d+\s*)?$))|\[\[",
+    re.IGNORECASE | re.MULTILINE,
+)
+_OUT_OF = re.compile(r"\W*out of\s+(?P<most>\d+)")
+_RANGE = re.compile(r"\s*(?:[-–—~]|to\b|or\b)\s*\d")
 _MARKS = ("<<<answer", "answer>>>")
 
 
@@ -62,7 +69,7 @@ class Rubric:
 
     def score(self, judgement: str) -> float | None:
         """Return the score of a judgement scaled to 0..1; None without one from 0 to ``max_score``."""
-        parsed = parse_score(judgement)
+        parsed = parse_score(judgement, self.max_score)
         return None if parsed is None or not 0 <= parsed <= self.max_score else parsed / self.max_score
 
     def missing(self, judgement: str) -> str:
@@ -84,14 +91,26 @@ def fill_rubric(rubric: str, question: str, response: str, ground_truth: str) ->
     return re.sub("|".join(map(re.escape, values)), lambda match: values[match.group()], rubric)
 
 
-def parse_score(text: str) -> float | None:
+def parse_score(text: str, max_score: float = 10.0) -> float | None:
     """Return the last score in a judgement: ``Score: 7``, ``"score": 7``, ``**Score:** 7/10`` or ``[[7]]``; None without one.
 
-    >>> parse_score("Score: 3, no: better. **Score:** 7.5/10"), parse_score('{"score": 4}'), parse_score("fine")
+    "4/5" and "4 out of 5" are four fifths of ``max_score``. A range, and a last "Score:" without a number, are no score.
+
+    >>> parse_score("Score: 3, no: better. **Score:** 7.5/10"), parse_score('{"score": 4}'), parse_score("Score: none")
     (7.5, 4.0, None)
     """
-    scores = _SCORE.findall(text)
-    return float(scores[-1][0] or scores[-1][1]) if scores else None
+    text = last_answer(text)
+    found: float | None = None
+    for match in _SCORE.finditer(text):
+        number, rest = leading_number(text[match.end() :].lstrip().partition("\n")[0])
+        if number is not None and not _RANGE.match(rest):
+            most = _OUT_OF.match(rest)
+            divided = most is not None or "/" in number.text or number.unit == "%"
+            share = number.value / (int(most["most"]) or 1 if most else 100 if number.unit == "%" else 1)
+            found = float(share) * (max_score if divided else 1.0)
+        elif number is not None or match["stated"] is not None:
+            found = None
+    return found
 
 
 def _read(path: str) -> str:

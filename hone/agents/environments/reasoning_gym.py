@@ -50,7 +50,7 @@ class ReasoningGym(Environment):
 
     async def step(self, turn: AssistantTurn) -> Step:
         """Score an answer: the text after the last ``<answer>`` or ``####``, else the whole turn."""
-        from hone.rewards.scorers.base import final_answer
+        from hone.data.answers import final_answer
 
         self.tries_made += 1
         score = float(

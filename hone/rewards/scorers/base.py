@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.data.answers import last_answer
 from hone.errors import RewardError
 from hone.registry import Registry
 
@@ -51,7 +53,7 @@ class Scorer:
     @property
     def is_async(self) -> bool:
         """True if the scorer uses a service and is awaited."""
-        return inspect.iscoroutinefunction(self.compute)
+        return inspect.iscoroutinefunction(inspect.unwrap(self.compute))
 
     @property
     def reads_text_only(self) -> bool:
@@ -95,7 +97,7 @@ class Scorer:
     @property
     def file(self) -> str:
         """Path of the scorer's source file."""
-        return str(inspect.getsourcefile(self.compute))
+        return str(inspect.getsourcefile(inspect.unwrap(self.compute)))
 
     def is_installed(self) -> bool:
         """Return whether the required package is installed."""
@@ -120,16 +122,32 @@ def register_scorer(
     package: tuple[str, str] | None = None,
     prepare: Callable[[], object] = _nothing,
     check: Callable[[Any], object] | None = None,
+    whole_text: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a function as scorer ``name`` of ``data_sources``."""
+    """Return a decorator that registers a function as scorer ``name`` of ``data_sources``.
+
+    The scorer receives the last turn without thoughts and tool calls as ``solution_str``; with ``whole_text`` all that the policy wrote.
+    """
 
     def decorate(compute: Callable[..., Any]) -> Callable[..., Any]:
         names = frozenset(inspect.signature(compute).parameters)
+        compute = compute if whole_text else _of_last_answer(compute)
         options, context = names - {*ARGUMENTS, *CONTEXT}, names & set(CONTEXT)
         SCORERS.register(name)(Scorer(name, compute, data_sources, options, may_hang, package, prepare, context, check))
         return compute
 
     return decorate
+
+
+def _of_last_answer(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a scorer that reads the last answer of the text that it receives."""
+
+    @functools.wraps(compute)
+    def on_answer(data_source: str, solution_str: str, *rest: Any, **named: Any) -> Any:
+        extra_info = rest[1] if len(rest) > 1 else named.get("extra_info")
+        return compute(data_source, last_answer(solution_str, extra_info), *rest, **named)
+
+    return on_answer
 
 
 def scorer_for(data_source: str) -> Scorer | None:
@@ -142,24 +160,3 @@ def scorer_for(data_source: str) -> Scorer | None:
         if any(fnmatch.fnmatchcase(data_source, pattern) for pattern in scorer.data_sources):
             return scorer
     return None
-
-
-def tagged_answer(text: str, tag: str = "answer") -> str | None:
-    """Return the text of the last ``<answer>...</answer>``, or None."""
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
-    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
-
-
-def final_answer(text: str) -> tuple[str, bool]:
-    """Return the answer in a response, and whether it was marked as such.
-
-    The answer is in the last ``<answer>...</answer>``, else after the last ``####``, else the whole response.
-    """
-    tagged = tagged_answer(text)
-    if tagged is not None:
-        return tagged, True
-    _, mark, rest = text.rpartition("####")
-    if mark:
-        return rest.strip().partition("\n")[0].strip(), True
-    return text.strip(), False

@@ -10,11 +10,14 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-from hone.rewards.scorers.base import final_answer, register_scorer
+from hone.data.answers import final_answer, plain_text
+from hone.rewards.scorers.base import register_scorer
 
 MAX_CHARACTERS = 256
 """Maximum length of an expression in characters."""
 
+_DIVIDED = ("÷", "\\div")
+_SIGNS = re.compile(r"×|÷|\\times|\\cdot|\\div")
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -31,8 +34,8 @@ def compute_score(
 
     Args:
         data_source: not used.
-        solution_str: the response; the expression is in ``<answer>...</answer>`` or after ``####``, else the whole response. Text
-            after an equals sign is ignored.
+        solution_str: the response; the expression is in a box, ``<answer>...</answer>`` or after ``####``, else the whole response.
+            Text after an equals sign is ignored.
         ground_truth: ``{"target": 33, "numbers": [3, 7, 12]}``, as JSON text or as a dict.
         extra_info: not used.
         format_score: reward of a valid expression with the right numbers and a wrong value.
@@ -45,7 +48,8 @@ def compute_score(
     """
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     target, numbers = Fraction(truth["target"]), [int(number) for number in truth["numbers"]]
-    value = evaluate(final_answer(solution_str)[0].partition("=")[0].strip(), numbers)
+    answer = plain_text(final_answer(solution_str, stated=True)[0][:1000]).partition("=")[0]
+    value = evaluate(_SIGNS.sub(lambda sign: "*/"[sign[0] in _DIVIDED], answer).strip(), numbers)
     correct = value == target
     reward = 1.0 if correct else format_score if value is not None else 0.0
     pred = None if value is None else str(value)

@@ -6,7 +6,8 @@ import functools
 import json
 from typing import Any
 
-from hone.rewards.scorers.base import final_answer, register_scorer
+from hone.data.answers import final_answer
+from hone.rewards.scorers.base import register_scorer
 
 PREFIX = "reasoning_gym/"
 

@@ -6,26 +6,21 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
-from hone.rewards.scorers.base import final_answer, register_scorer, tagged_answer
+from hone.data.answers import TAIL, chosen_letter, final_answer, find_numbers, read_number, tagged_answer
+from hone.rewards.scorers.base import register_scorer
 
-TAIL = 1000
-"""Characters at the end of a response that are searched for an answer."""
 MAX_TAGS = 10
 """Maximum number of answer tags; a response with more is guessing."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_STATED = re.compile(r"answer(?:\s+is|\s*:)?\W{0,12}([A-Z])\b(?!\w)", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\{\W{0,3}(?:\\text\{)?\W{0,3}([A-Za-z])\W{0,4}\}")
-_SINGLE_LETTER = re.compile(r"(?:^|[\s(*\[])([A-Z])(?=[\s).:*\]]|$)")
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|[-+]?\.\d+")
 
 
 def squad_normal(text: str) -> str:
-    """Normalise text as SQuAD does: lower case, no punctuation or articles, single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Normalise text as SQuAD does: lower case, no punctuation or articles, single spaces; unchanged if nothing is left."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()) or text.strip().casefold()
 
 
 @register_scorer("f1", "f1", "squad*")
@@ -37,7 +32,7 @@ def f1_score(
     The answer is in ``<answer>...</answer>``, after ``####``, or the whole response. Words are normalised as in SQuAD.
     """
     answer, marked = final_answer(solution_str)
-    best = max(_f1(squad_normal(answer), squad_normal(truth)) for truth in _truths(ground_truth))
+    best = max(_f1(squad_normal(answer), squad_normal(truth)) for truth in truths_of(ground_truth))
     return {"score": best, "acc": float(best == 1.0), "format": float(marked), "pred": answer[:200]}
 
 
@@ -63,7 +58,7 @@ def search_em_score(
         substring: True to accept an answer that contains a ground truth.
     """
     answer = tagged_answer(solution_str)
-    truths = [squad_normal(truth) for truth in _truths(ground_truth)]
+    truths = [squad_normal(truth) for truth in truths_of(ground_truth)]
     given = squad_normal(answer or "")
     right = answer is not None and (any(truth in given for truth in truths if truth) if substring else given in truths)
     score = 1.0 if right else format_score if answer is not None else 0.0
@@ -78,8 +73,8 @@ def multiple_choice_score(
 ) -> dict[str, Any]:
     r"""Score 1 for the right letter.
 
-    The letter is in the last ``<answer>`` or ``####``, else in the last ``\boxed{}``, else after the last "answer is". Otherwise it
-    is the last single letter near the end, if all single letters there are the same.
+    The letter is in the last ``<answer>``, ``####`` or ``\boxed{}``, else after the last "answer is". Otherwise it is the single
+    letter near the end, if all single letters there are the same. Words such as "a" and "I" are no letters.
 
     Args:
         data_source: not used.
@@ -88,7 +83,7 @@ def multiple_choice_score(
         extra_info: not used.
     """
     truth = _letter_of(ground_truth)
-    letter = _letter(solution_str)
+    letter = chosen_letter(solution_str)
     return {
         "score": float(letter == truth),
         "acc": float(letter == truth),
@@ -108,27 +103,28 @@ def number_score(
 ) -> dict[str, Any]:
     """Score 1 for a number within ``tolerance`` (relative) of the true one, else up to ``partial``.
 
-    The last number of the answer counts (after ``####``, in ``<answer>``, else of the response). Other numbers get ``partial x (1 -
-    relative error)``, a graded reward.
+    The last number of the answer counts (in a box, ``<answer>``, after ``####`` or "answer is", else of the response). Other numbers
+    get ``partial x (1 - relative error)``, a graded reward.
     """
-    truth_numbers = _NUMBER.findall(str(ground_truth))
-    if len(truth_numbers) != 1:
+    truths = find_numbers(str(ground_truth))
+    if len(truths) != 1:
         raise ValueError(f"ground_truth {ground_truth!r} is not one number")
-    truth, answer = _float(truth_numbers[0]), final_answer(solution_str)[0]
-    given = [_float(number) for number in _NUMBER.findall(answer[-TAIL:])]
-    if not given:
+    answer = final_answer(solution_str, stated=True)[0][-TAIL:]
+    whole = read_number(answer)
+    given = whole or next(reversed(find_numbers(answer)), None)
+    if given is None:
         return {"score": 0.0, "acc": 0.0, "format": 0.0, "pred": None}
-    error = abs(given[-1] - truth) / max(abs(truth), 1e-12)
-    right = error <= tolerance
+    error = float(abs(given.value - truths[0].value) / max(abs(truths[0].value), Fraction(1, 10**12)))
+    right = error <= tolerance or given.agrees(truths[0])
     return {
         "score": 1.0 if right else partial * max(0.0, 1.0 - error),
         "acc": float(right),
         "format": 1.0,
-        "pred": given[-1],
+        "pred": float(given.value),
     }
 
 
-def _truths(ground_truth: Any) -> list[str]:
+def truths_of(ground_truth: Any) -> list[str]:
     """Return all right answers of a text, a list, or JSON of ``{"target": ...}``."""
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "["):
         try:
@@ -161,20 +157,3 @@ def _letter_of(truth: Any) -> str:
     if text.isdigit() and int(text) < 26:
         return string.ascii_uppercase[int(text)]
     raise ValueError(f"ground_truth {truth!r} is not a letter of a choice")
-
-
-def _letter(text: str) -> str | None:
-    answer, marked = final_answer(text)
-    if marked:
-        letters: Sequence[str] = _SINGLE_LETTER.findall(answer[:TAIL].upper())
-        return letters[0] if len(set(letters)) == 1 else None
-    end = text[-TAIL:]
-    for pattern in (_BOXED, _STATED):
-        if matches := pattern.findall(end):
-            return matches[-1].upper()
-    letters = _SINGLE_LETTER.findall(end.rstrip()[-40:])
-    return letters[-1] if len(set(letters)) == 1 else None
-
-
-def _float(number: str) -> float:
-    return float(number.replace(",", ""))

@@ -1,22 +1,13 @@
-"""Scorer of mathematics: compare final answers by math-verify if installed, else as normalised text."""
+"""Scorer of mathematics: compare final answers as numbers and words, and formulas by math-verify if installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-import re
-from fractions import Fraction
 from typing import Any
 
-from hone.rewards.scorers.base import final_answer, register_scorer
-
-TAIL = 1000
-"""Characters at the end of a response that are searched if no answer is marked."""
-
-_UNITS = re.compile(r"\\(?:text|mbox|mathrm)\{[^{}]*\}")
-_SPACING = re.compile(r"\\[!,;: ]|\\left|\\right|\\\$|\$|\s|\\%|%|\^\{?\\circ\}?")
-_FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}|(-?)\\frac(\d)(\d)")
-_STATED = re.compile(r"(?:final )?answer(?: is|:)\s*([^\n]+)", re.IGNORECASE)
+from hone.data.answers import TAIL, boxed, final_answer, same_answer
+from hone.rewards.scorers.base import register_scorer
 
 
 def _installed() -> bool:
@@ -42,19 +33,19 @@ def compute_score(
 ) -> dict[str, Any]:
     r"""Score 1 if the response's final answer is mathematically equal to the ground truth.
 
-    The answer is in the last ``\boxed{...}``, else in ``<answer>...</answer>`` or after ``####``, else after the last
-    "answer is", else the end of the response is searched. Only the last box counts: listing guesses does not help.
+    The answer is in the last ``\boxed{...}``, ``<answer>...</answer>`` or line after ``####``, else after the last "answer is".
+    Without any of them the end of the response is searched. Only the last mark counts: listing guesses does not help.
 
     Returns:
-        ``score``; ``acc``; ``format`` (1 if an answer is marked); ``pred``; ``verifier``: "math-verify", or "exact" (equal
-        as normalised text or as fractions of integers) if that package is not installed.
+        ``score``; ``acc``; ``format`` (1 if an answer is marked); ``pred``; ``verifier``: "math-verify", or "exact" (formulas are
+        equal as normalised text) if that package is not installed.
     """
-    answer, marked = extract(solution_str)
-    truth = boxed(str(ground_truth)) or str(ground_truth)
-    if _installed():
-        correct, verifier = normalise(answer) == normalise(truth) or _verify(answer, truth, marked), "math-verify"
-    else:
-        correct, verifier = equal(answer, truth), "exact"
+    answer, marked = final_answer(solution_str, stated=True)
+    answer, truth = answer if marked else answer[-TAIL:], boxed(str(ground_truth)) or str(ground_truth)
+    correct = same_answer(answer, truth)
+    if correct is None:
+        correct = _installed() and _verify(answer, truth, marked)
+    verifier = "math-verify" if _installed() else "exact"
     return {
         "score": float(correct),
         "acc": float(correct),
@@ -62,63 +53,6 @@ def compute_score(
         "pred": answer[:200],
         "verifier": verifier,
     }
-
-
-def extract(text: str) -> tuple[str, bool]:
-    """Return the final answer of a response, and whether it was marked as such."""
-    inside = boxed(text)
-    if inside is not None:
-        return inside, True
-    answer, marked = final_answer(text)
-    if marked:
-        return answer, True
-    matches = _STATED.findall(text[-TAIL:])
-    return (matches[-1].strip().rstrip("."), True) if matches else (text[-TAIL:].strip(), False)
-
-
-def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` (or ``\fbox``) with balanced braces, or None."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
-        return None
-    begin = text.index("{", start) + 1
-    depth = 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[begin:position].strip()
-    return None
-
-
-def equal(answer: str, truth: str) -> bool:
-    """Compare as normalised text, or as integers, decimals and fractions of them."""
-    left, right = normalise(answer), normalise(truth)
-    if left == right:
-        return True
-    values = [_number(text) for text in (left, right)]
-    return values[0] is not None and values[0] == values[1]
-
-
-def normalise(text: str) -> str:
-    """Remove spacing, units, dollar signs, thousands separators, "x =" and a final full stop."""
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",").strip().rstrip(".")
-    text = _SPACING.sub("", _UNITS.sub("", text))
-    text = re.sub(r"^[a-zA-Z]=", "", text)
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    return re.sub(r"^(-?)\.(?=\d)", r"\g<1>0.", text)
-
-
-def _number(text: str) -> Fraction | None:
-    match = _FRACTION.fullmatch(text)
-    if match:
-        sign, top, bottom = match.group(1, 2, 3) if match.group(2) else match.group(4, 5, 6)
-        text = f"{top}/{bottom}" if not sign else f"{-int(top)}/{bottom}"
-        if int(bottom) < 0:
-            text = f"{-int(text.partition('/')[0])}/{-int(bottom)}"
-    try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        return None
 
 
 def _verify(answer: str, truth: str, marked: bool) -> bool:

@@ -1,19 +1,11 @@
-"""Scorer of mathematics as in DAPO: the text after the last "Answer:", normalised as in Minerva, 1 or -1."""
+"""Scorer of mathematics as in DAPO: the text after the last "Answer:", compared as numbers, words or text, 1 or -1."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from hone.data.answers import boxed, plain_text, same_answer, stated_answer
 from hone.rewards.scorers.base import register_scorer
-from hone.rewards.scorers.math_answer import boxed, equal, normalise
-
-TAIL, BOX_TAIL = 300, 100
-"""Characters at the end of a response that are searched for "Answer:" and for a box."""
-_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_WORDS = re.compile(
-    r"\b(?:square|units?|integers?|dollars?|mph|inches|ft|hours?|days?|degrees?|cents?|meters?|minutes?|points?|sq)\b"
-)
 
 
 @register_scorer("math_dapo", "math_dapo", "math_dapo_*")
@@ -27,7 +19,7 @@ def compute_score(
 ) -> dict[str, Any]:
     r"""Score 1 for the right answer, ``wrong`` for any other or none.
 
-    The answer is after the last "Answer:" among the last 300 characters, else in the last ``\boxed{}`` among the last 100.
+    The answer is after the last "Answer:", else in the last ``\boxed{}``.
 
     Args:
         data_source: not used.
@@ -37,9 +29,9 @@ def compute_score(
         strict_box_verify: True to read only the box.
         wrong: reward of a wrong answer.
     """
-    answers = [] if strict_box_verify else _ANSWER.findall(solution_str[-TAIL:])
-    answer = answers[-1] if answers else boxed(solution_str[-BOX_TAIL:])
-    correct = answer is not None and equal(strip_decoration(answer), strip_decoration(str(ground_truth)))
+    stated = None if strict_box_verify else stated_answer(solution_str, colon=True)
+    answer = boxed(solution_str) if stated is None else stated
+    correct = same_answer(_result(answer or ""), _result(str(ground_truth))) is True
     return {
         "score": 1.0 if correct else wrong,
         "acc": float(correct),
@@ -48,8 +40,7 @@ def compute_score(
     }
 
 
-def strip_decoration(answer: str) -> str:
-    """Remove a box, text before "=", words of units, dollar signs and a full stop from an answer."""
+def _result(answer: str) -> str:
+    """Return the box in an answer, or what is after its last equals sign."""
     inside = boxed(answer)
-    text = (inside if inside is not None else answer).split("=")[-1]
-    return normalise(_WORDS.sub("", text.replace("\\$", "").replace("$", "")))
+    return plain_text(inside if inside is not None else answer).rpartition("=")[2]

@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any
 
-from hone.rewards.scorers.base import register_scorer, tagged_answer
+from hone.data.answers import tagged_answer
+from hone.rewards.scorers.base import register_scorer
 
 MAX_CHARACTERS = 100_000
 """Maximum length of JSON text in characters."""

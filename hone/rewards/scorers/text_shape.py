@@ -28,7 +28,7 @@ MAX_CHARACTERS = 20_000
 """Maximum number of characters of a response that are examined."""
 
 
-@register_scorer("length", "length")
+@register_scorer("length", "length", whole_text=True)
 def length_score(
     data_source: str,
     solution_str: str,
@@ -51,7 +51,7 @@ def length_score(
     return {"score": score, "chars": float(size)}
 
 
-@register_scorer("format", "format", may_hang=True)
+@register_scorer("format", "format", may_hang=True, whole_text=True)
 def format_score(
     data_source: str,
     solution_str: str,
@@ -80,7 +80,7 @@ def format_score(
     return {"score": float(fits), "format": float(fits)}
 
 
-@register_scorer("keywords", "keywords")
+@register_scorer("keywords", "keywords", whole_text=True)
 def keywords_score(
     data_source: str,
     solution_str: str,
@@ -94,7 +94,7 @@ def keywords_score(
     return {"score": len(present) / len(required), "pred": present}
 
 
-@register_scorer("banned_words", "banned_words")
+@register_scorer("banned_words", "banned_words", whole_text=True)
 def banned_words_score(
     data_source: str,
     solution_str: str,
@@ -111,7 +111,7 @@ def banned_words_score(
     return {"score": -penalty if present else 0.0, "banned": float(len(present)), "pred": present}
 
 
-@register_scorer("repetition", "repetition")
+@register_scorer("repetition", "repetition", whole_text=True)
 def repetition_score(
     data_source: str,
     solution_str: str,
@@ -135,7 +135,7 @@ def repetition_score(
     return {"score": -penalty * repeated if repeated else 0.0, "repeated": repeated}
 
 
-@register_scorer("language", "language")
+@register_scorer("language", "language", whole_text=True)
 def language_score(
     data_source: str,
     solution_str: str,

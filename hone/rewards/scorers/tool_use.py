@@ -10,7 +10,7 @@ _WELL_FORMED = ("ok", "timeout", "error", "over_limit")
 """Statuses of calls that were parsed, name a known tool and fit its schema, with any result."""
 
 
-@register_scorer("tool_format", "tool_format")
+@register_scorer("tool_format", "tool_format", whole_text=True)
 def tool_format_score(
     data_source: str,
     solution_str: str,
@@ -36,7 +36,7 @@ def tool_format_score(
     return {"score": score, "tool_calls": float(len(calls)), "tool_success": succeeded}
 
 
-@register_scorer("tool_efficiency", "tool_efficiency")
+@register_scorer("tool_efficiency", "tool_efficiency", whole_text=True)
 def tool_efficiency_score(
     data_source: str,
     solution_str: str,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.messages import raises
 
+from hone.data.answers import final_answer
 from hone.errors import RewardError
 from hone.rewards.scorers import SCORERS, math_answer, scorer_for
-from hone.rewards.scorers.base import final_answer
 from hone.rewards.scorers.countdown import evaluate
 
 COUNTDOWN = json.dumps({"target": 33, "numbers": [3, 7, 12]})
@@ -33,6 +33,7 @@ def score(source: str, response: str, truth: object, **options) -> dict:
         ("gsm8k", "#### 1,234", "1234"),
         ("arithmetic", "#### 7 no, wait\n#### -9", "-9"),
         ("arithmetic", "#### 18", 18),
+        ("gsm8k", "#### 18" + " padding" * 50, "18"),  # the last marked answer counts, wherever it is
         ("math", r"so \boxed{\dfrac{1}{2}}", "0.5"),
         ("math", r"so \boxed{1/2}", r"\frac12"),
         ("HuggingFaceH4/MATH-500", r"first \boxed{3}, no: \boxed{x = 1{,}000}", "1000"),
@@ -62,7 +63,6 @@ def test_right_answers(source: str, response: str, truth: object) -> None:
         ("gsm8k", "", "18"),
         ("gsm8k", "The answer is 18", "18"),  # strict: not after ####
         ("gsm8k", "#### 18 #### 17", "18"),
-        ("gsm8k", "#### 18" + " padding" * 50, "18"),  # not at the end
         ("gsm8k", "#### ", "18"),
         ("math", "", "0.5"),
         ("math", r"\boxed{1} \boxed{2} \boxed{3}", "2"),  # only the last box counts
