@@ -289,7 +289,9 @@ def leading_number(text: str) -> tuple[Number | None, str]:
     """Return the number that a text begins with (None without one), and what follows it."""
     text = _in_line(text)
     match = _NUMBER.match(text, re.match(r"[^\w.$€£¥₹¤+-]*", text).end())  # pyright: ignore[reportOptionalMemberAccess]
-    return (_number(match), text[match.end() :]) if match else (None, text)
+    if match is None or re.match(r"[.,]\d", text[match.end() :]):
+        return None, text
+    return _number(match), text[match.end() :]
 
 
 def read_number(text: str) -> Number | None:
@@ -392,6 +394,8 @@ def same_answer(answer: str, truth: str) -> bool | None:
         return False if units or (given.exact and expected.exact) else None
     if re.search(r"\d[, ]+\d", left + ";" + right) and re.sub("[, ]", "", left) == re.sub("[, ]", "", right):
         return False  # a list is not one number
+    if expected is not None and "," in left and len(find_numbers(answer)) > 1:
+        return False
     label = re.fullmatch(r"\(?([A-Za-z])\)?", right)
     if label is not None and ("(" in right or "\\text" in truth or right.isupper()):
         return chosen_letter(answer, marked=True) == label[1].upper() or (None if right == label[1] else False)

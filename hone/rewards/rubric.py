@@ -102,7 +102,7 @@ def parse_score(text: str, max_score: float = 10.0) -> float | None:
     text = last_answer(text)
     found: float | None = None
     for match in _SCORE.finditer(text):
-        number, rest = leading_number(text[match.end() :].lstrip().partition("\n")[0])
+        number, rest = leading_number(text[match.end() : match.end() + 80].lstrip().partition("\n")[0])
         if number is not None and not _RANGE.match(rest):
             most = _OUT_OF.match(rest)
             divided = most is not None or "/" in number.text or number.unit == "%"
