@@ -78,6 +78,7 @@ def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) ->
         data_source=str(row.values[reward_fn_key]),
         ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
         extra_info={**other_columns(row, prompt_key, reward_fn_key), **extra},
+        agent_name=row.values.get("agent_name"),
     )
     messages = plain(row.values.get(messages_key))
     answers = [_last_answer(messages)]

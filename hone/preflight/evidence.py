@@ -167,7 +167,9 @@ class Evidence:
         """Findings of trying the reward on a few rows, see :mod:`hone.preflight.reward_trial`."""
         from hone.preflight.reward_trial import try_reward
 
-        return try_reward(self.config) if isinstance(self.config, RLConfig) else []
+        template = str(self.tokenizer.chat_template or "") if self.tokenizer is not None else ""
+        thinks = any(mark in template for mark in ("<think>", "</think>", "[THINK]"))
+        return try_reward(self.config, thinks=thinks) if isinstance(self.config, RLConfig) else []
 
     @functools.cached_property
     def model_settings(self) -> dict[str, Any]:

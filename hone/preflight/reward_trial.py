@@ -14,8 +14,13 @@ ALL_SECONDS = 5.0
 """Time after which no further row is tried."""
 
 
-def try_reward(config: RLConfig) -> list[Finding]:
-    """Return the findings about the reward of a run; none when a reward model alone gives the reward."""
+def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
+    """Return the findings about the reward of a run; none when a reward model alone gives the reward.
+
+    Args:
+        config: configuration of the run.
+        thinks: True if the policy writes thoughts, as its chat template says.
+    """
     from hone.data.scored_rows import scored_rows
     from hone.rewards.bench import run_bench
     from hone.rewards.bench_findings import bench_findings
@@ -34,13 +39,18 @@ def try_reward(config: RLConfig) -> list[Finding]:
         return []  # R42 reports it
     settings = replace(config.reward, timeout=min(config.reward.timeout, CALL_SECONDS))
     try:
-        bench = run_bench(settings, rows, seconds=ALL_SECONDS)
+        bench = run_bench(settings, rows, seconds=ALL_SECONDS, agentic=_plays_tools(config))
     except RewardError as problem:
         return [] if problem.code == "R43" else [_coded(problem, "R50")]
     except HoneError:
         return []  # an unknown scorer: R11 reports it
     sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    return list(bench_findings(bench, settings, sequences))
+    return list(bench_findings(bench, settings, sequences, thinks=thinks))
+
+
+def _plays_tools(config: RLConfig) -> bool:
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.multi_turn.enable and rollout.agent.default_agent_loop not in (None, "single_turn")
 
 
 def _coded(e: HoneError, code: str) -> Finding:

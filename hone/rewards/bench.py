@@ -15,7 +15,7 @@ from hone.data.scored_rows import ScoredRow
 from hone.data.types import StopReason, Trajectory
 from hone.rewards.episode_probes import is_agentic
 from hone.rewards.manager import RewardManager, logger
-from hone.rewards.probes import Probe, ordinary, traps, with_episodes
+from hone.rewards.probes import Probe, after_thoughts, ordinary, traps, with_episodes
 from hone.rewards.score import Cause, Score
 
 
@@ -62,7 +62,12 @@ class Bench:
 
 
 def run_bench(
-    config: RewardConfig, rows: Sequence[ScoredRow], *, adversarial: bool = False, seconds: float = float("inf")
+    config: RewardConfig,
+    rows: Sequence[ScoredRow],
+    *,
+    adversarial: bool = False,
+    seconds: float = float("inf"),
+    agentic: bool = False,
 ) -> Bench:
     """Score probes of every sample.
 
@@ -71,6 +76,8 @@ def run_bench(
         rows: rows of a dataset.
         adversarial: True to add adversarial answers and ground truths of another type.
         seconds: start no further row after this time. A call that times out or ends its process also ends the bench.
+
+        agentic: True if the run plays every row with an agent, whatever the row says.
 
     Raises:
         RewardError: the function cannot be loaded or called, or a row's data source has no scorer.
@@ -81,7 +88,8 @@ def run_bench(
     try:
         for number, row in enumerate(rows):
             probes = [*ordinary(rows, number)]
-            if manager.reads_episodes or is_agentic(row.sample):
+            probes += after_thoughts(probes)
+            if agentic or manager.reads_episodes or is_agentic(row.sample):
                 probes = [*with_episodes(rows, number, probes)]
             probes += traps(row) if adversarial else ()
             for batch in (
@@ -120,7 +128,17 @@ def _trajectory(probe: Probe, index: int) -> Trajectory:
     cut = probe.episode is not None and probe.episode.end is EpisodeEnd.TOKENS
     reason = StopReason.LENGTH if cut else StopReason.STOP
     return Trajectory(
-        probe.sample.uid, index, [], [], [], [], [], probe.text, reason, probe.sample, episode=probe.episode
+        probe.sample.uid,
+        index,
+        [],
+        [*probe.text.encode()],
+        [],
+        [],
+        [],
+        probe.text,
+        reason,
+        probe.sample,
+        episode=probe.episode,
     )
 
 

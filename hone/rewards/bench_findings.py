@@ -21,17 +21,22 @@ UNANSWERED = ("cut", "nothing said", "injected text")
 """Forms of bad episodes in which the policy gives no answer."""
 
 
-def bench_findings(bench: Bench, config: RewardConfig, sequences: int = 0) -> Iterator[Finding]:
+def bench_findings(
+    bench: Bench, config: RewardConfig, sequences: int = 0, *, thinks: bool = False
+) -> Iterator[Finding]:
     """Yield the findings about a reward.
 
     Args:
         bench: result of the bench.
         config: config block ``reward``.
         sequences: responses scored per step; 0 if unknown.
+        thinks: True if the policy writes thoughts; otherwise right answers that fail after a thought are only a warning.
     """
     yield from _failures(bench, config)
     yield from _returns(bench)
     yield from _golden(bench)
+    yield from _last_turns(bench, "a tool call", stops=True)
+    yield from _last_turns(bench, "a thought", stops=thinks)
     yield from _traps(bench)
     yield from _programs(bench)
     yield from _scale(bench)
@@ -124,6 +129,28 @@ def _golden(bench: Bench) -> Iterator[Finding]:
         fix="compare answer extraction and ground truth with `hone reward test`, which shows every score",
         stops=2 * len(failed) >= len(golden),
     )
+
+
+def _last_turns(bench: Bench, after: str, *, stops: bool) -> Iterator[Finding]:
+    """Yield a finding if right answers pass alone, but score like garbage after a thought or a tool call."""
+    scores: dict[tuple[str, str], dict[str, float]] = {}
+    for trial in bench.of_kinds("golden"):
+        if trial.score.error is None and trial.probe.after in ("", after):
+            place = scores.setdefault((trial.probe.sample.uid, trial.probe.alone), {})
+            place[trial.probe.after] = max(trial.score.total, place.get(trial.probe.after, trial.score.total))
+    lowest = {uid: max(_worst(bench, uid), default=0.0) for uid, _ in scores}
+    tried = {key: place for key, place in scores.items() if after in place and place.get("", 0.0) > lowest[key[0]]}
+    failed = {uid: form for (uid, form), place in tried.items() if place[after] <= lowest[uid]}
+    if failed:
+        (uid, form), rows = next(iter(failed.items())), len({uid for uid, _ in tried})
+        yield _finding(
+            "R49",
+            f"in {len(failed)} of {rows} rows a right answer after {after} scores like garbage; row {uid}, form '{form}': "
+            f"{tried[uid, form]['']:g} alone, {tried[uid, form][after]:g} after {after}",
+            why="the policy gets no reward for such answers" + ("" if stops else ", if it thinks or is taught to"),
+            fix="read extra_info['last_answer'] (or an argument last_answer): the last turn without thoughts and tool calls",
+            stops=stops and 2 * len(failed) >= rows,
+        )
 
 
 def _depends_on_truth(bench: Bench) -> bool:

@@ -7,9 +7,10 @@ import copy
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from hone.data.answers import last_answer
 from hone.data.types import Trajectory
 from hone.insight import activity
-from hone.rewards.signatures import PROMPT, PROMPTS
+from hone.rewards.signatures import CONVERSATIONS
 from hone.rewards.target import ARGUMENTS, PLURALS, Outcome
 from hone.rewards.throttle import Throttle
 
@@ -19,12 +20,14 @@ def arguments(trajectory: Trajectory) -> dict[str, Any]:
 
     For a multi-turn episode, ``extra_info`` also has ``num_turns`` and ``episode``: its messages, tool calls, rewards and end
     (:meth:`~hone.data.episode_log.EpisodeLog.summary`), and what it cost: ``seconds`` by kind and tool, and ``tokens`` of the prompt,
-    sampled and given (tool results, user turns) of this segment.
+    sampled and given (tool results, user turns) of this segment. ``last_answer`` is the last turn without thoughts and tool calls;
+    an entry of the dataset with this name stays.
     """
     sample, extra = trajectory.sample, trajectory.sample.extra_info
     if trajectory.episode is not None and not trajectory.episode.is_plain:
         record = {**trajectory.episode.summary(), **trajectory.episode.costs(), "tokens": _tokens(trajectory)}
         extra = {**extra, "num_turns": trajectory.episode.num_turns, "episode": record}
+    extra = {"last_answer": last_answer(trajectory.text, extra), **extra}
     return {
         "data_source": sample.data_source,
         "solution_str": trajectory.text,
@@ -42,9 +45,19 @@ def _tokens(trajectory: Trajectory) -> dict[str, int]:
     }
 
 
-def with_prompt(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the arguments with the messages of the prompt; None if the prompt was text or token ids."""
-    return arguments(trajectory) | {PROMPT: trajectory.sample.messages}
+def conversation(trajectory: Trajectory) -> dict[str, Any]:
+    """Return what TRL's functions receive besides: messages of the prompt, of the episode after it, and the response's token ids.
+
+    The messages of the prompt are None if it was text or token ids; those of the episode if it was one answer.
+    """
+    episode = trajectory.episode
+    turns = None if episode is None or episode.is_plain else episode.messages or None
+    return {"prompt": trajectory.sample.messages, "turns": turns, "ids": trajectory.response_ids}
+
+
+def with_conversation(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the arguments with the conversation."""
+    return arguments(trajectory) | {CONVERSATIONS: [conversation(trajectory)]}
 
 
 def batched(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
@@ -53,9 +66,9 @@ def batched(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     return {plural: [row[name] for row in rows] for name, plural in zip(ARGUMENTS, PLURALS, strict=True)}
 
 
-def batched_with_prompts(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """Return the arguments of one call for all responses, with the messages of their prompts."""
-    return batched(trajectories) | {PROMPTS: [trajectory.sample.messages for trajectory in trajectories]}
+def batched_with_conversations(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Return the arguments of one call for all responses, with their conversations."""
+    return batched(trajectories) | {CONVERSATIONS: [conversation(trajectory) for trajectory in trajectories]}
 
 
 def split(outcome: Outcome, count: int) -> list[Outcome | None]:

@@ -32,6 +32,12 @@ def good_episode(sample: Sample, text: str) -> EpisodeLog:
     return _episode(sample, [(CallStatus.OK, "done")], text)
 
 
+def written_call(sample: Sample) -> str:
+    """Return a tool call as a policy writes it."""
+    name, arguments = _call(sample)
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 def demonstrated_episode(turns: Sequence[Mapping[str, Any]]) -> EpisodeLog:
     """Return the episode that a dataset's worked conversation shows.
 

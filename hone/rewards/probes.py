@@ -14,7 +14,7 @@ from hone.data.scored_rows import ScoredRow
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample
 from hone.rewards.code_probes import code_probes
-from hone.rewards.episode_probes import bad_episodes, demonstrated_episode, good_episode, plain_episode
+from hone.rewards.episode_probes import bad_episodes, demonstrated_episode, good_episode, plain_episode, written_call
 
 FORMS = {
     "as it is": "{}",
@@ -27,6 +27,7 @@ FORMS = {
     "```x```": "```\n{}\n```",
 }
 """Usual forms of a final answer."""
+THOUGHT = "<think>\nLet me see.\n</think>\n"
 KINDS = {
     "golden": "the right answer, in each usual form; a row counts with its best",
     "wrong": "the right answer of another row, in the same forms",
@@ -50,6 +51,13 @@ class Probe:
     sample: Sample
     text: str
     episode: EpisodeLog | None = None
+    after: str = ""
+    """What a right answer follows, ``a thought`` or ``a tool call``; its form ends so."""
+
+    @property
+    def alone(self) -> str:
+        """Form of the right answer without what it follows."""
+        return self.form.removesuffix(f", after {self.after}")
 
 
 def golden(row: ScoredRow) -> list[tuple[str, str]]:
@@ -78,6 +86,19 @@ def ordinary(rows: Sequence[ScoredRow], number: int) -> Iterator[Probe]:
         yield Probe("program", form, sample, text)
 
 
+def after_thoughts(probes: Sequence[Probe]) -> Iterator[Probe]:
+    """Yield the correct answers after a thought."""
+    return (
+        _after("a thought", probe, THOUGHT)
+        for probe in probes
+        if probe.kind == "golden" and "<think>" not in probe.text
+    )
+
+
+def _after(what: str, probe: Probe, before: str) -> Probe:
+    return replace(probe, form=f"{probe.form}, after {what}", text=f"{before}\n{probe.text}", after=what)
+
+
 def with_episodes(rows: Sequence[ScoredRow], number: int, probes: Sequence[Probe]) -> Iterator[Probe]:
     """Yield the ordinary probes of row ``number`` as the ends of episodes, and episodes that went badly."""
     turns = rows[number].demonstration
@@ -86,7 +107,10 @@ def with_episodes(rows: Sequence[ScoredRow], number: int, probes: Sequence[Probe
         yield Probe("golden", "worked episode", rows[number].sample, said, demonstrated_episode(turns))
     for probe in probes:
         if probe.kind in ("golden", "wrong"):
-            yield replace(probe, episode=good_episode(probe.sample, probe.text))
+            episode = good_episode(probe.sample, probe.text.removeprefix(f"{THOUGHT}\n"))
+            yield replace(probe, episode=episode)
+            if probe.kind == "golden" and not probe.after:
+                yield replace(_after("a tool call", probe, written_call(probe.sample)), episode=episode)
         else:
             yield replace(probe, episode=plain_episode(probe.text, cut=probe.kind == "truncated"))
     right = golden(rows[number])

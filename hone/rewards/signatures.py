@@ -3,8 +3,10 @@
     def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)      one response
     def reward(completions, prompts=..., **columns)                                       lists, recognised by ``completions``
 
-A function of the second kind gets one list entry per response of the call: the completion (a list with an assistant message where
-the prompt is chat messages), and the columns ``prompts``, ``ground_truth``, ``data_source`` and those of ``extra_info``.
+A function of the second kind gets one list entry per response of the call: the completion (where the prompt is chat messages, the
+messages after it: one of the assistant, or those of the episode with its tool messages), ``completion_ids``, and the columns
+``prompts``, ``ground_truth``, ``data_source`` and those of ``extra_info``. A function of the first kind may also take
+``last_answer`` (``last_answers`` where the arguments are lists): the last turn without thoughts and tool calls.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-PROMPT, PROMPTS = "prompt_messages", "prompts_messages"
-"""Names under which the pool sends the prompts, which only functions of the second kind receive."""
+from hone.rewards.target import ARGUMENTS, PLURALS
+
+CONVERSATIONS = "conversations_of_responses"
+"""Name under which the pool sends the conversations, which only functions of the second kind receive."""
 
 
-def takes_completions(function: Callable[..., Any]) -> bool:
-    """Return whether a function has TRL's signature."""
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter of this name; one of TRL's has ``completions``."""
     try:
-        return "completions" in inspect.signature(function).parameters
+        return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return False
 
@@ -36,7 +40,11 @@ class Adapted:
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, batch: bool) -> None:
         self.function, self.kwargs, self.batch = function, dict(kwargs), batch
-        self.by_columns = takes_completions(function)
+        self.by_columns = takes(function, "completions")
+        self._answer = "last_answers" if batch else "last_answer"
+        self._with_answer = takes(function, self._answer) and self._answer not in kwargs
+        names = PLURALS if batch else ARGUMENTS
+        self.arguments = (*names, self._answer) if self._with_answer else names
 
     @property
     def is_async(self) -> bool:
@@ -46,10 +54,14 @@ class Adapted:
 
     def __call__(self, **arguments: Any) -> Any:
         """Call the function; return its value, or a coroutine of it."""
-        prompts = arguments.pop(PROMPTS if self.batch else PROMPT, None)
+        conversations = arguments.pop(CONVERSATIONS, None)
+        if not self.by_columns and self._with_answer:
+            extras = arguments["extra_infos"] if self.batch else [arguments["extra_info"]]
+            answers = [extra.get("last_answer") for extra in extras]
+            arguments[self._answer] = answers if self.batch else answers[0]
         if not self.by_columns:
             return self.function(**arguments, **self.kwargs)
-        value = self.function(**self._columns(arguments, prompts), **self.kwargs)
+        value = self.function(**self._columns(arguments, conversations), **self.kwargs)
         return self._awaited(value) if inspect.isawaitable(value) else self._one_or_all(value)
 
     async def _awaited(self, value: Any) -> Any:
@@ -62,19 +74,20 @@ class Adapted:
             return values[0]
         raise ValueError(f"returned {values!r} for a list of 1 completion, not a list of 1 number")
 
-    def _columns(self, arguments: Mapping[str, Any], prompts: Any) -> dict[str, list[Any]]:
+    def _columns(self, arguments: Mapping[str, Any], conversations: Any) -> dict[str, list[Any]]:
         if self.batch:
             texts, truths = arguments["solution_strs"], arguments["ground_truths"]
             sources, extras = arguments["data_sources"], arguments["extra_infos"]
         else:
             texts, truths = [arguments["solution_str"]], [arguments["ground_truth"]]
-            sources, extras, prompts = [arguments["data_source"]], [arguments["extra_info"]], [prompts]
-        prompts = prompts or [None] * len(texts)
+            sources, extras = [arguments["data_source"]], [arguments["extra_info"]]
+        held = conversations or [{"prompt": None, "turns": None, "ids": []}] * len(texts)
         names = dict.fromkeys(name for extra in extras for name in extra)
         columns = {name: [extra.get(name) for extra in extras] for name in names}
         completions = [
-            text if prompt is None else [{"role": "assistant", "content": text}]
-            for text, prompt in zip(texts, prompts, strict=True)
+            text if one["prompt"] is None else one["turns"] or [{"role": "assistant", "content": text}]
+            for text, one in zip(texts, held, strict=True)
         ]
-        columns |= {"prompts": prompts, "completions": completions, "data_source": sources}
+        columns |= {"prompts": [one["prompt"] for one in held], "completions": completions, "data_source": sources}
+        columns["completion_ids"] = [list(one["ids"]) for one in held]
         return {"ground_truth": truths, **columns}

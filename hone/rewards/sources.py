@@ -14,7 +14,7 @@ from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import NoVerdict, RewardError, did_you_mean
 from hone.insight import activity
-from hone.rewards.calls import arguments, batched, batched_with_prompts, run_calls, split, with_prompt
+from hone.rewards.calls import arguments, batched, batched_with_conversations, run_calls, split, with_conversation
 from hone.rewards.http import JsonService, ServiceError
 from hone.rewards.outcome import failed, failed_by, to_score, to_scores
 from hone.rewards.pool import WorkerPool
@@ -120,8 +120,8 @@ class FunctionSource(Source):
         """Score each trajectory in the worker processes."""
         if self.batch:
             with self._waiting(1):
-                return split(await self._call(batched_with_prompts(trajectories)), len(trajectories))
-        calls = [with_prompt(trajectory) for trajectory in trajectories]
+                return split(await self._call(batched_with_conversations(trajectories)), len(trajectories))
+        calls = [with_conversation(trajectory) for trajectory in trajectories]
         with self._waiting(len(calls)):
             if self.throttle.limits:
                 return await run_calls([partial(self._call, call) for call in calls], self.throttle, allowed)

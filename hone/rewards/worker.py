@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -159,7 +159,7 @@ def _load(target: Target) -> tuple[Callable[..., Any], bool]:
         function = _load_from_file(target)
     adapted = Adapted(function, target.kwargs, batch=target.batch)
     if not adapted.by_columns:
-        _check_signature(function, target)
+        _check_signature(function, target, adapted.arguments)
     return adapted, adapted.is_async
 
 
@@ -198,11 +198,11 @@ def _load_module(path: Path) -> Any:
         raise LoadFailure(error.what, error.fix, error.trace) from error
 
 
-def _check_signature(function: Callable[..., Any], target: Target) -> None:
+def _check_signature(function: Callable[..., Any], target: Target, arguments: Sequence[str]) -> None:
     try:
-        inspect.signature(function).bind(**dict.fromkeys(target.arguments), **target.kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **target.kwargs)
     except TypeError as error:
-        given = ", ".join([*target.arguments, *target.kwargs])
+        given = ", ".join([*arguments, *target.kwargs])
         raise LoadFailure(
             f"'{target.name}' of {target.path} cannot be called with {given}: {error}", target.signature
         ) from error

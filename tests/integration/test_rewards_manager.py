@@ -176,7 +176,7 @@ def test_arguments_and_reward_kwargs_arrive(tmp_path: Path, capfd) -> None:
         [result] = asyncio.run(rewards.score([trajectory("abc", {"a": [1]}, "src", level=2)]))
         [lost] = asyncio.run(rewards.score([trajectory("abc", lambda: 1)]))
     assert result.total == 30.0
-    assert result.extra == {"source": "src", "truth": {"a": [1]}, "info": {"level": 2}}
+    assert result.extra == {"source": "src", "truth": {"a": [1]}, "info": {"level": 2, "last_answer": "abc"}}
     assert lost.error is not None and "cannot be sent" in lost.error
     captured = capfd.readouterr()
     assert captured.out == "" and "may print" in captured.err

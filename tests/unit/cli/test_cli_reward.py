@@ -188,3 +188,38 @@ def test_rewards_that_read_the_episode_are_tried_on_episodes(data, reward, tmp_p
     assert set(bad) == {"failed tool", "loop", "calls that do not fit", "cut", "nothing said", "injected text"}
     if sound:
         assert bad["loop"] == pytest.approx(0.4) and bad["injected text"] < 0
+
+
+LAST_TURNS = {
+    "reads all turns": ("    return float(solution_str.strip() == ground_truth)", True),
+    "reads the last answer": ("    return float(extra_info['last_answer'] == ground_truth)", False),
+    "takes the last answer": ("    return 0\ndef compute_score(data_source, solution_str, ground_truth, extra_info, last_answer):\n    return float(last_answer == ground_truth)", False),
+    "TRL, last message": ("    return 0\ndef compute_score(completions, ground_truth, completion_ids, **columns):\n    return [float(c[-1]['content'] == t and len(i) > 0) for c, t, i in zip(completions, ground_truth, completion_ids)]", False),
+    "TRL, first message": ("    return 0\ndef compute_score(completions, ground_truth, **columns):\n    return [float(c[0]['content'] == t) for c, t in zip(completions, ground_truth)]", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAST_TURNS)
+def test_right_answers_after_tool_calls_are_tried(tmp_path, reward, name):
+    body, stops = LAST_TURNS[name]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{n} + 1 = ?"}],
+            "agent_name": "tool_agent",
+            "reward_model": {"ground_truth": str(n + 1)},
+        }
+        for n in range(3)
+    ]
+    (tmp_path / "agents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = run("--data", tmp_path / "agents.jsonl", "--reward", reward(body), "--json")
+    what = [found["what"] for found in json.loads(shown.stdout)["findings"] if found["severity"] == "error"]
+    assert shown.exit_code == (2 if stops else 0), shown.stdout
+    if name == "reads all turns":
+        assert len(what) == 1 and "after a tool call scores like garbage" in what[0] and "3 of 3 rows" in what[0]
+
+
+def test_right_answers_after_thoughts_are_tried(data, reward):
+    own = reward("    return float(solution_str.strip() == ground_truth)")
+    shown = run("--data", data, "--reward", own, "--rows", 3, "--json")
+    found = [f for f in json.loads(shown.stdout)["findings"] if "after a thought scores like garbage" in f["what"]]
+    assert shown.exit_code == 0 and len(found) == 1 and found[0]["severity"] != "error"  # no policy is known here

@@ -9,6 +9,7 @@ from support.preflight import change
 
 from hone.config import RLConfig
 from hone.preflight import Stage, findings
+from hone.preflight.reward_trial import try_reward
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 
@@ -96,3 +97,15 @@ def test_a_valid_function_has_no_findings(reward: RLConfig, tmp_path: Path) -> N
     (tmp_path / "custom.py").write_text("raise SystemExit\n")
     reward.preflight.reward_rows = 0
     assert list(findings(reward, [Stage.REWARD])) == [], "not tried"
+
+
+@pytest.mark.parametrize("template", ["", "{{ '<think>' }}"])
+def test_right_answers_after_thoughts_must_pass_where_the_policy_thinks(
+    reward: RLConfig, tmp_path: Path, template: str
+) -> None:
+    (tmp_path / "custom.py").write_text(f"{HEAD}    return float(solution_str.strip() == ground_truth)\n")
+    tried = try_reward(reward, thinks=bool(template))
+    assert [f.stops for f in tried if "after a thought" in f.error.what] == [bool(template)]
+    reward.actor_rollout_ref.rollout.multi_turn.enable = True
+    reward.actor_rollout_ref.rollout.agent.default_agent_loop = "tool_agent"
+    assert [f.stops for f in try_reward(reward) if "after a tool call" in f.error.what] == [True]
