@@ -67,7 +67,7 @@ _NUMBER = re.compile(
     r"(?:\s+(?P<scale>hundred|thousand|million|billion|trillion)\b)?(?P<percent>\s*%|\s+per\s?cent\b)?"
 )
 _UNIT = re.compile(
-    r"\s*(?P<unit>(?:(?:\\(?:text|mbox|mathrm|textrm|operatorname)\s*\{[^{}0-9]*\}|\^?\s*\{?\\circ\}?|°|(?:square|cubic|sq|cu)\b\.?"
+    r"\s*(?P<unit>(?:(?:\\(?:text|mbox|mathrm|textrm|operatorname)\s*\{[^{}0-9]*\}|\^?\s*\{?\\circ\}?|°|_\{?\d+\}?|(?:square|cubic|sq|cu)\b\.?"
     r"|[a-zA-Z]{2,}|(?<=/)[a-zA-Z])[.,]?(?:\s*\^\{?[-\d]\}?)?\s*/?\s*){0,4})"
 )
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -90,6 +90,8 @@ _UNIT_NAMES |= {
     "kilometer": "km",
     "metre": "m",
     "hour": "h",
+    "hr": "h",
+    "sec": "s",
     "minute": "min",
     "second": "s",
 }
@@ -206,7 +208,9 @@ def stated_answer(text: str, *, colon: bool = False) -> str | None:
     matches = [match for match in _STATED.finditer(text) if not colon or match.group().rstrip().endswith(":")]
     if not matches:
         return None
-    line = text[matches[-1].end() :].partition("\n")[0]
+    rest = text[matches[-1].end() :]
+    opened = re.match(r"[\s\\\[($]*\n", rest)  # a formula in lines of its own
+    line = rest[opened.end() if opened else 0 :].partition("\n")[0]
     return _ADVERBS.sub("", _SENTENCE_END.split(line, maxsplit=1)[0].strip()).strip() or None
 
 
@@ -287,7 +291,7 @@ def find_numbers(text: str) -> list[Number]:
 
 def leading_number(text: str) -> tuple[Number | None, str]:
     """Return the number that a text begins with (None without one), and what follows it."""
-    text = _in_line(text)
+    text = _in_line(_unwrapped(text))
     match = _NUMBER.match(text, re.match(r"[^\w.$€£¥₹¤+-]*", text).end())  # pyright: ignore[reportOptionalMemberAccess]
     if match is None or re.match(r"[.,]\d", text[match.end() :]):
         return None, text
@@ -394,7 +398,7 @@ def same_answer(answer: str, truth: str) -> bool | None:
         return False if units or (given.exact and expected.exact) else None
     if re.search(r"\d[, ]+\d", left + ";" + right) and re.sub("[, ]", "", left) == re.sub("[, ]", "", right):
         return False  # a list is not one number
-    if expected is not None and "," in left and len(find_numbers(answer)) > 1:
+    if expected is not None and re.search(r",|\b(?:and|or)\b", left) and len(find_numbers(answer)) > 1:
         return False
     label = re.fullmatch(r"\(?([A-Za-z])\)?", right)
     if label is not None and ("(" in right or "\\text" in truth or right.isupper()):

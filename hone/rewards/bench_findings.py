@@ -22,7 +22,7 @@ UNANSWERED = ("cut", "nothing said", "injected text")
 
 
 def bench_findings(
-    bench: Bench, config: RewardConfig, sequences: int = 0, *, thinks: bool = False
+    bench: Bench, config: RewardConfig, sequences: int = 0, *, thinks: bool | None = None
 ) -> Iterator[Finding]:
     """Yield the findings about a reward.
 
@@ -30,13 +30,14 @@ def bench_findings(
         bench: result of the bench.
         config: config block ``reward``.
         sequences: responses scored per step; 0 if unknown.
-        thinks: True if the policy writes thoughts; otherwise right answers that fail after a thought are only a warning.
+        thinks: whether the policy writes thoughts. None, unknown: right answers that fail after a thought are only a warning.
     """
     yield from _failures(bench, config)
     yield from _returns(bench)
     yield from _golden(bench)
     yield from _last_turns(bench, "a tool call", stops=True)
-    yield from _last_turns(bench, "a thought", stops=thinks)
+    if thinks is not False:
+        yield from _last_turns(bench, "a thought", stops=thinks is True)
     yield from _traps(bench)
     yield from _programs(bench)
     yield from _scale(bench)

@@ -32,7 +32,7 @@ Score: N
 where N is a number from 0 (worthless) to 10 (perfect)."""
 _SCORE = re.compile(
     r"\bscore\b[\"'*_]*(?:\s*[(\[][^()\[\]\n]{0,40}[)\]]|\s+(?:for|out of)\b[^:=\n]{0,40})?[\"'*_]*"
-    r"(?:\s*[:=](?P<stated>)[:=]?|\s+(?:is|of)\b:?|(?<=score)(?=\s+[\d.]+\s*(?:/\s*\d+\s*)?$))|\[\[",
+    r"(?:\s*[:=](?P<stated>)[:=]?|\s+(?:is|of)\b:?|(?<=score)(?=\s+[\d.]+\s*(?:/\s*\d+\s*)?$))|\[\[|<score>",
     re.IGNORECASE | re.MULTILINE,
 )
 _OUT_OF = re.compile(r"\W*out of\s+(?P<most>\d+)")

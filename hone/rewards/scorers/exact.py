@@ -27,7 +27,7 @@ def compute_score(
         raise ValueError("the ground truth is empty")
     given = normalise(answer)
     correct = bool(given) and given in truths
-    if not correct and isinstance(ground_truth, int | float) and (number := read_number(answer)) is not None:
+    if not correct and type(ground_truth) in (int, float) and (number := read_number(answer)) is not None:
         correct = number.value == Fraction(str(ground_truth))
     return {"score": float(correct), "acc": float(correct), "format": float(marked), "pred": answer}
 

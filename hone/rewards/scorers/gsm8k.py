@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.data.answers import TAIL, Number, after_hashes, find_numbers, leading_number, read_number
+from hone.data.answers import TAIL, Number, after_hashes, find_numbers, leading_number, read_number, stated_answer
 from hone.errors import RewardError
 from hone.rewards.scorers.base import register_scorer
 
@@ -50,4 +50,6 @@ def extract(text: str, method: str = "strict") -> Number | None:
     if method != "strict":
         raise RewardError(f"unknown gsm8k method '{method}'", fix="reward.scorer_kwargs.method=strict or flexible")
     line = after_hashes(text)
-    return None if line is None else read_number(line) or leading_number(line.rpartition("=")[2])[0]
+    if line is None:
+        return None
+    return read_number(stated_answer(line) or line) or leading_number(line.rpartition("=")[2])[0]

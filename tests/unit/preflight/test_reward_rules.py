@@ -105,7 +105,7 @@ def test_right_answers_after_thoughts_must_pass_where_the_policy_thinks(
 ) -> None:
     (tmp_path / "custom.py").write_text(f"{HEAD}    return float(solution_str.strip() == ground_truth)\n")
     tried = try_reward(reward, thinks=bool(template))
-    assert [f.stops for f in tried if "after a thought" in f.error.what] == [bool(template)]
+    assert [f.stops for f in tried if "after a thought" in f.error.what] == [True] * bool(template)
     reward.actor_rollout_ref.rollout.multi_turn.enable = True
     reward.actor_rollout_ref.rollout.agent.default_agent_loop = "tool_agent"
     assert [f.stops for f in try_reward(reward) if "after a tool call" in f.error.what] == [True]
