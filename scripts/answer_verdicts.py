@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from answer_corpus import VERDICTS, Case, corpus, digest
+from answer_corpus import VERDICTS, Case, corpus, digest  # pyright: ignore[reportMissingImports]
 
 LINE = 100
 

@@ -12,6 +12,7 @@ from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.reward_model import JUDGED, JUDGEMENT, reward_model_path
 from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
+from hone.data.answers import last_answer
 from hone.data.batch import Batch
 from hone.data.chat import render_prompts
 from hone.data.seeding import derive_seed
@@ -106,7 +107,9 @@ class GenerativeRewardModelWorker:
     def _judge_prompt(self, trajectory: Trajectory) -> str:
         sample = trajectory.sample
         question = question_of(sample.messages, sample.extra_info) or self._prompt_text(trajectory)
-        return self.rubric.fill(question, trajectory.text, sample.ground_truth)
+        turns = trajectory.episode.messages if trajectory.episode is not None else []
+        answer = last_answer(trajectory.text, {"episode": {"messages": turns}})
+        return self.rubric.fill(question, answer, sample.ground_truth)
 
     def _prompt_text(self, trajectory: Trajectory) -> str:
         return decoded(self.policy_tokenizer, trajectory.prompt_ids, skip_special_tokens=True)
