@@ -166,27 +166,23 @@ def _packed(result: Result, queries: int, keys: int, width: int, window: int | N
     ]
     slope = torch.randn(tokens, queries, width, device=device, dtype=torch.bfloat16)
     name = f"{queries}/{keys} x {width}" + ("" if window is None else f", window {window}")
-    if obstacle := varlen.obstacle(states[0], states[2], scoring):
+    query, key, value = states
+    if obstacle := varlen.obstacle(query, value, scoring):
         result.problems.append(f"{name}: {obstacle}")
         return
 
     def once() -> tuple[Tensor, ...]:
-        out = varlen.causal_attention(*states, scoring, context.varlen_plan)
+        out = varlen.causal_attention(query, key, value, scoring, context.varlen_plan)
         return out, *torch.autograd.grad(out, states, slope)
 
     first, again = once(), once()
     exact = [state.detach().double().requires_grad_() for state in states]
-    wanted, sequences, start = (
-        torch.zeros(tokens, queries, width, device=device, dtype=torch.float64),
-        context.sequences,
-        0,
-    )
+    wanted, sequences = torch.zeros(tokens, queries, width, device=device, dtype=torch.float64), context.sequences
     for number, length in enumerate(sequences.lengths.tolist()):
         index = sequences.packed_index(torch.full((length,), number), torch.arange(length)).to(device)
         new = int(sequences.suffix_length[number])
-        mixed = _exact_attention(*(state[index] for state in exact), scoring)
+        mixed = _exact_attention(exact[0][index], exact[1][index], exact[2][index], scoring)
         wanted = wanted.index_put((index[length - new :],), mixed[length - new :])
-        start += new
     grads = torch.autograd.grad(wanted, exact, slope.double())
     for part, found, exactly in zip(
         ("output", "grad of q", "grad of k", "grad of v"), first, (wanted, *grads), strict=True
@@ -213,12 +209,12 @@ def _pages(result: Result) -> None:
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, _NARROW)):
         for queries, keys, width, window in ((16, 8, 128, None), (7, 1, 80, None), (32, 8, 128, 300)):
             lengths = torch.tensor([1, 255, 256, 257, 1000, 2048], dtype=torch.int32, device=device)
-            pool = [torch.randn(50, size, keys, width, device=device).to(dtype) for _ in range(2)]
+            key, value = (torch.randn(50, size, keys, width, device=device).to(dtype) for _ in range(2))
             tables = torch.randperm(48, device=device).view(6, 8).to(torch.int32) + 1
             query = torch.randn(6, queries, width, device=device).to(dtype)
             options = {"scale": width**-0.5, "window": window}
-            found = pages.attend_pages(query, *pool, tables, lengths, **options)
-            exact = [query.double(), *(states.double() for states in pool)]
+            found = pages.attend_pages(query, key, value, tables, lengths, **options)
+            exact = [states.double() for states in (query, key, value)]
             wanted = pages._attend_pages._init_fn(*exact, tables, lengths, None, width**-0.5, window, None)
             name = f"pages {queries}/{keys} x {width}, {str(dtype)[6:]}" + (
                 "" if window is None else f", window {window}"
@@ -226,7 +222,7 @@ def _pages(result: Result) -> None:
             result.add(f"{name}: error", relative(found, wanted), most=most)
             wider = torch.cat([tables, torch.zeros_like(tables)], 1)
             alone = [
-                pages.attend_pages(query[i : i + 1], *pool, wider[i : i + 1], lengths[i : i + 1], **options)
+                pages.attend_pages(query[i : i + 1], key, value, wider[i : i + 1], lengths[i : i + 1], **options)
                 for i in range(6)
             ]
             result.add(f"{name}: rows of 6 with other bits alone", sum(not torch.equal(found[i], alone[i][0]) for i in range(6)),

@@ -56,7 +56,7 @@ def decode(result: Result) -> None:
                 ids for ids in prompts_of(-(-rows // SAMPLES), prompt, config.vocab_size) for _ in range(SAMPLES)
             ]
             first, step = _step_seconds(result, native, prompts[:rows], short, long)
-            entry = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+            entry = 4 * config.num_hidden_layers * int(config.num_key_value_heads or 0) * config.head_dim
             moved = 2 * matrices + entry * rows * (prompt + (short + long) / 2)
             result.add(f"{size}, {rows} rows: tokens a second", rows / step)
             result.add(f"{size}, {rows} rows: bytes a second", moved / step / 1e9, "GB/s", of=COPY)

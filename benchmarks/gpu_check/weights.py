@@ -24,7 +24,8 @@ def weights(result: Result) -> None:
     """Send a model to a native engine on the same GPU by two transports, check what it samples, and time it."""
     folder, device = Path(tempfile.mkdtemp(prefix="gpu_check_")), torch.device(result.device)
     task(result, folder, rows=64, size="5m" if result.small else "600m")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    model.to(device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)  # other weights than the engine begins with
