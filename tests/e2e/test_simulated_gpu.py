@@ -91,14 +91,14 @@ def test_reinforcement_learning(machine: Machine, tiny: Path, tmp_path: Path, ca
 
 @pytest.mark.simulated_cuda(*CORE)
 def test_bfloat16_agrees_with_its_engine(machine: Machine, tiny: Path, tmp_path: Path) -> None:
-    """What a GPU computes by default. Its own kernels are a reference here, so the gap is that of the dtype alone."""
+    """What a GPU computes by default. Engine and trainer compute a layer by the same operators, so they differ as float32 sums do."""
     words = rl_words(tiny, tmp_path / "run", "trainer.val_before_train=false", "trainer.device=cuda")
     words.remove("actor_rollout_ref.actor.dtype=float32")
     ended = machine.hone(*words, folder=tiny)
     assert ended.code == 0, ended.output
     assert any("_varlen_attn_backward" in place for place in ended.counters.launches)
     gaps = [row["training/rollout_log_probs_diff_max"] for row in metrics(tmp_path / "run")]
-    assert 1e-4 < max(gaps) < 0.2
+    assert 0 < max(gaps) < 1e-5
 
 
 def test_what_checkpointing_keeps_changes_no_number(machine: Machine, tiny: Path, tmp_path: Path) -> None:

@@ -143,10 +143,18 @@ class FusedDecodeForward(DecodeForward):
             FusedLayer.of(layer, lambda modules: FusedLinear(modules, self._dtype)) for layer in layers_of(self._causal)
         ]
         vocabulary = self._causal.get_output_embeddings().weight.detach()  # type: ignore[operator]
-        return layers, self._decoder.norm, vocabulary.to(self._dtype)
+        return layers, self._decoder.norm, vocabulary.to(self._dtype).t()
 
     def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
+        return self._states(ids, context).unflatten(0, ids.shape)
+
+    def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
+        """Logits ``[batch, length, V]`` in float32."""
+        states = self._states(ids, context)
+        return torch.ops.hone.matmul_wide(states, self._weights[2]).unflatten(0, ids.shape)
+
+    def _states(self, ids: Tensor, context: AttentionContext) -> Tensor:
         shape = (ids.shape[0], ids.shape[1])
         residual = self._decoder.embed_tokens(ids)
         rotary = _rotary(*self._decoder.rotary_emb(residual, context.position_ids))
@@ -155,12 +163,7 @@ class FusedDecodeForward(DecodeForward):
         for layer in layers:
             residual, delta = layer.forward(residual, delta, rotary, context, self._dtype, shape)
         assert delta is not None
-        return add_rms_norm(residual, delta, norm.weight, norm.variance_epsilon, self._dtype)[1].unflatten(0, shape)
-
-    def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
-        """Logits ``[batch, length, V]`` in float32."""
-        hidden = self.hidden(ids, context)
-        return torch.ops.hone.matmul_wide(hidden.flatten(0, 1), self._weights[2].t()).unflatten(0, ids.shape)
+        return add_rms_norm(residual, delta, norm.weight, norm.variance_epsilon, self._dtype)[1]
 
 
 def hidden_states(causal: nn.Module, ids: Tensor, context: AttentionContext) -> Tensor:

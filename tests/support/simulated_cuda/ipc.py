@@ -136,7 +136,10 @@ def chunks(words: list[str]) -> None:
     """Check chunks against another process that opens them: bytes, messages, buffers and their ends."""
     del words
     reader = _Reader()
-    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:512,expandable_segments:True")
+    os.environ["PYTORCH_ALLOC_CONF"] = (
+        "max_split_size_mb:512,expandable_segments:True"  # as torch has read it at its start
+    )
+    torch._C._accelerator_setAllocatorSettings(os.environ["PYTORCH_ALLOC_CONF"])
     sender = CudaSender(DEVICE, chunk_bytes=4096)
     generator = torch.Generator().manual_seed(0)
     cases = [[("empty", torch.zeros(0, 3))], [("scalar", torch.tensor(2.5))], []]

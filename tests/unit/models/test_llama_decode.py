@@ -100,6 +100,17 @@ def test_weights_are_taken_once_and_again_after_release(make_model, executor):
     assert (logits(forward) - before).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_one_token_alone(make_model, executor):
+    model = model_of(make_model, "qwen3")
+    forwards = [kind(model, dtype=torch.float32) for kind in (executor, ModuleForward)]
+    found = []
+    for forward in forwards:
+        with torch.no_grad(), forward.computing():
+            found.append(forward.logits(torch.tensor([[5]]), PackedContext.from_lengths([1])))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 def test_the_executor_is_that_of_the_device(make_model, monkeypatch):
     model = model_of(make_model, "qwen3")
     assert type(generation_forward(model, dtype=torch.bfloat16)) is DecodeForward

@@ -19,8 +19,11 @@ def _split_heads(
     if norms is not None:
         rotated = rotated * _inverse_rms(rotated, epsilon) * _of_heads(norms, queries, keys)
     rotated = _rotate(rotated, cos, sin).to(joint.dtype)
-    query, key = rotated.split([queries, keys], 1)
-    return query.contiguous(), key.contiguous(), joint[:, queries + keys :].clone()
+    parts = (*rotated.split([queries, keys], 1), joint[:, queries + keys :])
+    query, key, value = (
+        part.clone(memory_format=torch.contiguous_format) for part in parts
+    )  # one token's parts are contiguous
+    return query, key, value
 
 
 @_split_heads.register_fake
