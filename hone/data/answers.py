@@ -127,7 +127,7 @@ def last_answer(text: str, extra_info: Mapping[str, Any] | None = None) -> str:
     """Return the last turn of the policy without thoughts and tool calls.
 
     The turn is the last assistant message of ``extra_info["episode"]``, if the text holds it. Otherwise it is what follows the last
-    call in the text, or what is beside the call if nothing follows. An unclosed thought is no answer.
+    call in the text, or the text around the call if nothing follows. An unclosed thought is not an answer.
 
     >>> last_answer('<think>3?</think>I look.<tool_call>{"name": "f"}</tool_call>\\n<think>so</think>\\n**7**')
     '**7**'
@@ -147,7 +147,7 @@ def last_answer(text: str, extra_info: Mapping[str, Any] | None = None) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return the text after the last call (or beside it) and outside thoughts."""
+    """Return the text after the last call (or around it) and outside thoughts."""
     kept: list[str] = []  # pieces of the turn so far
     before: list[str] = []  # pieces of the turn that ended in the last call
     begin, inside = 0, ""
@@ -173,20 +173,20 @@ def _visible(text: str) -> str:
 
 def tagged_answer(text: str, tag: str = "answer") -> str | None:
     """Return the text of the last ``<answer>...</answer>``, or None."""
-    found = _tag(text, tag)
-    return found[1] if found else None
+    tagged = _tag(text, tag)
+    return tagged[1] if tagged else None
 
 
 def after_hashes(text: str) -> str | None:
     """Return the line after the last ``####``, or None."""
-    found = _hashes(text)
-    return found[1] if found else None
+    line = _hashes(text)
+    return line[1] if line else None
 
 
 def boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}`` (or ``\fbox``) with balanced braces, or None."""
-    found = _box(text)
-    return found[1] if found else None
+    box = _box(text)
+    return box[1] if box else None
 
 
 def final_answer(text: str, *, stated: bool = False) -> tuple[str, bool]:
@@ -195,9 +195,9 @@ def final_answer(text: str, *, stated: bool = False) -> tuple[str, bool]:
     It is in the last box, ``<answer>`` or line after ``####``. With ``stated``, "answer is" and "Answer:" mark it too, if nothing
     else does. Without a mark the answer is the whole text.
     """
-    found = [mark for mark in (_box(text), _tag(text, "answer"), _hashes(text)) if mark is not None]
-    if found:
-        return max(found)[1], True
+    marks = [mark for mark in (_box(text), _tag(text, "answer"), _hashes(text)) if mark is not None]
+    if marks:
+        return max(marks)[1], True
     answer = stated_answer(text) if stated else None
     return (answer, True) if answer else (text.strip(), False)
 
@@ -299,7 +299,7 @@ def leading_number(text: str) -> tuple[Number | None, str]:
 
 
 def read_number(text: str) -> Number | None:
-    """Return the number that a text is, with its unit beside it; None for any other text.
+    """Return the number that a text is, with its unit next to it; None for any other text.
 
     >>> read_number("**$1,234**."), read_number("5 or 6"), read_number("(1,234)")
     (Number(value=Fraction(1234, 1), text='1234', unit='$', exact=True), None, None)
@@ -419,7 +419,7 @@ def normal_text(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Return a plain text without macros of fonts and boxes; a macro beside a number stays a unit."""
+    """Return a plain text without macros of fonts and boxes; a macro next to a number stays a unit."""
     text = plain_text(text)
     for _ in range(4):  # nested
         inner = _MACRO.sub(r" \1 ", text)
@@ -450,8 +450,8 @@ def chosen_letter(text: str, *, marked: bool = False) -> str | None:
     ('C', 'B')
     """
     if not marked:
-        answer, found = final_answer(text)
-        if found:
+        answer, has_mark = final_answer(text)
+        if has_mark:
             return chosen_letter(answer, marked=True)
         text = _EMPHASIS.sub("", text[-TAIL:])
         chosen = [
@@ -465,8 +465,8 @@ def chosen_letter(text: str, *, marked: bool = False) -> str | None:
     if alone is not None:
         return alone[1].upper()
     labels = {next(filter(None, match.groups())).upper() for match in _LABEL.finditer(text)}
-    found = labels or {m[1] for m in _CAPITAL.finditer(text) if not _is_prose(m[1], "", text[m.end() :])}
-    return found.pop() if len(found) == 1 else None
+    letters = labels or {m[1] for m in _CAPITAL.finditer(text) if not _is_prose(m[1], "", text[m.end() :])}
+    return letters.pop() if len(letters) == 1 else None
 
 
 def _is_prose(letter: str, before: str, after: str) -> bool:

@@ -100,17 +100,17 @@ def parse_score(text: str, max_score: float = 10.0) -> float | None:
     (7.5, 4.0, None)
     """
     text = last_answer(text)
-    found: float | None = None
+    score: float | None = None
     for match in _SCORE.finditer(text):
         number, rest = leading_number(text[match.end() : match.end() + 80].lstrip().partition("\n")[0])
         if number is not None and not _RANGE.match(rest):
             most = _OUT_OF.match(rest)
             divided = most is not None or "/" in number.text or number.unit == "%"
             share = number.value / (int(most["most"]) or 1 if most else 100 if number.unit == "%" else 1)
-            found = float(share) * (max_score if divided else 1.0)
+            score = float(share) * (max_score if divided else 1.0)
         elif number is not None or match["stated"] is not None:
-            found = None
-    return found
+            score = None
+    return score
 
 
 def _read(path: str) -> str:

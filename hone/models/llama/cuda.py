@@ -48,7 +48,7 @@ def is_supported_model(causal: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """What a layer is computed from.
+    """A layer's weights and projections, ready for the fused operators.
 
     Attributes:
         index: position of the layer in the model.
@@ -77,7 +77,9 @@ class FusedLayer:
     down: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, layer: LlamaLayer, projection: Callable[[list[nn.Linear]], Callable[[Tensor], Tensor]]) -> FusedLayer:
+    def from_layer(
+        cls, layer: LlamaLayer, projection: Callable[[list[nn.Linear]], Callable[[Tensor], Tensor]]
+    ) -> FusedLayer:
         """Return the layer with projections that ``projection`` makes of the modules with a common input."""
         attention, qk_norm = layer.attention, None
         if hasattr(attention, "q_norm"):
@@ -115,7 +117,7 @@ class FusedLayer:
             rotary: cosines and sines ``[N, head_dim / 2]``.
             context: gets queries, keys and values.
             dtype: of projections.
-            shape: batch and length, whose product is N.
+            shape: batch and length; N is one times the other.
         """
         if delta is None:
             normed = rms_norm(residual, *self.input_norm, dtype)
@@ -140,7 +142,8 @@ class FusedDecodeForward(DecodeForward):
 
     def _fused(self) -> Any:
         layers = [
-            FusedLayer.of(layer, lambda modules: FusedLinear(modules, self._dtype)) for layer in layers_of(self._causal)
+            FusedLayer.from_layer(layer, lambda modules: FusedLinear(modules, self._dtype))
+            for layer in layers_of(self._causal)
         ]
         vocabulary = self._causal.get_output_embeddings().weight.detach()  # type: ignore[operator]
         return layers, self._decoder.norm, vocabulary.to(self._dtype).t()
@@ -212,7 +215,7 @@ def _layer(
     """Return the residual stream after attention, and the output of the MLP; under gradient checkpointing where it is enabled."""
 
     def compute(residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        fused = FusedLayer.of(layer, _joined)
+        fused = FusedLayer.from_layer(layer, _joined)
         return fused.forward(residual, delta, rotary, context, dtype, (1, len(residual)))
 
     if layer.module.gradient_checkpointing and layer.module.training:

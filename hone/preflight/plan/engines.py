@@ -47,7 +47,7 @@ def uses_pages(work: Work, pool: Pool) -> bool:
     return family_of(work.actor.shape.kind).llama_shaped and not (shares_weights and work.actor.lora_rank)
 
 
-def room_for_pages(work: Work, pool: Pool, capacity: float, resident: float) -> float:
+def space_for_pages(work: Work, pool: Pool, capacity: float, resident: float) -> float:
     """Return the bytes that a KV cache may take: without pages any, else what the engine's share and the free memory allow.
 
     Args:
@@ -74,18 +74,18 @@ def _engine_weights(work: Work) -> float:
     return work.actor.shape.parameters * (FROZEN_BYTES + _number_bytes(work))
 
 
-def cache_shape(work: Work, pool: Pool, room: float = math.inf) -> CacheShape:
+def cache_shape(work: Work, pool: Pool, space: float = math.inf) -> CacheShape:
     """Return the KV cache at its largest: in training, or when validation prompts are answered, each once.
 
     Args:
         pool: of the process.
-        room: bytes that the cache may take; one sequence counts anyway.
+        space: bytes that the cache may take; one sequence counts anyway.
     """
     config, rollout = work.config, work.rollout
     assert isinstance(config, RLConfig) and rollout is not None
     limit = rollout.max_cache_tokens or rollout.max_num_seqs * (work.prompt + work.response)
-    if room < math.inf:
-        limit = min(limit, int(room / token_bytes(work)))
+    if space < math.inf:
+        limit = min(limit, int(space / token_bytes(work)))
     shapes = [_cache_for(work, rollout, math.ceil(work.batch * work.samples / pool.world), work.samples, limit)]
     if config.data.val_files and (config.trainer.test_freq != 0 or config.trainer.val_before_train):
         shapes.append(_cache_for(work, rollout, rollout.max_num_seqs, 1, limit))
@@ -104,19 +104,19 @@ def _cache_for(work: Work, rollout: RolloutConfig, sequences: int, samples: int,
     return CacheShape(rows, math.ceil(rows / samples), rounded if rounded <= limit else tokens(rows))
 
 
-def cache_bytes(work: Work, pool: Pool, room: float = math.inf) -> float:
-    """Return the bytes of the native engine's KV caches of all layers, which have ``room`` bytes."""
-    size, (rows, prompts, tokens) = work.actor.shape.cache, cache_shape(work, pool, room)
+def cache_bytes(work: Work, pool: Pool, space: float = math.inf) -> float:
+    """Return the bytes of the native engine's KV caches of all layers, which have ``space`` bytes."""
+    size, (rows, prompts, tokens) = work.actor.shape.cache, cache_shape(work, pool, space)
     return (tokens * size.per_token + (rows + prompts) * size.per_sequence) * _number_bytes(work)
 
 
-def decoding(work: Work, pool: Pool, room: float = math.inf) -> dict[str, float]:
-    """Return what the native engine holds while it decodes, without its KV cache, which has ``room`` bytes."""
+def decoding(work: Work, pool: Pool, space: float = math.inf) -> dict[str, float]:
+    """Return what the native engine holds while it decodes, without its KV cache, which has ``space`` bytes."""
     shape, bf16 = work.actor.shape, work.rollout_bf16
     shares_weights = "actor" in pool.roles and not pool.divided
     passes = Passes(shape, work.on_cpu, bf16, lora_rank=work.actor.lora_rank if shares_weights else 0)
     copies = bf16 or (family_of(shape.kind).llama_shaped and not passes.lora_rank)
-    rows, prompts, _ = cache_shape(work, pool, room)
+    rows, prompts, _ = cache_shape(work, pool, space)
     tokens = min(prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
     prefill = tokens * (passes.forward_peak + 4 * shape.hidden)
     sampling = rows * shape.vocabulary * (_SAMPLING_BYTES + 2 * bf16)

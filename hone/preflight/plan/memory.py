@@ -33,7 +33,7 @@ from hone.preflight.plan.engines import (
     engine_bytes,
     frees_memory,
     least_share_for_pages,
-    room_for_pages,
+    space_for_pages,
     uses_pages,
 )
 from hone.preflight.plan.model import ModelShape
@@ -107,9 +107,9 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
     always = [*_resident(work, pool), {"process": overhead + _HEAP_BYTES * work.on_cpu}]
     engine = {} if capacity is None else {ENGINE: engine_bytes(work, pool, capacity, overhead)}
     generates = "rollout" in pool.roles and not work.served
-    room = cache_room(work, pool, overhead, capacity)
+    space = cache_space(work, pool, overhead, capacity)
     if generates:
-        engine[CACHE] = cache_bytes(work, pool, room)
+        engine[CACHE] = cache_bytes(work, pool, space)
         if capacity is not None and uses_pages(work, pool) and work.rollout is not None:
             least, share = least_share_for_pages(work, capacity), work.rollout.gpu_memory_utilization
             if least > share:  # no sequence fits: counts as the device for which the share would suffice
@@ -123,7 +123,7 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
 
     phases: list[Phase] = []
     if "rollout" in pool.roles:
-        phases += fullest("generation", [decoding(work, pool, room) if generates else {}])
+        phases += fullest("generation", [decoding(work, pool, space) if generates else {}])
     phases += fullest("log-probs", _scoring(work, pool))
     for name, role, trained in (("critic update", "critic", work.critic), ("update", "actor", work.actor)):
         if trained is not None and role in pool.roles:
@@ -134,12 +134,12 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
     return Memory(pool, tuple(phases))
 
 
-def cache_room(work: Work, pool: Pool, overhead: float, capacity: float | None) -> float:
+def cache_space(work: Work, pool: Pool, overhead: float, capacity: float | None) -> float:
     """Return the bytes that the KV cache of a process may take; without a ``capacity`` of its device there is no limit."""
     if capacity is None:
         return math.inf
     resident = sum(size for parts in _resident(work, pool) for size in parts.values())
-    return room_for_pages(work, pool, capacity, overhead + resident)
+    return space_for_pages(work, pool, capacity, overhead + resident)
 
 
 def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:

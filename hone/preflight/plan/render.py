@@ -101,7 +101,7 @@ def _rows_lines(memory: Memory, plan: Plan) -> Iterator[str]:
     if rollout is not None and "rollout" in memory.pool.roles and uses_pages(work, memory.pool):
         rows = rows_at_once(work, memory.pool, plan.device)
         wanted = min(rollout.max_num_seqs, math.ceil(work.batch * work.samples / memory.pool.world))
-        held = f"{rows} of {wanted} sequences of full length are decoded at once; shorter ones leave room for more"
+        held = f"{rows} of {wanted} sequences of full length are decoded at once; shorter ones leave space for more"
         yield f"  KV cache: {held if rows < wanted else f'all {wanted} sequences are decoded at once'}"
 
 

@@ -13,7 +13,7 @@ from hone.config.pools import Pool, engine_devices
 from hone.preflight.plan import kernel_time
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
-from hone.preflight.plan.memory import cache_room, shards_of
+from hone.preflight.plan.memory import cache_space, shards_of
 from hone.preflight.plan.optimizer import state_bytes, step_operations
 from hone.preflight.plan.work import TrainedModel, Work
 
@@ -145,7 +145,7 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
 
 def rows_at_once(work: Work, pool: Pool, device: Device) -> int:
     """Return the sequences of full length that the native engine of a process decodes at once."""
-    return cache_shape(work, pool, cache_room(work, pool, device.overhead, device.memory)).rows
+    return cache_shape(work, pool, cache_space(work, pool, device.overhead, device.memory)).rows
 
 
 def _messages(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
