@@ -263,7 +263,7 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(make_model, make_en
 
         def __exit__(self, *_: object) -> None: ...
 
-    for name in ("Stream", "CUDAGraph", "current_stream", "stream"):
+    for name in ("Stream", "CUDAGraph", "current_stream", "current_device", "stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "graph", Refused)
     engine = paged_engine(monkeypatch, model)
