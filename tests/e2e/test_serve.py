@@ -30,6 +30,10 @@ TOKEN = "a token"
 CONNECTIONS = 2000
 
 
+PLAYED: list[str] = []
+"""Sessions in which a tool was called in this process."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tool_model(tmp_path_factory.mktemp("model") / "weather")
@@ -41,7 +45,8 @@ def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> 
     with serving(forks, model, folder / "log", "--audit", str(folder / "audit"), token=TOKEN) as address:
         yield address
     calls = [line for line in read_audit(folder / "audit") if line.record["tool"] == "get_weather"]
-    assert any(line.record["session"] == "one" and '"Rome"' in line.record["arguments"] for line in calls)
+    if PLAYED:  # tests of a module may run in several processes
+        assert any(line.record["session"] == "one" and '"Rome"' in line.record["arguments"] for line in calls)
     assert not any(line.problem for line in read_audit(folder / "audit"))
 
 
@@ -50,6 +55,7 @@ def client(url: str, path: str = "") -> openai.OpenAI:
 
 
 def test_a_tool_conversation_is_recorded_with_the_log_probs_of_the_model(url: str, model: Path) -> None:
+    PLAYED.append("one")
     asking, messages = client(url, "/sessions/one"), [QUESTION]
     arguments: Any = {"model": "weather", "tools": [WEATHER], "temperature": 0}
     first = asking.chat.completions.create(messages=messages, **arguments).choices[0]
