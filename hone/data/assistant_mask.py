@@ -1,51 +1,40 @@
 """Render conversations to token ids and mark the tokens that an assistant wrote.
 
-The mask of a conversation is derived from the template itself:
+The whole conversation is rendered and checked (:func:`hone.data.chat.render`). What the model writes in the assistant turn i of
+messages m is then the text between two places of that rendering:
 
-1. If the template marks assistant text with ``{% generation %}``, those marks are used. An end-of-sequence token that
-   directly follows a marked span is added.
-2. Otherwise prefixes are rendered. For the assistant turn i of messages m, with ``full = render(m)``::
+start   ``before = render(m[:i], generation prompt)`` is the context from which the model generates the turn. Where it begins the
+        rendering, the turn starts at its end. Where the template shows the turn's header differently once it is answered (an opened
+        ``<think>``), the turn starts after the part of the header that both have.
+end     The end of ``render(m[:i + 1])`` where that begins the rendering; otherwise where the template's loop begins the next
+        message. White space after the last special token (the end-of-turn token) does not belong to the turn.
 
-       before = render(m[:i], generation prompt)      context from which the model generates turn i
-       after  = render(m[:i + 1])                     the conversation up to the end of turn i
+If the template marks assistant text with ``{% generation %}`` and the marks hold all that the turns say, the marks are used instead.
+An end-of-sequence token that directly follows a mark is added.
 
-   ``before`` must be a prefix of ``full``; the turn begins where it ends. If ``after`` is a prefix too, the turn ends with
-   it, without the white space that follows its last special token (the end-of-turn token). If it is not, the template
-   renders the turn differently once more messages follow (Qwen3 drops an empty ``<think>`` block). Then **the rendering in
-   the full conversation counts**, up to and including its end-of-turn token.
-
-   In both cases the turn must contain the message's content, white space ignored. A template that drops part of it, or
-   changes anything before the turn, is refused: the run would train on text that is not in the dataset or its context.
-
-3. The tokens before a turn are exactly those of ``before`` alone, as in generation. Where a token would cross the boundary
-   (a line break that ends the prompt and one that begins the answer), the two sides are tokenized separately.
+A turn with ``weight: 0`` or ``train: false`` is not learned. Tokens do not cross the start or end of a turn: where one would (a line
+break that ends the prompt and one that begins the answer), the two sides are tokenized separately, as in generation.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 import re
-import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hone.data.chat import (
-    REFUSALS,
-    Messages,
-    encode_texts,
-    in_parts,
-    refused,
-    render_texts,
-    special_tokens,
-    template_of,
-    text_of,
-)
+from hone.data.chat import Messages, Rendering, encode_texts, render, render_as_is, special_tokens
+from hone.data.proof import holds
 from hone.errors import DataError
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+log = logging.getLogger(__name__)
+
+Span = tuple[int, int]
+"""Begin and end in characters of a rendering."""
 
 
 def render_conversations(
@@ -66,216 +55,219 @@ def render_conversations(
         One ``(input_ids, mask)`` for each conversation, two lists of equal length.
 
     Raises:
-        DataError: no chat template; a conversation without an assistant turn; a template that rewrites earlier turns
-            (see the rule in the module's docstring).
+        DataError: no chat template; a conversation without an assistant turn that is learned; a template that leaves out a part of
+            a conversation, or does not tell where a turn begins and ends (see the module's docstring).
     """
     names = names or [f"conversation {index}" for index in range(len(conversations))]
-    for messages, name in zip(conversations, names, strict=True):
-        if not any(message["role"] == "assistant" for message in messages):
-            raise DataError(
-                f"no message with role 'assistant' among {len(messages)}",
-                where=name,
-                why="there is no answer to train on",
-                fix="add the answer as an assistant message, or remove the row",
-            )
-    if _MARKS.search(template_of(tokenizer)):
-        return [
-            _marked(tokenizer, messages, chat_template_kwargs, name)
-            for messages, name in zip(conversations, names, strict=True)
-        ]
-    return _by_prefixes(tokenizer, conversations, chat_template_kwargs, names)
+    learned = [_learned_turns(messages, name) for messages, name in zip(conversations, names, strict=True)]
+    renderings = render(tokenizer, conversations, False, chat_template_kwargs, names)
+    dropped = sum(rendering.dropped for rendering in renderings)
+    if dropped:
+        log.warning("the chat template leaves out the reasoning of %d earlier turns, which is not learned", dropped)
+    special = re.compile("|".join(map(re.escape, _texts_of(tokenizer, special_tokens(tokenizer)))) or r"(?!)")
+    spans, contexts = [], []
+    for rendering, turns, name in zip(renderings, learned, names, strict=True):
+        before = _contexts(tokenizer, rendering, chat_template_kwargs)
+        its_spans = _spans(tokenizer, rendering, before, chat_template_kwargs, special, name)
+        spans.append(_marked(tokenizer, rendering, its_spans, turns) or [its_spans[turn] for turn in turns])
+        contexts.append([text for text in before.values() if text and rendering.text.startswith(text)])
+    return _tokens(tokenizer, [rendering.text for rendering in renderings], spans, contexts)
 
 
-# ------------------------------------------------------------------------------------------------- marks of the template
+def rewritten(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, kwargs: dict[str, Any] | None = None
+) -> tuple[int, int, str, str] | None:
+    """Return the first turn whose context the whole conversation shows differently from generation.
 
+    The header of the turn itself does not count.
 
-def _marked(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, kwargs: dict[str, Any] | None, name: str
-) -> tuple[list[int], list[int]]:
-    try:
-        texts, spans = render_jinja_template(
-            conversations=list(in_parts(tokenizer, template_of(tokenizer), [messages])),  # type: ignore[arg-type]
-            chat_template=template_of(tokenizer),
-            return_assistant_tokens_mask=True,
-            **{**tokenizer.special_tokens_map, **(kwargs or {})},
-        )
-    except REFUSALS as error:
-        raise refused(error, name) from error
-    text, marks = texts[0], [(int(start), int(end)) for start, end in spans[0] if end > start]
-    if not marks:
-        raise DataError(
-            "the chat template's {% generation %} block marks nothing",
-            where=name,
-            fix="put the assistant's content inside {% generation %} and {% endgeneration %}, or remove the marks",
-        )
-    ids, mask = _masked_by_offsets(tokenizer, text, marks)
-    for i in range(1, len(ids)):
-        if mask[i - 1] == 1 and mask[i] == 0 and ids[i] == tokenizer.eos_token_id != ids[i - 1]:
-            mask[i] = 1
-    return ids, mask
-
-
-def _masked_by_offsets(
-    tokenizer: PreTrainedTokenizerBase, text: str, marks: list[tuple[int, int]]
-) -> tuple[list[int], list[int]]:
-    """Return the tokens of ``text``, and 1 for those within marked characters; no token crosses the end of a mark (rule 3)."""
-    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    edges = {edge for mark in marks for edge in mark}
-    if not any(a < edge < b for a, b in encoded["offset_mapping"] for edge in edges):
-        within = [int(any(start <= a and b <= end for start, end in marks)) for a, b in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), within
-    cuts = sorted({0, len(text), *edges})
-    chunks = encode_texts(tokenizer, [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
-    starts = {start for start, _ in marks}
-    mask = [int(cut in starts) for cut, chunk in zip(cuts, chunks, strict=False) for _ in chunk]
-    return [token for chunk in chunks for token in chunk], mask
-
-
-# --------------------------------------------------------------------------------------------------- rendered prefixes
-
-
-@dataclass
-class _Turn:
-    """One assistant turn: the text before it, the text up to its end, and their tokens."""
-
-    index: int
-    content: Any
-    before: str
-    after: str
-    before_ids: list[int] = field(default_factory=list)
-    after_ids: list[int] = field(default_factory=list)
-
-
-def _by_prefixes(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Messages],
-    kwargs: dict[str, Any] | None,
-    names: Sequence[str],
-) -> list[tuple[list[int], list[int]]]:
-    fulls = render_texts(tokenizer, conversations, False, kwargs)
-    full_ids = encode_texts(tokenizer, fulls)
-    turns = _assistant_turns(tokenizer, conversations, fulls, full_ids, kwargs)
-    special = special_tokens(tokenizer)
-    rendered = []
-    for full, ids, its_turns, name in zip(fulls, full_ids, turns, names, strict=True):
-        prefixes = [(t.before, t.before_ids) for t in its_turns] + [(t.after, t.after_ids) for t in its_turns]
-        if any(full.startswith(text) and ids[: len(prefix_ids)] != prefix_ids for text, prefix_ids in prefixes):
-            ids = _tokenize_separately(tokenizer, full, its_turns)
-        mask = [0] * len(ids)
-        for turn in its_turns:
-            start, end = _span(tokenizer, full, ids, turn, special, name)
-            mask[start:end] = [1] * (end - start)
-        rendered.append((ids, mask))
-    return rendered
-
-
-def _assistant_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Messages],
-    fulls: list[str],
-    full_ids: list[list[int]],
-    kwargs: dict[str, Any] | None,
-) -> list[list[_Turn]]:
-    """Return the turns of each conversation; one call renders and one call tokenizes all prefixes."""
-    where = [(n, i) for n, chat in enumerate(conversations) for i, m in enumerate(chat) if m["role"] == "assistant"]
-    befores = render_texts(tokenizer, [conversations[n][:i] for n, i in where], True, kwargs)
-    inner = [(n, i) for n, i in where if i + 1 < len(conversations[n])]  # a last turn ends with the conversation
-    endings = render_texts(tokenizer, [conversations[n][: i + 1] for n, i in inner], False, kwargs)
-    ends = dict(zip(inner, zip(endings, encode_texts(tokenizer, endings), strict=True), strict=True))
-    turns: list[list[_Turn]] = [[] for _ in conversations]
-    for (n, i), before, before_ids in zip(where, befores, encode_texts(tokenizer, befores), strict=True):
-        after, after_ids = ends.get((n, i), (fulls[n], full_ids[n]))
-        turns[n].append(_Turn(i, conversations[n][i].get("content"), before, after, before_ids, after_ids))
-    return turns
-
-
-def _span(
-    tokenizer: PreTrainedTokenizerBase, full: str, ids: list[int], turn: _Turn, special: set[int], name: str
-) -> tuple[int, int]:
-    """Return the index of the turn's first token and the index after its last."""
-    start = len(turn.before_ids)
-    if not full.startswith(turn.before) or ids[:start] != turn.before_ids:
-        raise _rewritten(tokenizer, name, turn.index, turn.before_ids, ids)
-    if full.startswith(turn.after) and ids[: len(turn.after_ids)] == turn.after_ids:
-        end = _trimmed(tokenizer, ids, start, len(turn.after_ids), special)
-        text = turn.after[len(turn.before) :]
-    else:
-        end_in_full = _end_in_full(tokenizer, ids, turn, special)
-        if end_in_full is None:
-            raise _rewritten(tokenizer, name, turn.index, turn.after_ids, ids)
-        end, text = end_in_full, text_of(tokenizer, ids[start:end_in_full])
-    if isinstance(turn.content, str) and _without_white_space(turn.content) not in _without_white_space(text):
-        raise DataError(
-            f"the chat template changes the content of message {turn.index}: {turn.content[:80]!r} becomes {text[:80]!r}",
-            where=name,
-            why="the model would be trained on text that differs from the dataset",
-            fix="split the conversation so that each row ends with one assistant turn, "
-            "or set model.custom_chat_template to a template that keeps the content",
-        )
-    return start, end
-
-
-def _tokenize_separately(tokenizer: PreTrainedTokenizerBase, full: str, turns: list[_Turn]) -> list[int]:
-    """Tokenize a conversation in chunks that end at the borders of its turns.
-
-    No token then spans a border, and the tokens before every turn are those of generation (rule 3). The turns' prefixes get
-    their tokens from the same chunks.
+    Returns:
+        Number of the message, the first character that differs, the text there in generation and in the whole; None without any.
     """
-    prefixes = [text for turn in turns for text in (turn.before, turn.after) if full.startswith(text)]
-    cuts = sorted({0, len(full), *map(len, prefixes)})
-    chunks = encode_texts(tokenizer, [full[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
-    ids_up_to = {cut: [token for chunk in chunks[:count] for token in chunk] for count, cut in enumerate(cuts)}
-    for turn in turns:
-        if full.startswith(turn.before):
-            turn.before_ids = ids_up_to[len(turn.before)]
-        if full.startswith(turn.after):
-            turn.after_ids = ids_up_to[len(turn.after)]
-    return ids_up_to[len(full)]
-
-
-def _without_white_space(text: str) -> str:
-    return "".join(unicodedata.normalize("NFC", text).split())
-
-
-def _trimmed(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]) -> int:
-    """Return the end of the turn ``ids[start:end]``, without the white space that follows its last special token."""
-    for last in range(end - 1, start - 1, -1):
-        if ids[last] in special:
-            return last + 1 if not text_of(tokenizer, ids[last + 1 : end]).strip() else end
-    return end
-
-
-def _end_in_full(tokenizer: PreTrainedTokenizerBase, ids: list[int], turn: _Turn, special: set[int]) -> int | None:
-    """Return the end of a turn that the full conversation renders differently: its end-of-turn token, counted from its start."""
-    start = len(turn.before_ids)
-    if turn.after_ids[:start] != turn.before_ids:
-        return None
-    turn_ids = turn.after_ids[start : _trimmed(tokenizer, turn.after_ids, start, len(turn.after_ids), special)]
-    if not turn_ids or turn_ids[-1] not in special:
-        return None
-    remaining = turn_ids.count(turn_ids[-1])
-    for position in range(start, len(ids)):
-        remaining -= ids[position] == turn_ids[-1]
-        if remaining == 0:
-            return position + 1
+    (rendering,) = render(tokenizer, [messages], False, kwargs)
+    starts = rendering.trace.starts if rendering.trace else [None] * len(messages)
+    for number, before in _contexts(tokenizer, rendering, kwargs).items():
+        same = len(os.path.commonprefix([before or "", rendering.text]))
+        if before is not None and same < len(before) and same < (starts[number] or len(before)):
+            return number, same, before[same : same + 40], rendering.text[same : same + 40]
     return None
 
 
-def _rewritten(
-    tokenizer: PreTrainedTokenizerBase, name: str, index: int, prefix: list[int], full: list[int]
-) -> DataError:
-    position = next(
-        (i for i, (a, b) in enumerate(zip(prefix, full, strict=False)) if a != b), min(len(prefix), len(full))
-    )
-    prefix_text, full_text = (
-        text_of(tokenizer, prefix[position : position + 8]),
-        text_of(tokenizer, full[position : position + 8]),
-    )
+def _learned_turns(messages: Messages, name: str) -> list[int]:
+    """Return the numbers of the assistant messages that are learned."""
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    for number in turns:
+        weight = messages[number].get("weight", 1)
+        if weight not in (0, 1):
+            raise DataError(
+                f"message {number} has weight {weight!r}, not 0 or 1",
+                where=name,
+                why="a message is learned or not; its loss has no other weight",
+                fix="write 0 to leave the message out of the loss, 1 to learn it",
+                code="R42",
+            )
+    kept = [n for n in turns if messages[n].get("weight", 1) != 0 and messages[n].get("train", True) is not False]
+    if not kept:
+        what = f"none of {len(turns)} assistant messages is learned" if turns else "no message has role 'assistant'"
+        raise DataError(
+            f"{what}, of {len(messages)} messages",
+            where=name,
+            why="there is no answer to train on",
+            fix="add the answer as an assistant message (without weight: 0 or train: false), or remove the row",
+        )
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------------ places of the turns
+
+
+def _contexts(
+    tokenizer: PreTrainedTokenizerBase, rendering: Rendering, kwargs: dict[str, Any] | None
+) -> dict[int, str | None]:
+    """Return the text before each assistant turn, generation prompt included; None where the template refuses it."""
+    messages = rendering.messages
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return {number: render_as_is(tokenizer, messages[:number], True, kwargs) for number in turns}
+
+
+def _spans(
+    tokenizer: PreTrainedTokenizerBase,
+    rendering: Rendering,
+    contexts: dict[int, str | None],
+    kwargs: dict[str, Any] | None,
+    special: re.Pattern[str],
+    name: str,
+) -> dict[int, Span]:
+    """Return where each assistant turn is."""
+    text, messages = rendering.text, rendering.messages
+    starts = rendering.trace.starts if rendering.trace else [None] * len(messages)
+    spans: dict[int, Span] = {}
+    reached = 0
+    for number, before in contexts.items():
+        own, following = starts[number], next((start for start in starts[number + 1 :] if start is not None), None)
+        start = None
+        if before is not None and text.startswith(before) and reached <= len(before) <= rendering.spans[number][1]:
+            start = len(before)
+        elif own is not None:
+            plain = render_as_is(tokenizer, messages[:number], False, kwargs) if before is not None else None
+            header = before.removeprefix(plain) if before is not None and plain is not None else ""
+            start = own + _shared_header(header, text[own:])
+        if start is None:
+            raise _unclear(number, "begins", name)
+        end = _end(tokenizer, rendering, number, following, kwargs, special)
+        if end is None or not reached <= start <= end:
+            raise _unclear(number, "ends", name)
+        if not holds(text[start:end], messages[number]):
+            raise _unclear(number, "begins", name)
+        within = next((n for n, (a, b) in enumerate(rendering.spans) if n != number and a < b and start < b and a < end), None)
+        if within is not None and messages[within]["role"] not in ("system", "developer"):
+            raise _within(within, number, messages, name)
+        spans[number] = (start, end)
+        reached = end
+    return spans
+
+
+def _shared_header(header: str, text: str) -> int:
+    """Return the length of the part of a turn's header that a text begins with; a token is shared whole or not at all."""
+    shared = os.path.commonprefix([header, text])
+    return len(shared) if shared == header else max((shared.rfind(last) + 1 for last in ">]\n"), default=0)
+
+
+def _end(
+    tokenizer: PreTrainedTokenizerBase,
+    rendering: Rendering,
+    number: int,
+    following: int | None,
+    kwargs: dict[str, Any] | None,
+    special: re.Pattern[str],
+) -> int | None:
+    """Return where a turn ends, its end-of-turn token included; None where the rendering does not tell."""
+    text, said = rendering.text, rendering.spans[number][1]
+    if number + 1 == len(rendering.messages):
+        closed = rendering.trace.end if rendering.trace else None
+        if closed is not None and closed >= said and special.search(text, said, closed):
+            return _trimmed(text, said, closed, special)
+        return _trimmed(text, said, len(text), special)
+    after = render_as_is(tokenizer, rendering.messages[: number + 1], False, kwargs)
+    if after is not None and text.startswith(after) and len(after) >= said:
+        return _trimmed(text, said, len(after), special)
+    if following is not None:
+        return _trimmed(text, said, following, special)
+    closing = special.search(text, said)
+    return closing.end() if closing else None
+
+
+def _trimmed(text: str, said: int, end: int, special: re.Pattern[str]) -> int:
+    """Return the end of a turn without the white space that follows its last special token."""
+    last = max((match.end() for match in special.finditer(text, said, end)), default=end)
+    return end if text[last:end].strip() else last
+
+
+def _unclear(number: int, what: str, name: str) -> DataError:
     return DataError(
-        f"the chat template renders the text up to message {index} differently once more messages follow: "
-        f"from token {position} it is {prefix_text!r} without them and {full_text!r} with them",
+        f"the chat template does not tell where message {number} {what} in the rendering",
         where=name,
-        why="the model would be trained on text that it does not read or write during generation",
-        fix="split the conversation so that each row ends with one assistant turn, "
-        "or set model.custom_chat_template to a template that only appends",
+        why="which tokens the model learns would be a guess",
+        fix="put the assistant's content inside {% generation %} and {% endgeneration %} in the template, set "
+        "model.custom_chat_template, or split the conversation so that each row ends with one assistant turn",
     )
+
+
+def _within(inner: int, outer: int, messages: Messages, name: str) -> DataError:
+    return DataError(
+        f"the chat template shows message {inner} (role {messages[inner]['role']}) within message {outer}, or before its end",
+        where=name,
+        why="the model would learn text that it does not write",
+        fix="write the turn as the template shows it, such as a call without text, or set model.custom_chat_template",
+        code="E-left-out",
+    )
+
+
+def _marked(
+    tokenizer: PreTrainedTokenizerBase, rendering: Rendering, spans: dict[int, Span], turns: list[int]
+) -> list[Span] | None:
+    """Return the spans that the template marks in the turns; None without marks, or where they lack a part of a turn."""
+    trace, text = rendering.trace, rendering.text
+    if trace is None or not trace.marks:
+        return None
+    marks, starts = [mark for mark in trace.marks if mark[1] > mark[0]], trace.starts
+    end, found = str(tokenizer.eos_token or ""), []
+    for number in turns:
+        first = spans[number][0] if starts[number] is None else min(starts[number] or 0, spans[number][0])
+        within = [(a, b) for a, b in marks if first <= a and b <= max(spans[number][1], rendering.spans[number][1])]
+        if not holds("".join(text[a:b] for a, b in within), rendering.messages[number]):
+            return None
+        found += [(a, b + len(end) if end and text.startswith(end, b) and not text[a:b].endswith(end) else b) for a, b in within]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------ tokens
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], spans: list[list[Span]], contexts: list[list[str]]
+) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of texts, and 1 for those within the spans; no token crosses the start or end of one."""
+    fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    encoded: Any = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True) if fast else None
+    prefixes = iter(encode_texts(tokenizer, list(itertools.chain.from_iterable(contexts))))
+    rendered = []
+    for number, (text, marks, before) in enumerate(zip(texts, spans, contexts, strict=True)):
+        edges = {edge for mark in marks for edge in mark} | {len(prefix) for prefix in before}
+        before_ids = list(itertools.islice(prefixes, len(before)))
+        if encoded is not None:
+            ids, offsets = list(encoded["input_ids"][number]), encoded["offset_mapping"][number]
+            crossed = any(a < edge < b for a, b in offsets for edge in edges)
+            if not crossed and all(ids[: len(prefix)] == prefix for prefix in before_ids):
+                rendered.append((ids, [int(any(a <= x and y <= b for a, b in marks)) for x, y in offsets]))
+                continue
+        cuts = sorted({0, len(text), *edges})
+        chunks = encode_texts(tokenizer, [text[a:b] for a, b in itertools.pairwise(cuts)])
+        mask = [int(any(a <= cut < b for a, b in marks)) for cut, chunk in zip(cuts, chunks, strict=False) for _ in chunk]
+        rendered.append(([token for chunk in chunks for token in chunk], mask))
+    return rendered
+
+
+def _texts_of(tokenizer: PreTrainedTokenizerBase, ids: set[int]) -> list[str]:
+    """Return the texts of tokens, the longest first."""
+    return sorted((str(tokenizer.convert_ids_to_tokens(token)) for token in ids), key=len, reverse=True)

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hone.data.template_limits import check_template
+from hone.data.proof import THOUGHT_KEYS, Missing, Shown, missing_part, texts_of
+from hone.data.template_limits import Trace, check_template
 from hone.errors import DataError
 from hone.text import is_valid
 
 Messages = list[dict[str, Any]]
 
-REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation as text.
+
+    Attributes:
+        text: the text.
+        messages: the messages in the form that the template shows whole.
+        trace: where the template's loop begins each message; None where the rendering does not tell.
+        spans: where the first part of each message begins and its last part ends.
+        dropped: turns before the last whose reasoning the template leaves out.
+    """
+
+    text: str
+    messages: Messages
+    trace: Trace | None
+    spans: list[tuple[int, int]]
+    dropped: int
 
 
 def render_prompt(
@@ -24,7 +45,7 @@ def render_prompt(
     """Return the token ids of ``messages`` with the generation prompt, as the model's input.
 
     Raises:
-        DataError: the tokenizer has no chat template, or the template refuses the messages.
+        DataError: the tokenizer has no chat template, or the template refuses the messages or leaves out a part of them.
     """
     return render_prompts(tokenizer, [messages], chat_template_kwargs)[0]
 
@@ -33,15 +54,71 @@ def render_prompts(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[Messages],
     chat_template_kwargs: dict[str, Any] | None = None,
+    names: Sequence[str] = (),
 ) -> list[list[int]]:
     """Render many prompts at once, tokenized together; see :func:`render_prompt`."""
-    return encode_texts(tokenizer, render_texts(tokenizer, conversations, True, chat_template_kwargs))
+    return encode_texts(tokenizer, render_texts(tokenizer, conversations, True, chat_template_kwargs, names))
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+def render_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Messages],
+    generation_prompt: bool,
+    kwargs: dict[str, Any] | None,
+    names: Sequence[str] = (),
+) -> list[str]:
+    """Return the texts of conversations, see :func:`render`."""
+    return [one.text for one in render(tokenizer, conversations, generation_prompt, kwargs, names)]
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Messages],
+    generation_prompt: bool,
+    kwargs: dict[str, Any] | None,
+    names: Sequence[str] = (),
+) -> list[Rendering]:
+    """Render conversations, and check that every part of every message is in the text.
+
+    Templates differ in the form of messages that they show: content as a string or as parts, arguments of calls as mappings or as
+    JSON text. Of these forms, the first that the template shows whole is rendered.
+
+    Args:
+        tokenizer: with a chat template.
+        conversations: each a list of messages.
+        generation_prompt: True to end with the header of the assistant's turn.
+        kwargs: additional arguments of the template, ``tools`` among them.
+        names: source of each conversation, for messages of errors.
+
+    Raises:
+        DataError: there is no template; the template refuses a conversation, or leaves out a part of it.
+    """
+    if not conversations:
+        return []
+    settings = {"add_generation_prompt": generation_prompt, **(kwargs or {})}
+    template = template_of(tokenizer, bool(settings.get("tools")))
+    names = names or [""] * len(conversations)
+    pairs = zip(conversations, names, strict=True)
+    return [render_with(tokenizer, template, messages, settings, name) for messages, name in pairs]
+
+
+def render_as_is(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, generation_prompt: bool, kwargs: dict[str, Any] | None
+) -> str | None:
+    """Return the text of messages in the form of a checked :class:`Rendering`; None where the template refuses them."""
+    settings = {"add_generation_prompt": generation_prompt, **(kwargs or {})}
+    template = template_of(tokenizer, bool(settings.get("tools")))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template, **settings))
+    except REFUSALS:
+        return None
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, tools: bool = False) -> str:
+    """Return the text of the chat template; of several, the one for conversations with or without tools."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        template = template.get("default")
+        template = (template.get("tool_use") if tools else None) or template.get("default")
     if not template:
         raise DataError(
             "the tokenizer has no chat template, but the dataset has messages",
@@ -52,97 +129,135 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return template
 
 
-def render_texts(
+def render_with(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Messages],
-    generation_prompt: bool,
-    kwargs: dict[str, Any] | None,
-) -> list[str]:
-    if not conversations:
-        return []
-    settings = {"chat_template": template_of(tokenizer), "add_generation_prompt": generation_prompt, **(kwargs or {})}
-    conversations = in_parts(tokenizer, settings["chat_template"], conversations)
-    parsed = [_with_parsed_arguments(messages) for messages in conversations]
-    variables = {**tokenizer.special_tokens_map, "add_generation_prompt": generation_prompt, **(kwargs or {})}
-    check_template(settings["chat_template"], parsed, variables, str(tokenizer.name_or_path))
-    try:
+    template: str,
+    messages: Messages,
+    settings: dict[str, Any],
+    name: str = "",
+    *,
+    whole: bool = True,
+) -> Rendering:
+    """Render a conversation with a template, see :func:`render`.
+
+    Args:
+        tokenizer: gives the special tokens.
+        template: text of the template.
+        messages: the conversation.
+        settings: all arguments of the template.
+        name: source of the conversation.
+        whole: False to allow that parts are left out; the first form that the template takes is then rendered.
+    """
+    problem: Exception | Missing | None = None
+    first: Rendering | None = None
+    for form in _forms(messages):
+        (trace,) = check_template(
+            template, [form], {**tokenizer.special_tokens_map, **settings}, str(tokenizer.name_or_path)
+        )
         try:
-            return list(tokenizer.apply_chat_template(parsed, tokenize=False, **settings))  # type: ignore[arg-type]
-        except REFUSALS:
-            if parsed == list(conversations):
-                raise  # otherwise retry: the template may expect the arguments of calls as text
-        return list(tokenizer.apply_chat_template(list(conversations), tokenize=False, **settings))  # type: ignore[arg-type]
-    except REFUSALS as error:
-        raise refused(error, "") from error
-
-
-def in_parts(
-    tokenizer: PreTrainedTokenizerBase, template: str, conversations: Sequence[Messages]
-) -> Sequence[Messages]:
-    """Return conversations with every text as a part of a message, if the template shows no other text, as some for images do."""
-    if not _shows_only_parts(tokenizer, template):
-        return conversations
-    return [[_as_part(message) for message in messages] for messages in conversations]
-
-
-def _as_part(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _shows_only_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    if "type" not in template:
-        return False
-    if template not in _PARTS_ONLY:
-        chat = [{"role": "user", "content": _PROBE}]
-        shown = [_PROBE in _probed(tokenizer, template, form) for form in (chat, [_as_part(chat[0])])]
-        _PARTS_ONLY[template] = shown == [False, True]
-    return _PARTS_ONLY[template]
-
-
-def _probed(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages) -> str:
-    check_template(template, [messages], tokenizer.special_tokens_map, str(tokenizer.name_or_path))
-    try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-    except REFUSALS:
-        return ""
-
-
-_PROBE = "hone probe"
-_PARTS_ONLY: dict[str, bool] = {}
-
-
-def _with_parsed_arguments(messages: Messages) -> Messages:
-    """Parse the JSON arguments of tool calls to mappings, which most templates expect; files store them as text."""
-    if not any(message.get("tool_calls") for message in messages):
-        return messages
-    return [
-        {**m, "tool_calls": [_parsed(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
-    ]
-
-
-def _parsed(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    try:
-        parsed_arguments = json.loads(arguments) if isinstance(arguments, str) else None
-    except json.JSONDecodeError:
-        return call
-    if not is_valid(parsed_arguments):
-        return call  # the arguments of a malformed call stay text
-    return (
-        {**call, "function": {**function, "arguments": parsed_arguments}}
-        if isinstance(parsed_arguments, dict) and function
-        else call
-    )
-
-
-def refused(error: Exception, name: str) -> DataError:
-    return DataError(
-        f"the chat template refuses the messages: {error}",
+            text: Any = tokenizer.apply_chat_template(form, tokenize=False, chat_template=template, **settings)
+        except REFUSALS as error:
+            problem = problem or error
+            continue
+        trace = trace if trace is not None and trace.text == text else None
+        starts = trace.starts if trace else [None] * len(form)
+        shown = missing_part(text, starts, form, settings.get("tools") or ())
+        if isinstance(shown, Shown):
+            return Rendering(text, form, trace, shown.spans, shown.dropped)
+        first = first or Rendering(text, form, trace, [], 0)
+        if not isinstance(problem, Missing) or (shown.message or 0) > (problem.message or 0):
+            problem = shown
+    if first is not None and not whole:
+        return first
+    if isinstance(problem, Missing):
+        raise _left_out(problem, messages, name)
+    assert problem is not None
+    raise DataError(
+        f"the chat template refuses the messages: {problem}",
         where=name,
         why="they cannot be rendered to one text",
         fix="check the roles and their order (user and assistant in turn), or set model.custom_chat_template",
+    ) from problem
+
+
+def _forms(messages: Messages) -> Iterator[Messages]:
+    """Yield the forms of a conversation in which a template may expect it, the most usual first; all mean the same."""
+    named = [_with_reasoning(message) for message in messages]
+    joined, parts = [_as_text(message) for message in named], [_as_parts(message) for message in named]
+    seen: list[Messages] = []
+    for content in (joined, parts):
+        for arguments in (as_mapping, _as_json):
+            form = [with_arguments(message, arguments) for message in content]
+            if form not in seen:
+                seen.append(form)
+                yield form
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under each name that templates read, as newer versions of transformers give it."""
+    thoughts = next((message[key] for key in THOUGHT_KEYS if message.get(key) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is one string, unless it has other parts than text."""
+    content = message.get("content")
+    texts = texts_of(content)
+    if not isinstance(content, list) or len(texts) < len(content):
+        return message
+    return {**message, "content": "".join(texts)}
+
+
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str | list):
+        return message
+    parts = content if isinstance(content, list) else [content]
+    return {**message, "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls in another form."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": form(function["arguments"])}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def as_mapping(arguments: Any) -> Any:
+    """Return JSON text as a mapping of valid text; the arguments of a malformed call stay text."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) and is_valid(value) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+def _left_out(missing: Missing, messages: Messages, name: str) -> DataError:
+    role = "" if missing.message is None else f" (role {messages[missing.message]['role']})"
+    fixes = {
+        "tool": "use a template that shows tools",
+        "call": "use a template that shows tool calls, or remove the rows with calls",
+        "argument": "use a template that shows the arguments of calls, or remove the rows with calls",
+        "reasoning": "write the reasoning into the content, use a template that shows it, or remove it from the rows",
+        "text": "use a template that shows the text unchanged, or remove the rows",
+    }
+    return DataError(
+        f"the chat template leaves out {missing}{role}",
+        where=name,
+        why="the model would read or learn a conversation that is not the one of the file",
+        fix=f"{fixes[missing.what]}: model.custom_chat_template=PATH",
+        code="E-left-out",
     )
 
 

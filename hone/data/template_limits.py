@@ -2,7 +2,8 @@
 
 Templates come from model directories. transformers renders them in Jinja's sandbox, which bounds neither time nor memory, and
 computes constant expressions when it compiles. :func:`check_template` first renders in a sandbox that counts iterations and
-calls and bounds every text, list and number; what remains below the limits is then rendered by transformers.
+calls and bounds every text, list and number; what remains below the limits is then rendered by transformers. The bounded rendering
+also tells where the template's loop over the messages begins each of them (:class:`Trace`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -36,11 +38,29 @@ _WIDTH_FROM_ARGUMENT = re.compile(r":[^{}]*\{|%[^a-zA-Z%]*\*")
 _TAKING_DATA = frozenset({"d", "default", "float", "int", "sum", "replace", "startswith", "endswith"})
 _WIDE_FIELD = re.compile(r"\d{6,}")
 _COUNTED, _JOINED = "hone_counted", "hone_joined"
+_LOOKED_AT, _LEFT, _MARKED = "hone_looked_at", "hone_left", "hone_marked"
 _OPERATORS: dict[type[nodes.Node], str] = {nodes.Add: "+", nodes.Mul: "*", nodes.Pow: "**", nodes.Mod: "%"}
 
 
 class TemplateLimit(Exception):
     """A template exceeds a limit."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Where a rendering shows what, in characters of its text.
+
+    Attributes:
+        text: the rendering.
+        starts: where the loop over the messages begins each one; None for a message that no loop of its own reaches.
+        end: where that loop ends; None if there is none.
+        marks: the spans inside ``{% generation %}``.
+    """
+
+    text: str
+    starts: list[int | None]
+    end: int | None
+    marks: list[tuple[int, int]]
 
 
 class _Budget(threading.local):
@@ -49,10 +69,17 @@ class _Budget(threading.local):
     longest = LONGEST
     deadline = float("inf")
     made = 0
+    position = 0
+    """Characters of the rendering so far."""
+    events: list[tuple[int, Any, int]] = []
+    """Number of a loop, the entry that it looks at (None at its end) and the position, in order."""
+    marks: list[int] = []
+    """Positions at which a generation block begins or ends, in turn."""
 
     def begin(self, size: int) -> None:
         """Begin the rendering of messages and variables of this size."""
         self.longest, self.made = LONGEST + 8 * size, 0
+        self.position, self.events, self.marks = 0, [], []
         self.deadline = time.thread_time() + MOST_SECONDS
 
     def check_size(self, size: float, what: str) -> None:
@@ -77,7 +104,7 @@ def check_template(
     conversations: Sequence[Sequence[Mapping[str, Any]]],
     variables: Mapping[str, Any],
     name: str,
-) -> None:
+) -> list[Trace | None]:
     """Render conversations within the limits; other errors are left to transformers, which reports them.
 
     Args:
@@ -86,13 +113,17 @@ def check_template(
         variables: other variables, such as the special tokens.
         name: directory of the tokenizer, for the message.
 
+    Returns:
+        Where each rendering shows what; None where the template refuses the conversation.
+
     Raises:
         DataError: the template exceeds a limit.
     """
+    traces = []
     for messages in conversations:
-        problem = _known_problem(template) or _rendering_problem(template, messages, variables)
-        if problem:
-            _problems[template] = problem
+        problem: str | Trace | None = _problems.get(template) or _traced(template, messages, variables)
+        if isinstance(problem, str):
+            _problems[template] = problem  # other conversations need not wait for it again
             raise DataError(
                 f"the chat template of '{name}' exceeds a limit: {problem}",
                 where=name,
@@ -100,30 +131,60 @@ def check_template(
                 fix="correct the template (chat_template.jinja or tokenizer_config.json), or set model.custom_chat_template=PATH",
                 code="E-template",
             )
+        traces.append(problem)
+    return traces
 
 
 _problems: dict[str, str] = {}
 
 
-def _known_problem(template: str) -> str:
-    """Return the limit that a template exceeded before: other conversations need not wait for it again."""
-    return _problems.get(template, "")
-
-
-def _rendering_problem(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def _traced(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> Trace | str | None:
+    """Return the trace of a rendering, the limit that it exceeds, or None where the template refuses the messages."""
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     _budget.begin(len(str(present)) + len(str(variables)))
+    parts = []
     try:
-        _compiled(template).render(messages=present, **variables)
+        compiled = _compiled(template)
+        # piece by piece, so that the position is known whenever the template runs
+        for part in compiled.root_render_func(compiled.new_context({"messages": present, **variables})):
+            parts.append(part)
+            _budget.position += len(part)
+            if _budget.position > _budget.longest:
+                break
+        _budget.check_size(_budget.position, "a text")
     except TemplateLimit as limit:
         return str(limit)
     except (OverflowError, MemoryError, RecursionError) as error:  # Jinja's own limit of range() is an OverflowError
         return f"{type(error).__name__}: {error}"
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, LookupError):
-        return ""
+        return None
     finally:
         _budget.deadline = float("inf")
-    return ""
+    starts, end = _starts(present)
+    return Trace("".join(parts), starts, end, list(zip(_budget.marks[::2], _budget.marks[1::2], strict=False)))
+
+
+def _starts(messages: list[dict[str, Any]]) -> tuple[list[int | None], int | None]:
+    """Return where the loop that renders the messages begins each one, and where it ends.
+
+    Templates look at the messages in other loops too, such as for the last question; the one that renders them is the one
+    during which most text is made.
+    """
+    places = {id(message): place for place, message in enumerate(messages)}
+    best: tuple[int, dict[int, int], int] = (0, {}, 0)
+    passes: dict[int, dict[int, int]] = {}
+    for loop, entry, position in _budget.events:
+        starts = passes.setdefault(loop, {})
+        if entry is None:
+            del passes[loop]
+            places_in_turn = list(starts)
+            if starts and places_in_turn == sorted(places_in_turn) and position - min(starts.values()) > best[0]:
+                best = (position - min(starts.values()), starts, position)
+        elif (place := places.get(id(entry))) is not None:
+            starts[place] = position
+    return [best[1].get(place) for place in range(len(messages))], best[2] if best[0] else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,19 +198,31 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body as it is."""
+        """Return the body between two marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+        return nodes.Scope([_calling(_MARKED, [], line), *body, _calling(_MARKED, [], line)]).set_lineno(line)
+
+
+def _calling(name: str, values: list[nodes.Expr], line: int) -> nodes.Node:
+    """Return a statement that calls one of Hone's filters."""
+    first = values[0] if values else nodes.Const(None)
+    return nodes.ExprStmt(nodes.Filter(first, name, values[1:], [], None, None)).set_lineno(line)
 
 
 class _Bounding(NodeTransformer):
-    """Routes loops through a counter, and ``~`` through a bounded join."""
+    """Routes loops through a counter, and ``~`` through a bounded join; loops tell what they look at."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
+    loops = 0
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.loops += 1
+        number = nodes.Const(self.loops)
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, _COUNTED, [], [], None, None).set_lineno(node.lineno)
-        return node
+        if isinstance(node.target, nodes.Name):
+            node.body.insert(0, _calling(_LOOKED_AT, [nodes.Name(node.target.name, "load"), number], node.lineno))
+        return [node, _calling(_LEFT, [number], node.lineno)]
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -166,7 +239,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
         self.filters = {name: _bounded(function, name) for name, function in self.filters.items()}
-        self.filters[_COUNTED], self.filters[_JOINED] = _counted, _joined
+        self.filters |= {_COUNTED: _counted, _JOINED: _joined, _LOOKED_AT: _looked_at, _LEFT: _left, _MARKED: _marked}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": time.strftime}
         self.concat = _joined  # type: ignore[method-assign]
 
@@ -259,6 +332,20 @@ def _checked(value: Any) -> Any:
     if isinstance(value, str | list | tuple | dict):
         _budget.check_size(len(value), "a text or list")
     return value
+
+
+def _looked_at(entry: Any, loop: int) -> None:
+    _budget.events.append((loop, entry, _budget.position))
+
+
+@pass_context  # so that the compiler does not call it for a constant
+def _left(_: Any, loop: int) -> None:
+    _budget.events.append((loop, None, _budget.position))
+
+
+@pass_context
+def _marked(*_: Any) -> None:
+    _budget.marks.append(_budget.position)
 
 
 def _counted(entries: Any) -> Iterator[Any]:

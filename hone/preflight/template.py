@@ -107,25 +107,38 @@ def template_takes_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator
 
 @rule("R39", SFTConfig, stage=Stage.TEMPLATE)
 def template_only_appends(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
-    """The chat template renders the first conversations without rewriting earlier turns."""
-    from hone.data.assistant_mask import render_conversations
-    from hone.data.messages import check_messages, plain
+    """The chat template shows the first conversations whole, without rewriting earlier turns."""
+    from hone.data.assistant_mask import render_conversations, rewritten
+    from hone.data.messages import check_messages, plain, schemas_of
 
     tokenizer, key = evidence.tokenizer, config.data.messages_key
     if tokenizer is None or not tokenizer.chat_template:
         return
+    changed: tuple[int, int, str, str] | None = None
     for row in evidence.train_rows[:_LOOKED_AT]:
         try:
             messages = check_messages(plain(row.values.get(key)), where=row.where, column=key)
+            tools = schemas_of(row.values.get(config.data.tools_key), row.where)
         except DataError:
             continue  # R42
         if not any(message["role"] == "assistant" for message in messages):
             continue  # R42
+        kwargs = {**config.data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
         try:
-            render_conversations(tokenizer, [messages], config.data.apply_chat_template_kwargs, [row.where])
+            render_conversations(tokenizer, [messages], kwargs, [row.where])
         except DataError as problem:
             yield error(problem.what, why=problem.why, fix=problem.fix, where=row.where)
             return
+        if changed is None and (changed := rewritten(tokenizer, messages, kwargs)) is not None:
+            number, at, alone, whole = changed
+            yield warning(
+                f"the chat template renders the text before message {number} differently once more messages follow: "
+                f"from character {at} it is {alone!r} in generation and {whole!r} here",
+                why="the model is trained on contexts that it does not read during generation",
+                fix="split the conversations so that each row ends with one assistant turn, "
+                "or model.custom_chat_template=PATH of a template that only appends",
+                where=row.where,
+            )
 
 
 @rule("R40", RLConfig, stage=Stage.TEMPLATE)

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from gpu_check.results import Result  # noqa: E402
 
 
 def gpu_check(out: Path, *words: str) -> tuple[int, dict[str, dict]]:
@@ -58,7 +56,10 @@ def test_a_part_that_hangs_is_ended_and_the_next_goes_on(tmp_path: Path) -> None
     assert results["sampler"]["problems"] or results["sampler"]["values"]
 
 
-def test_values_are_on_disk_before_a_part_ends(tmp_path: Path) -> None:
+def test_values_are_on_disk_before_a_part_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for this test: commands that others fork inherit the path
+    from gpu_check.results import Result
+
     part = Result("decode", "cpu", tmp_path, ceilings={"copy": 3000.0})
     part.add("first", 1500.0, "GB/s", of="copy")
     part.add("second", 2.0, most=1.0)

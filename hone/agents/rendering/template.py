@@ -17,15 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
 from hone.agents.parsers.base import named_tokens
-from hone.data.chat import REFUSALS, in_parts, special_tokens, template_of
-from hone.data.template_limits import check_template
+from hone.data.chat import as_mapping, render_with, special_tokens, template_of, with_arguments
 from hone.errors import DataError
 from hone.text import check_valid, is_valid
 
 _TRUSTED = ("system", "developer")
 """Roles whose contents may contain special tokens, since the operator of the model writes them."""
-
-_PROBE = "hone_probe"
 
 
 class Template:
@@ -41,13 +38,10 @@ class Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
-        self.source = self._source_with_tools = template_of(tokenizer)
-        if isinstance(tokenizer.chat_template, dict):  # several templates; the one for tools has a separate name
-            self._source_with_tools = tokenizer.chat_template.get("tool_use", self.source)
+        self.source, self._source_with_tools = template_of(tokenizer), template_of(tokenizer, tools=True)
         self.special = special_tokens(tokenizer)
         self._special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
         self._named_text = _any_of(named_tokens(tokenizer))
-        self._arguments_as_text = self._needs_json_text()
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
@@ -64,34 +58,27 @@ class Template:
         """
         check_valid({"messages": list(messages), "tools": list(tools or ())}, str(self.tokenizer.name_or_path))
         try:
-            return self._rendered([self._prepared(message) for message in messages], tools, ask)
-        except REFUSALS as error:
+            return self._rendered(messages, tools, ask)
+        except DataError as error:
             simple = [_simplified(message) for message in messages]
             if simple != list(messages):
                 return self.text(simple, tools, ask=ask)
             raise DataError(
-                f"the chat template refuses the conversation ({', '.join(m['role'] for m in messages)}): {error}",
+                f"the chat template refuses the conversation ({', '.join(m['role'] for m in messages)}): {error.__cause__}",
                 where=str(self.tokenizer.name_or_path),
                 why="the model cannot receive a conversation that its template refuses",
                 fix="check the roles and their order, use another template with actor_rollout_ref.model.custom_chat_template, "
                 "or show tools as text with actor_rollout_ref.rollout.multi_turn.renderer=text_tools",
             ) from error
 
-    def _rendered(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool) -> HiddenText:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool) -> HiddenText:
         hidden = _Hidden(self._special_text, self._named_text)
         source = self._source_with_tools if tools else self.source
-        (shown,) = in_parts(self.tokenizer, self.source, [[hidden.message(message) for message in messages]])
-        variables = {**self.tokenizer.special_tokens_map, "tools": list(tools) if tools else None, **self.kwargs}
-        check_template(source, [shown], variables | {"add_generation_prompt": ask}, str(self.tokenizer.name_or_path))
-        text: Any = self.tokenizer.apply_chat_template(
-            shown,
-            tools=list(tools) if tools else None,  # type: ignore[arg-type]
-            chat_template=source,
-            add_generation_prompt=ask,
-            tokenize=False,
-            **self.kwargs,
-        )
-        return HiddenText(str(text), hidden.literals)
+        settings = {"tools": list(tools) if tools else None, "add_generation_prompt": ask, **self.kwargs}
+        plain = [with_arguments({**message, "content": message.get("content") or ""}, as_mapping) for message in messages]
+        shown = [hidden.message(message) for message in plain]
+        rendering = render_with(self.tokenizer, source, shown, settings, whole=False)
+        return HiddenText(rendering.text, hidden.literals)
 
     def encode(self, text: HiddenText) -> list[int]:
         """Return the token ids of a rendering, hidden text as ordinary tokens."""
@@ -114,36 +101,6 @@ class Template:
     def _encoded(self, text: str, **options: Any) -> list[int]:
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)
         return list(encoded["input_ids"])
-
-    def _prepared(self, message: Message) -> Message:
-        """Return the message with call arguments in the form that the template needs: mapping or JSON text."""
-        message = {**message, "content": message.get("content") or ""}
-        if not message.get("tool_calls"):
-            return message
-        calls = []
-        for call in message["tool_calls"]:
-            function = dict(call["function"])
-            arguments = function.get("arguments")
-            if self._arguments_as_text and not isinstance(arguments, str):
-                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-            elif not self._arguments_as_text and isinstance(arguments, str):
-                function["arguments"] = _loaded(arguments)
-            calls.append({**call, "function": function})
-        return {**message, "tool_calls": calls}
-
-    def _needs_json_text(self) -> bool:
-        """Return whether the template inserts arguments verbatim, so that they must be JSON text."""
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {_PROBE: "x"}}}
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        variables = {**self.tokenizer.special_tokens_map, **self.kwargs}
-        check_template(self._source_with_tools, [chat], variables, str(self.tokenizer.name_or_path))
-        try:
-            text: Any = self.tokenizer.apply_chat_template(
-                chat, chat_template=self._source_with_tools, tokenize=False, **self.kwargs
-            )
-        except REFUSALS:
-            return True
-        return f"'{_PROBE}'" in text  # Python notation, not JSON
 
 
 class HiddenText:

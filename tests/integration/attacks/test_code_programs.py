@@ -101,7 +101,8 @@ TESTS = {
     "math imported late": ["assert math.fabs(f(1) - 2) < 0.1", "import math\nassert math.isclose(f(3), 4)"],
     "isclose": "assert isclose(f(1), 2)",
     "isclose imported": "from math import isclose\nassert isclose(f(1), 2)",
-    "numpy": "import numpy as np\nassert np.allclose(f(1), 2)\nnp.testing.assert_allclose(f(2), 3)",
+    # numpy calls an empty array close to any number, so these tests say what shape they want
+    "numpy": "import numpy as np\nassert np.ndim(f(1)) == 0 and np.allclose(f(1), 2)\nnp.testing.assert_allclose(f(2), 3)",
     "numpy unimported": "assert np.isclose(f(1), 2)",
     "approx": "import pytest\ndef test_f(): assert f(1) == pytest.approx(2)",
     "abs": "assert abs(f(1) - 2) < 1e-6",

@@ -244,6 +244,7 @@ ROWS = [
         breaks=lambda world: world.rows(at={5: {"messages": [message("a"), BAD_CALL]}}),
         says=("row 5", "1 of 10 rows"),
         advice="data.tool_call_errors=drop",
+        given="model.custom_chat_template=TMP/tools.jinja",
         repairs=valid_rows,
         tree="sft",
         warns=True,
@@ -408,11 +409,12 @@ TEMPLATES = [
         breaks=lambda world: world.rows(
             at={2: {"messages": [message("1"), message("2", "assistant"), message("3"), message("4", "assistant")]}}
         ),
-        says=("row 0", "token 0"),
+        says=("row 2", "character 0"),
         advice="template",
         then="model.custom_chat_template=null",
         given="model.custom_chat_template=TMP/numbered.jinja",
         tree="sft",
+        warns=True,
     ),
     Case(
         "R40 template.turns_can_end",

@@ -8,7 +8,7 @@ from support.chat_templates import assistant, user
 from support.examples import examples
 from support.messages import raises
 
-from hone.data.assistant_mask import render_conversations
+from hone.data.assistant_mask import render_conversations, rewritten
 from hone.data.chat import render_prompt, render_prompts
 from hone.errors import DataError
 
@@ -90,18 +90,29 @@ def test_a_template_that_varies_only_the_wrapping_of_earlier_turns_counts_the_fi
     assert written(tokenizer, ids, mask) == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
 
 
-def test_a_template_that_drops_earlier_thoughts_is_refused(with_template):
+def test_earlier_thoughts_that_the_template_drops_are_counted(with_template, caplog):
     tokenizer = with_template(chats.THINK)
     messages = [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c"), assistant("d")]
-    with raises(DataError, "file, row 4", 1, "<think>", "model.custom_chat_template"):
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    assert written(tokenizer, ids, mask) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
+    assert any(record.args == (1,) for record in caplog.records)
+
+
+def test_a_last_turn_without_its_thoughts_is_refused(with_template):
+    tokenizer = with_template(chats.LLAMA3)
+    messages = [user("a"), assistant("d") | {"reasoning_content": "hm"}]
+    with raises(DataError, "file, row 4", 1, "'hm'", "model.custom_chat_template=PATH", code="E-left-out"):
         render_conversations(tokenizer, [messages], names=["file, row 4"])
 
 
-def test_a_template_that_rewrites_what_came_before_is_refused(with_template):
+def test_a_template_that_rewrites_what_came_before_is_named(with_template):
     tokenizer = with_template(chats.NUMBERED)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    with raises(DataError, 1, "'1", "'4", "model.custom_chat_template"):
-        render_conversations(tokenizer, [messages])
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    assert written(tokenizer, ids, mask) == ["4 assistant b<|im_end|>", "4 assistant d<|im_end|>"]
+    number, at, alone, whole = rewritten(tokenizer, messages)
+    assert (number, at, alone[0], whole[0]) == (1, 0, "1", "4")
+    assert rewritten(with_template(chats.THINK), messages) is None
 
 
 def test_rows_of_many_conversations_do_not_mix(with_template):

@@ -21,7 +21,8 @@ def many(count, kind="conversation", **more):
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch, tmp_path):
+def small_chunks(monkeypatch, tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ tools | tojson if tools else '' }}" + tokenizer.chat_template
     monkeypatch.setattr(tokenizing, "CHUNK", 20)
     monkeypatch.setenv("HONE_CACHE", str(tmp_path / "cache"))
 

@@ -73,7 +73,7 @@ def test_a_template_that_rewrites_earlier_turns(sft: SFTConfig, data: Path) -> N
     content[2]["messages"] *= 2
     write_rows(data, content)
     finding = [f for f in findings(sft) if f.error.code == "R39"]
-    assert len(finding) == 1 and finding[0].stops and "token 0" in finding[0].error.what
+    assert len(finding) == 1 and not finding[0].stops and "character 0" in finding[0].error.what
 
 
 def test_an_end_of_turn_that_does_not_end_generation(rl: RLConfig, model: Path) -> None:
