@@ -74,6 +74,19 @@ def render_conversations(
     return _tokens(tokenizer, [rendering.text for rendering in renderings], spans, contexts)
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None = None) -> int | None:
+    """Return the special token with which the chat template ends an answer; None without template or token."""
+    if not tokenizer.chat_template:
+        return None
+    chat = [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2"}]
+    try:
+        ((ids, mask),) = render_conversations(tokenizer, [chat], kwargs)
+    except DataError:
+        return None  # of a template for other conversations
+    last = max(position for position, learned in enumerate(mask) if learned)
+    return ids[last] if ids[last] in special_tokens(tokenizer) else None
+
+
 def rewritten(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, kwargs: dict[str, Any] | None = None
 ) -> tuple[int, int, str, str] | None:
@@ -159,7 +172,9 @@ def _spans(
             raise _unclear(number, "ends", name)
         if not holds(text[start:end], messages[number]):
             raise _unclear(number, "begins", name)
-        within = next((n for n, (a, b) in enumerate(rendering.spans) if n != number and a < b and start < b and a < end), None)
+        within = next(
+            (n for n, (a, b) in enumerate(rendering.spans) if n != number and a < b and start < b and a < end), None
+        )
         if within is not None and messages[within]["role"] not in ("system", "developer"):
             raise _within(within, number, messages, name)
         spans[number] = (start, end)
@@ -237,7 +252,10 @@ def _marked(
         within = [(a, b) for a, b in marks if first <= a and b <= max(spans[number][1], rendering.spans[number][1])]
         if not holds("".join(text[a:b] for a, b in within), rendering.messages[number]):
             return None
-        found += [(a, b + len(end) if end and text.startswith(end, b) and not text[a:b].endswith(end) else b) for a, b in within]
+        found += [
+            (a, b + len(end) if end and text.startswith(end, b) and not text[a:b].endswith(end) else b)
+            for a, b in within
+        ]
     return found
 
 
@@ -263,7 +281,9 @@ def _tokens(
                 continue
         cuts = sorted({0, len(text), *edges})
         chunks = encode_texts(tokenizer, [text[a:b] for a, b in itertools.pairwise(cuts)])
-        mask = [int(any(a <= cut < b for a, b in marks)) for cut, chunk in zip(cuts, chunks, strict=False) for _ in chunk]
+        mask = [
+            int(any(a <= cut < b for a, b in marks)) for cut, chunk in zip(cuts, chunks, strict=False) for _ in chunk
+        ]
         rendered.append(([token for chunk in chunks for token in chunk], mask))
     return rendered
 

@@ -37,7 +37,7 @@ from hone.data.images import IMAGE_MARK, IMAGE_PARTS, read_image
 from hone.data.media import COLUMNS as MEDIA_COLUMNS
 from hone.data.messages import plain
 from hone.data.row_images import part_image
-from hone.data.sharegpt import SYSTEM, Messages, is_sharegpt, messages_of_turns, unknown_turn
+from hone.data.sharegpt import SYSTEM, Messages, is_sharegpt, messages_of_turns, schemas_in_full, unknown_turn
 from hone.errors import ConfigError, DataError, did_you_mean
 
 SOURCES = ("auto", "sharegpt", "openai", "alpaca", "csv")
@@ -152,7 +152,10 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
         images = _images(record, file, as_text)
     except DataError:
         return "with an image that cannot be read"
-    shown = {"images": images} if images else {}
+    shown: dict[str, Any] = {"images": images} if images else {}
+    if record.get("tools"):
+        tools = schemas_in_full(record["tools"])
+        shown["tools"] = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
     if options.target == "messages":
         return _miscounted(messages, images) or {"messages": messages, "data_source": options.data_source} | shown
     if "user" not in roles[:last]:
@@ -192,7 +195,10 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
             return "without a conversation"
         if unknown_turn(turns) is not None:
             return "with a role that is not known"
-        return messages_of_turns(turns, record.get(SYSTEM))
+        try:
+            return messages_of_turns(turns, record.get(SYSTEM))
+        except ValueError:
+            return "with a call that cannot be read"
     question, answer = (
         ("\n\n".join(part for part in (record.get("instruction"), record.get("input")) if part), record.get("output"))
         if source == "alpaca"

@@ -197,7 +197,7 @@ def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> It
             size = _ROWS_WITH_MEDIA if {*wanted} & {*media.EVERY_COLUMN} else _ROWS
             for batch in file.iter_batches(batch_size=size, columns=wanted):
                 try:
-                    yield from batch.to_pylist()
+                    yield from map(_without_added_nulls, batch.to_pylist())
                 except UnicodeDecodeError:
                     raise _not_utf8(path, batch, first) from None
                 first += batch.num_rows
@@ -215,7 +215,7 @@ def _arrow(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iter
         for batch in _batches(reader):
             chosen = batch.select(wanted)
             try:
-                yield from chosen.to_pylist()
+                yield from map(_without_added_nulls, chosen.to_pylist())
             except UnicodeDecodeError:
                 raise _not_utf8(path, chosen, first) from None
             first += batch.num_rows
@@ -223,6 +223,21 @@ def _arrow(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iter
         raise _unreadable(path, error) from error
     if not first:
         raise _empty(path)
+
+
+def _without_added_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose lists of objects (messages, tools) have no nulls: Arrow gives each object the keys of all."""
+    return {name: _without_nulls(value) if _is_objects(value) else value for name, value in values.items()}
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _open_arrow(path: Path) -> Any:

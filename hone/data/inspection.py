@@ -11,7 +11,7 @@ from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompt, special_tokens
 from hone.data.files import Row
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, is_image, place_of
-from hone.data.messages import check_messages, plain
+from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.row_images import RowImages
 from hone.data.tokenizer import decoded
 from hone.errors import DataError
@@ -33,6 +33,7 @@ def inspect_row(
     *,
     prompt_key: str = "prompt",
     messages_key: str = "messages",
+    tools_key: str = "tools",
     conversation: bool = False,
     chat_template_kwargs: dict[str, Any] | None = None,
     images: RowImages | None = None,
@@ -44,6 +45,7 @@ def inspect_row(
         tokenizer: tokenizer, with a chat template if the row holds messages.
         prompt_key: column of the prompt.
         messages_key: column of the conversation.
+        tools_key: column of the conversation's function schemas.
         conversation: show the conversation; implied if the row has no prompt.
         chat_template_kwargs: additional arguments of the chat template.
         images: reader of the row's images; None shows the text alone.
@@ -52,6 +54,8 @@ def inspect_row(
         DataError: the row has neither column, or the template refuses it.
     """
     prompt, chat = plain(row.values.get(prompt_key)), plain(row.values.get(messages_key))
+    tools = schemas_of(row.values.get(tools_key), row.where)
+    shown_kwargs = {**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
     if prompt is None and chat is None:
         raise DataError(
             f"no column '{prompt_key}' or '{messages_key}'; the columns are {', '.join(row.values)}",
@@ -60,7 +64,7 @@ def inspect_row(
         )
     if chat is not None and (conversation or prompt is None):
         messages, shown = _placed(check_messages(chat, where=row.where, column=messages_key), row, images)
-        ((ids, mask),) = render_conversations(tokenizer, [messages], chat_template_kwargs, [row.where])
+        ((ids, mask),) = render_conversations(tokenizer, [messages], shown_kwargs, [row.where])
     elif isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
         ids = list(tokenizer(prompt, return_attention_mask=False)["input_ids"]) if isinstance(prompt, str) else prompt
         mask, shown = [0] * len(ids), () if images is None else images.of_text(row)

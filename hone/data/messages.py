@@ -32,7 +32,7 @@ def unwrapped(value: Any) -> Any:
 def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any]]:
     """Return the messages of one row, each a dict with a role and a content.
 
-    Parquet gives every message the keys of all messages, with null where a message has none; nulls are removed.
+    A key of a message whose value is null is removed; nulls in the arguments of calls are data.
 
     Raises:
         DataError: the value is not a list of messages, is empty, or a message has no role or content.
@@ -46,7 +46,7 @@ def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any
 def _message(item: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise DataError(f"{name} is a {type(item).__name__}, not a message", where=where, fix=_FIX, code="R42")
-    message = dict(item) if all(type(value) is str for value in item.values()) else _without_nulls(item)
+    message = {key: value for key, value in item.items() if value is not None}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{name} has no 'role'", where=where, fix=_FIX, code="R42")
     if not isinstance(message.get("content"), str | list):
@@ -80,14 +80,6 @@ def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     check_valid(value, where)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError("the tools are not a list of objects", where=where, fix="write a JSON list of tools")
-    return value
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
     return value
 
 

@@ -169,7 +169,13 @@ def render_sides(
                 response.prompt_ids = images.expand(response.prompt_ids, side.images, side.where)
             responses[number] = replace(response, images=side.images)
     group = [sides[number] for number in rendered]
-    messages, tools = [side.prompt + side.response for side in group], [side.tools or None for side in group]
+    # weights of earlier turns say nothing here: a prompt is not learned
+    prompts = [
+        [{k: v for k, v in message.items() if k not in ("weight", "train")} for message in side.prompt]
+        for side in group
+    ]
+    messages = [prompt + side.response for prompt, side in zip(prompts, group, strict=True)]
+    tools = [side.tools or None for side in group]
     names = [side.where for side in group]
     tokens = tokenize(tokenizer, Chats("conversation", messages, tools, names, chat_template_kwargs or {}))
     for number, side, (ids, mask) in zip(rendered, group, tokens, strict=True):
@@ -224,8 +230,9 @@ def _without_template(side: Side, tokenizer: PreTrainedTokenizerBase) -> Respons
     if isinstance(prompt, str):
         prompt = list(tokenizer(prompt, return_attention_mask=False)["input_ids"])  # type: ignore[call-overload]
     if isinstance(response, str):
-        end = tokenizer.eos_token_id
-        response = encode_texts(tokenizer, [response])[0] + ([] if end is None else [int(end)])  # type: ignore[arg-type]
+        end, response = tokenizer.eos_token_id, encode_texts(tokenizer, [response])[0]
+        if isinstance(end, int) and response[-1:] != [end]:
+            response.append(end)
     return Response(list(prompt), list(response), _mask(side, len(response)))
 
 

@@ -5,6 +5,7 @@ Both `hone data convert` and the datasets of a run convert by this module.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hone.data.media import PARTS
@@ -51,22 +52,60 @@ def unknown_turn(turns: list[Any]) -> int | None:
 
 
 def messages_of_turns(turns: list[Any], system: Any) -> Messages:
-    """Return the chat messages of turns with known roles, after the system message if there is one."""
+    """Return the chat messages of turns with known roles, after the system message if there is one.
+
+    Raises:
+        ValueError: a turn ``function_call`` has no call.
+    """
     messages: Messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     for turn in turns:
         content = turn.get("content")
         content = turn.get("value") if content is None else content
         if isinstance(content, list):
             content = "".join(_text(part) for part in content)
-        messages.append({"role": _role(turn), "content": str(content or "")})
+        message = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+        message |= {"role": _role(turn), "content": str(content or "")}
+        if turn.get("from") == "function_call":
+            message |= {"content": "", "tool_calls": _calls(content, len(messages))}
+        messages.append(message)
     return messages
+
+
+def _calls(value: Any, number: int) -> list[dict[str, Any]]:
+    """Return the calls of a turn: JSON text of one ``{"name": ..., "arguments": ...}``, or of a list of them."""
+    try:
+        read = json.loads(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({error})") from error
+    calls = []
+    for place, call in enumerate(read if isinstance(read, list) else [read]):
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError('it is no {"name": ..., "arguments": ...}')
+        arguments = function.get("arguments", function.get("parameters", {}))
+        # as JSON text, as OpenAI has it: Arrow would give each call the arguments of all
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        named = {"name": function["name"], "arguments": text}
+        calls.append({"id": f"call_{number}_{place}", "type": "function", "function": named})
+    return calls
+
+
+def schemas_in_full(value: Any) -> Any:
+    """Return tools in OpenAI's form, where a list or its JSON text has the functions alone."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+    except (ValueError, RecursionError):
+        return value
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "name" in tool for tool in tools):
+        return value
+    return [{"type": "function", "function": tool} for tool in tools]
 
 
 def to_messages(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a row whose ShareGPT columns are chat messages; the column ``system`` begins those of a whole conversation.
 
     Raises:
-        DataError: a turn has a role that is not known.
+        DataError: a turn has a role that is not known, or a call that cannot be read.
     """
     converted = dict(values)
     for name, value in values.items():
@@ -82,7 +121,18 @@ def to_messages(values: dict[str, Any], where: str) -> dict[str, Any]:
                 fix="rename it; or leave such rows out: hone data convert FILE --to messages --out NEW.parquet",
                 code="R42",
             )
-        converted[name] = messages_of_turns(value, values.get(SYSTEM) if name in COLUMNS else None)
+        try:
+            converted[name] = messages_of_turns(value, values.get(SYSTEM) if name in COLUMNS else None)
+        except ValueError as error:
+            raise DataError(
+                f"a turn from 'function_call' in {name} has no call: {error}",
+                where=where,
+                why="the model would learn a call that no parser reads",
+                fix='write it as {"name": "f", "arguments": {...}}, or as a list of them',
+                code="R42",
+            ) from error
+        if "tools" in values:
+            converted["tools"] = schemas_in_full(values["tools"])
     return converted
 
 

@@ -138,9 +138,7 @@ def check_template(
 _problems: dict[str, str] = {}
 
 
-def _traced(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-) -> Trace | str | None:
+def _traced(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Trace | str | None:
     """Return the trace of a rendering, the limit that it exceeds, or None where the template refuses the messages."""
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     _budget.begin(len(str(present)) + len(str(variables)))

@@ -71,15 +71,16 @@ def read_template(text_or_path: str) -> str:
     return Path(text_or_path).read_text(encoding="utf-8")
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model_dir: str | None) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's end-of-sequence token and those of the generation config.
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, *model_dirs: str | Path | None) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's end-of-sequence token and those of the generation configs.
 
     Chat models often end a turn with another token than a document (Llama 3 has three).
     """
     named: list[Any] = [tokenizer.eos_token_id]
-    if model_dir and (Path(model_dir) / "generation_config.json").is_file():
-        ends = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
-        named += ends if isinstance(ends, list) else [ends]
+    for model_dir in model_dirs:
+        if model_dir and (Path(model_dir) / "generation_config.json").is_file():
+            ends = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
+            named += ends if isinstance(ends, list) else [ends]
     return tuple(dict.fromkeys(int(end) for end in named if end is not None))
 
 

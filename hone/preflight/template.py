@@ -144,33 +144,41 @@ def template_only_appends(config: SFTConfig, evidence: Evidence) -> Iterator[Fin
 @rule("R40", RLConfig, stage=Stage.TEMPLATE)
 def turns_can_end(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """The token that ends a turn in the chat template also ends generation."""
-    from hone.data.assistant_mask import render_conversations
-    from hone.data.chat import special_tokens
+    from hone.data.assistant_mask import end_of_turn
 
     tokenizer, rollout = evidence.tokenizer, config.actor_rollout_ref.rollout
-    if (
-        tokenizer is None
-        or not tokenizer.chat_template
-        or rollout.ignore_eos
-        or not _asks_in_messages(config, evidence)
-    ):
+    if tokenizer is None or rollout.ignore_eos or not _asks_in_messages(config, evidence):
         return
-    chat = [*_QUESTION, {"role": "assistant", "content": "2"}]
-    try:
-        ((ids, mask),) = render_conversations(tokenizer, [chat], config.data.apply_chat_template_kwargs)
-    except DataError:
-        return  # R39 checks the rows themselves
-    last = max((position for position, wrote in enumerate(mask) if wrote), default=None)
-    if last is None or ids[last] not in special_tokens(tokenizer):
+    last = end_of_turn(tokenizer, config.data.apply_chat_template_kwargs)
+    if last is None:
         return
-    ends, text = stop_ids(config, evidence), str(tokenizer.decode([ids[last]]))
-    if ids[last] not in ends and not any(stop in text for stop in rollout.stop):
+    ends, text = stop_ids(config, evidence), str(tokenizer.decode([last]))
+    if last not in ends and not any(stop in text for stop in rollout.stop):
         yield error(
-            f"'{text}' ({ids[last]}) ends a turn of the chat template, but generation stops only at {sorted(ends)}",
+            f"'{text}' ({last}) ends a turn of the chat template, but generation stops only at {sorted(ends)}",
             why="responses would continue after their end, up to data.max_response_length",
-            fix=f"eos_token_id: [{', '.join(map(str, [*sorted(ends), ids[last]]))}] in the model's generation_config.json, "
+            fix=f"eos_token_id: [{', '.join(map(str, [*sorted(ends), last]))}] in the model's generation_config.json, "
             f"or actor_rollout_ref.rollout.stop=['{text}']",
             where="actor_rollout_ref.model.path",
+        )
+
+
+@rule("R40", SFTConfig, stage=Stage.TEMPLATE)
+def turns_end(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The chat template ends a turn with a token, so that the model learns to stop."""
+    from hone.data.assistant_mask import end_of_turn
+
+    tokenizer = evidence.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        return
+    last = end_of_turn(tokenizer, config.data.apply_chat_template_kwargs)
+    if last is None:
+        yield warning(
+            "no special token ends an assistant turn of the chat template",
+            why="the model does not learn to stop: its answers go on to their longest length",
+            fix="model.custom_chat_template=PATH of a template that ends the assistant's turns with a token such as "
+            f"{tokenizer.eos_token or '<|im_end|>'}",
+            where="model.path",
         )
 
 

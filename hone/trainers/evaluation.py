@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
+from hone.data.assistant_mask import end_of_turn
 from hone.data.chat import render_prompt
 from hone.data.image_processor import load_image_processor
 from hone.data.prompts import PromptDataset
@@ -48,6 +50,8 @@ from hone.trainers.inputs import reads_columns, report_contract, self_scored_by
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.releases import Shelf
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,7 +110,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
             temperature=request.temperature,
             top_p=request.top_p,
             constraint=request.constraint,
-            stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
+            stop_token_ids=stops_of(tokenizer, request.model),
         )
         played = answer(samples, engine, context, sampling, n=request.n, seeding=(request.seed, "validation"))
         evaluation = evaluate_answers(played, share_rewards(played, asyncio.run(rewards.score(played))), request.n)
@@ -149,7 +153,7 @@ def ask(
         samples.append(Sample(uid=str(row), prompt_ids=ids, messages=messages, data_source="ask"))
     max_prompt_length = max(len(sample.prompt_ids) for sample in samples)
     engine, tokenizer = open_model(model, max_prompt_length + sampling.max_tokens, dtype)
-    sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, weights_of(model))})
+    sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stops_of(tokenizer, model)})
 
     return answer(samples, engine, EpisodeContext(tokenizer), sampling, n=n, seeding=(seed, "ask"))
 
@@ -167,6 +171,19 @@ def weights_of(path: str) -> str:
     """Return the Hugging Face directory of a model, checkpoint or run; for an adapter, of its base model."""
     actor = find_actor(path)
     return str(base_of_adapter(actor) or actor)
+
+
+def stops_of(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
+    """Return the tokens that end a response of a model, checkpoint or run; warn where its template ends turns with another."""
+    stops = stop_tokens(tokenizer, find_actor(path), weights_of(path))
+    end = end_of_turn(tokenizer)
+    if end is not None and end not in stops:
+        log.warning(
+            "'%s' (%d) ends a turn of the chat template, but answers of %s stop only at %s and may go on after it. "
+            "Fix: eos_token_id: %s in its generation_config.json",
+            tokenizer.decode([end]), end, path, list(stops), [*stops, end],
+        )  # fmt: skip
+    return stops
 
 
 def open_model(path: str, max_model_len: int, dtype: str = "auto") -> tuple[Engine, PreTrainedTokenizerBase]:

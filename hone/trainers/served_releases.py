@@ -14,9 +14,9 @@ from hone.agents.serving.errors import ApiError
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.service import Service
 from hone.agents.serving.swapping import Opened
-from hone.data.tokenizer import load_tokenizer, stop_tokens
+from hone.data.tokenizer import load_tokenizer
 from hone.errors import HoneError
-from hone.trainers.evaluation import weights_of
+from hone.trainers.evaluation import stops_of, weights_of
 from hone.trainers.served_model import ServeRequest, context_length, open_engine, scorer_of, vocabulary_size
 from hone.training.releases import Release, Shelf
 
@@ -84,7 +84,7 @@ class Releases:
             before,
             gateway=Gateway(EngineClient(engine), self._loop, metrics=before.gateway.metrics),
             vocabulary=vocabulary_size(weights_of(path)),
-            stop_token_ids=stop_tokens(before.tokenizer, weights_of(path)),
+            stop_token_ids=stops_of(before.tokenizer, path),
             prompt_log_probs=scorer_of(engine),
             release=number,
         )

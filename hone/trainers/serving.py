@@ -64,8 +64,8 @@ def serve(request: ServeRequest) -> None:
     from hone.agents.serving.gateway import Gateway
     from hone.agents.serving.server import HttpServer
     from hone.agents.serving.service import TOOLS_AS_TEXT, Service
-    from hone.data.tokenizer import read_template, stop_tokens
-    from hone.trainers.evaluation import weights_of
+    from hone.data.tokenizer import read_template
+    from hone.trainers.evaluation import stops_of, weights_of
     from hone.trainers.served_releases import Releases
 
     token = request.token or None
@@ -81,7 +81,7 @@ def serve(request: ServeRequest) -> None:
             gateway=Gateway(EngineClient(engine), loop),
             max_model_len=max_model_len,
             vocabulary=vocabulary_size(weights_of(request.model)),
-            stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
+            stop_token_ids=stops_of(tokenizer, request.model),
             renderer=request.renderer,
             parser=request.parser,
             prompt_log_probs=scorer_of(engine),

@@ -228,6 +228,8 @@ def _write_processing(actor: Path, base: Path | None, target: Storage) -> None:
     with tempfile.TemporaryDirectory() as folder:
         load_tokenizer(str(actor)).save_pretrained(folder)
         copy_processor(base or actor, folder)
+        if (settings := actor / "generation_config.json").is_file():  # of an adapter: stops at what was trained
+            shutil.copy(settings, folder)
         target.put(Path(folder))
 
 

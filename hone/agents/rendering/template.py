@@ -71,11 +71,15 @@ class Template:
                 "or show tools as text with actor_rollout_ref.rollout.multi_turn.renderer=text_tools",
             ) from error
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool) -> HiddenText:
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool
+    ) -> HiddenText:
         hidden = _Hidden(self._special_text, self._named_text)
         source = self._source_with_tools if tools else self.source
         settings = {"tools": list(tools) if tools else None, "add_generation_prompt": ask, **self.kwargs}
-        plain = [with_arguments({**message, "content": message.get("content") or ""}, as_mapping) for message in messages]
+        plain = [
+            with_arguments({**message, "content": message.get("content") or ""}, as_mapping) for message in messages
+        ]
         shown = [hidden.message(message) for message in plain]
         rendering = render_with(self.tokenizer, source, shown, settings, whole=False)
         return HiddenText(rendering.text, hidden.literals)

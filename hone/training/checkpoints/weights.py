@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from hone.data.assistant_mask import end_of_turn
 from hone.data.image_processor import copy_processor
 from hone.insight import activity
 from hone.models.images import find_processor
@@ -90,6 +91,7 @@ def stage_layers(
         _write_settings(model, small)
         if tokenizer is not None:
             tokenizer.save_pretrained(small)
+            _write_end_of_turn(model, tokenizer, small)
 
     def write() -> None:
         for file, specs in layout.files_of(rank).items():
@@ -102,6 +104,21 @@ def stage_layers(
             shutil.rmtree(small)
 
     return write
+
+
+def _write_end_of_turn(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Add the token that ends a turn of the chat template to those at which generation of the saved model stops."""
+    end = end_of_turn(tokenizer)
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    settings = getattr(inner, "generation_config", None)
+    if end is None or settings is None:
+        return
+    ends = settings.eos_token_id
+    ends = [*ends] if isinstance(ends, list) else [] if ends is None else [ends]
+    if end not in ends:
+        saved = copy.deepcopy(settings)
+        saved.eos_token_id = [*ends, end]
+        saved.save_pretrained(directory)
 
 
 def whole_layers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
