@@ -157,14 +157,17 @@ def _spans(
     spans: dict[int, Span] = {}
     reached = 0
     for number, before in contexts.items():
-        own, following = starts[number], next((start for start in starts[number + 1 :] if start is not None), None)
+        header_at, following = (
+            starts[number],
+            next((start for start in starts[number + 1 :] if start is not None), None),
+        )
         start = None
         if before is not None and text.startswith(before) and reached <= len(before) <= rendering.spans[number][1]:
             start = len(before)
-        elif own is not None:
+        elif header_at is not None:
             plain = render_as_is(tokenizer, messages[:number], False, kwargs) if before is not None else None
             header = before.removeprefix(plain) if before is not None and plain is not None else ""
-            start = own + _shared_header(header, text[own:])
+            start = header_at + _shared_header(header, text[header_at:])
         if start is None:
             raise _unclear(number, "begins", name)
         end = _end(tokenizer, rendering, number, following, kwargs, special)
@@ -246,17 +249,17 @@ def _marked(
     if trace is None or not trace.marks:
         return None
     marks, starts = [mark for mark in trace.marks if mark[1] > mark[0]], trace.starts
-    end, found = str(tokenizer.eos_token or ""), []
+    end, kept = str(tokenizer.eos_token or ""), []
     for number in turns:
         first = spans[number][0] if starts[number] is None else min(starts[number] or 0, spans[number][0])
         within = [(a, b) for a, b in marks if first <= a and b <= max(spans[number][1], rendering.spans[number][1])]
         if not holds("".join(text[a:b] for a, b in within), rendering.messages[number]):
             return None
-        found += [
+        kept += [
             (a, b + len(end) if end and text.startswith(end, b) and not text[a:b].endswith(end) else b)
             for a, b in within
         ]
-    return found
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------------------------ tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,11 @@ from hone.text import is_valid
 
 Messages = list[dict[str, Any]]
 
+log = logging.getLogger(__name__)
+
+_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "train", *THOUGHT_KEYS}
+_UNREAD: set[str] = set()
+"""Keys that were named."""
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError)
 
 
@@ -98,8 +104,18 @@ def render(
     settings = {"add_generation_prompt": generation_prompt, **(kwargs or {})}
     template = template_of(tokenizer, bool(settings.get("tools")))
     names = names or [""] * len(conversations)
+    _name_unread_keys(template, conversations)
     pairs = zip(conversations, names, strict=True)
     return [render_with(tokenizer, template, messages, settings, name) for messages, name in pairs]
+
+
+def _name_unread_keys(template: str, conversations: Sequence[Messages]) -> None:
+    """Warn once of keys of messages that neither Hone nor the template reads."""
+    keys = {key for messages in conversations for message in messages for key in message} - _KEYS
+    unread = frozenset(key for key in keys if key not in template)
+    if unread - _UNREAD:
+        log.warning("keys of messages that neither Hone nor the chat template reads: %s", ", ".join(sorted(unread)))
+        _UNREAD.update(unread)
 
 
 def render_as_is(

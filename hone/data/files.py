@@ -29,6 +29,7 @@ RowReader = Callable[..., "list[Row]"]
 _MOST_LISTED = 10
 _ROWS, _ROWS_WITH_MEDIA = 4096, 64
 """Rows of a parquet file that are in memory at a time."""
+_OF_CHATS = {"role", "from", "function", "parameters"}
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -226,12 +227,13 @@ def _arrow(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iter
 
 
 def _without_added_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose lists of objects (messages, tools) have no nulls: Arrow gives each object the keys of all."""
-    return {name: _without_nulls(value) if _is_objects(value) else value for name, value in values.items()}
+    """Return a row whose messages and tools have no nulls: Arrow gives each object the keys of all."""
+    return {name: _without_nulls(value) if _is_chat(value) else value for name, value in values.items()}
 
 
-def _is_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+def _is_chat(value: Any) -> bool:
+    """Return whether a value is a list of messages, of turns or of function schemas."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and bool(_OF_CHATS & value[0].keys())
 
 
 def _without_nulls(value: Any) -> Any:

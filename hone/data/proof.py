@@ -70,10 +70,6 @@ def missing_part(
         messages: the conversation.
         tools: function schemas that the rendering shows.
     """
-    for tool in tools:
-        for part in _parts_of_tool(tool):
-            if _find(text, part, 0, len(text)) is None:
-                return Missing(None, "tool", part)
     last = max((n for n, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
     shown, cursor = Shown([]), 0
     known = any(start is not None for start in starts)
@@ -86,24 +82,32 @@ def missing_part(
             regions.append((0, len(text)))
         places: list[tuple[int, int]] = []
         for what, part in _parts(message):
-            found = next((at for region in regions if (at := _find(text, part, *region)) is not None), None)
-            if found is not None:
-                places.append(found)
+            at_place = next((at for region in regions if (at := _find(text, part, *region)) is not None), None)
+            if at_place is not None:
+                places.append(at_place)
             elif what == "reasoning" and number < last:
                 shown.dropped += 1
             else:
                 return Missing(number, what, part)
         call_from = begin
         for call in message.get("tool_calls") or ():
-            found_call = _find_call(text, call, call_from, end)
-            if isinstance(found_call, Missing):
-                return Missing(number, found_call.what, found_call.text)
-            call_from = found_call[1]
-            places.append(found_call)
+            call_place = _find_call(text, call, call_from, end)
+            if isinstance(call_place, Missing):
+                return Missing(number, call_place.what, call_place.text)
+            call_from = call_place[1]
+            places.append(call_place)
         first, last_end = min((at for at, _ in places), default=begin), max((at for _, at in places), default=begin)
         shown.spans.append((first, last_end))
         if not known and message["role"] not in ("system", "developer"):
             cursor = max(cursor, last_end)
+    rest = list(text)  # the tools are shown outside of what the messages say
+    for first, end in shown.spans if tools else ():
+        rest[first:end] = " " * (end - first)
+    outside = "".join(rest)
+    for tool in tools:
+        for part in _parts_of_tool(tool):
+            if _find(outside, part, 0, len(outside)) is None:
+                return Missing(None, "tool", part)
     return shown
 
 
@@ -121,7 +125,7 @@ def _region(starts: Sequence[int | None], number: int, size: int) -> tuple[int, 
 
 
 def _of_calls(starts: Sequence[int | None], messages: Messages, number: int, size: int) -> tuple[int, int]:
-    """Return the span from the turn that called to the next message that is no result."""
+    """Return the span from the turn that called to the next message that is not a result."""
     first = next((n for n in range(number, -1, -1) if messages[n]["role"] == "assistant"), 0)
     last = next((n for n in range(number, len(messages)) if messages[n]["role"] != "tool"), len(messages))
     return _region(starts, first, size)[0], _region(starts, last - 1, size)[1]
@@ -157,7 +161,7 @@ def _parts_of_tool(tool: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _find(text: str, part: str, begin: int, end: int) -> tuple[int, int] | None:
-    """Return where a part is in a span of the rendering, or None if it is not there; a part without text is at the begin."""
+    """Return where a part is in a span of the rendering, or None. A part without text is at the begin."""
     part = part.strip()
     for form in dict.fromkeys((part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1])):
         at = text.find(form, begin, end)
@@ -180,8 +184,8 @@ def _find_call(text: str, call: Any, begin: int, end: int) -> tuple[int, int] | 
     if isinstance(arguments, str):
         value = _loaded(arguments)
         if not isinstance(value, dict):
-            found = _find(text, arguments, begin, end)
-            return Missing(None, "argument", arguments) if found is None else _both(found, place)
+            at_place = _find(text, arguments, begin, end)
+            return Missing(None, "argument", arguments) if at_place is None else _both(at_place, place)
         arguments = value
     if not isinstance(arguments, Mapping) or not arguments:
         return place
@@ -191,10 +195,10 @@ def _find_call(text: str, call: Any, begin: int, end: int) -> tuple[int, int] | 
     if str(arguments) in text[begin:end]:
         return Missing(None, "argument", json.dumps(arguments, ensure_ascii=False))
     for part in _leaves(arguments):
-        found = next((at for form in part if (at := _find(text, form, begin, end)) is not None), None)
-        if found is None:
+        at_place = next((at for form in part if (at := _find(text, form, begin, end)) is not None), None)
+        if at_place is None:
             return Missing(None, "argument", part[0])
-        place = _both(place, found)
+        place = _both(place, at_place)
     return place
 
 
@@ -221,10 +225,10 @@ def _find_json(text: str, value: Any, begin: int, end: int) -> tuple[int, int] |
     at = text.find("{", begin, end)
     while at >= 0:
         try:
-            found, stop = decoder.raw_decode(text, at)
+            decoded, stop = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            found, stop = None, at
-        if stop <= end and found is not None and (found == value or value in _within(found)):
+            decoded, stop = None, at
+        if stop <= end and decoded is not None and (decoded == value or value in _within(decoded)):
             return at, stop
         at = text.find("{", at + 1, end)
     return None

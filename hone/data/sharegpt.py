@@ -81,7 +81,7 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
     for place, call in enumerate(read if isinstance(read, list) else [read]):
         function = call.get("function", call) if isinstance(call, dict) else {}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError('it is no {"name": ..., "arguments": ...}')
+            raise ValueError('it is not a {"name": ..., "arguments": ...}')
         arguments = function.get("arguments", function.get("parameters", {}))
         # as JSON text, as OpenAI has it: Arrow would give each call the arguments of all
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -48,7 +48,7 @@ class TemplateLimit(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """Where a rendering shows what, in characters of its text.
+    """Places of a rendering, in characters of its text.
 
     Attributes:
         text: the rendering.

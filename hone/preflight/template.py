@@ -175,7 +175,7 @@ def turns_end(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
     if last is None:
         yield warning(
             "no special token ends an assistant turn of the chat template",
-            why="the model does not learn to stop: its answers go on to their longest length",
+            why="the model does not learn to stop: its answers continue to their longest length",
             fix="model.custom_chat_template=PATH of a template that ends the assistant's turns with a token such as "
             f"{tokenizer.eos_token or '<|im_end|>'}",
             where="model.path",

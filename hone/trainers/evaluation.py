@@ -179,7 +179,7 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
     end = end_of_turn(tokenizer)
     if end is not None and end not in stops:
         log.warning(
-            "'%s' (%d) ends a turn of the chat template, but answers of %s stop only at %s and may go on after it. "
+            "'%s' (%d) ends a turn of the chat template, but answers of %s stop only at %s and may continue after it. "
             "Fix: eos_token_id: %s in its generation_config.json",
             tokenizer.decode([end]), end, path, list(stops), [*stops, end],
         )  # fmt: skip

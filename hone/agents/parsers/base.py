@@ -144,7 +144,7 @@ class ToolParser(ABC):
         """Return the reasoning of a turn (None without any) and the rest.
 
         An unclosed block (a truncated turn) is all reasoning. A block that would open after the first call is part of a call's
-        arguments; so is one that ends there, unless the reasoning is known to be open.
+        arguments; so is one that would end within the first call, unless the reasoning is known to be open.
         """
         opening, closing = (turn.mark(mark) for mark in self.thoughts)
         opened_at = turn.text.find(opening)
@@ -155,8 +155,10 @@ class ToolParser(ABC):
         if thinking is False:
             return None, turn.text
         thoughts, closed, after = turn.text.partition(closing)
-        if thinking is None and 0 <= first_call < len(thoughts):
-            return None, turn.text  # whether reasoning was opened is not known, and a call has begun: an argument has the mark
+        if thinking is None and closed and 0 <= first_call < len(thoughts):
+            _, calls = self.find(turn, {})
+            if any(call.error is None and closing in call.raw for call in calls):
+                return None, turn.text  # no reasoning: the mark is in an argument
         if closed or thinking:
             return thoughts.removeprefix(opening), after
         return None, turn.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
-from support.chat_templates import GEMMA, NUMBERED
+from support.chat_templates import GEMMA, NUMBERED, PLAIN
 from support.image_models import data_url, drawn, image_model
 from support.preflight import SMALL_MODEL
 from support.preflight_cases.keys import ACTOR, GAE, JUDGE, MODEL, MULTI, ROLLOUT, SHOWN, TOOLS
@@ -409,7 +409,7 @@ TEMPLATES = [
         breaks=lambda world: world.rows(
             at={2: {"messages": [message("1"), message("2", "assistant"), message("3"), message("4", "assistant")]}}
         ),
-        says=("row 2", "character 0"),
+        says=("message 1", "character 0"),
         advice="template",
         then="model.custom_chat_template=null",
         given="model.custom_chat_template=TMP/numbered.jinja",
@@ -422,6 +422,15 @@ TEMPLATES = [
         says=("'<|im_end|>' (3)", "[1]"),
         advice="eos_token_id: [1, 3] in the model's generation_config.json",
         repairs=lambda world: world.write("model/generation_config.json", json.dumps({"eos_token_id": [1, 3]})),
+    ),
+    Case(
+        "R40 template.turns_end",
+        says=("special token",),
+        advice="model.custom_chat_template=PATH",
+        then="model.custom_chat_template=null",
+        given="model.custom_chat_template=TMP/plain.jinja",
+        tree="sft",
+        warns=True,
     ),
     Case(
         "R41 template.thinking_fits",
@@ -500,6 +509,7 @@ FILE_CASES = [*DIRECTORIES, *ROWS, *TURNS, *TEMPLATES, *REWARDS]
 TEMPLATE_FILES = {
     "gemma.jinja": GEMMA,
     "numbered.jinja": NUMBERED,
+    "plain.jinja": PLAIN,
     "tools.jinja": CHAT_FORMATS["chatml_tools"].template,
     "no_tools.jinja": NO_TOOLS,
 }

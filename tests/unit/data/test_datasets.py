@@ -127,13 +127,25 @@ def test_numpy_becomes_plain():
     assert type(converted["b"]) is int and type(converted["a"]) is list
 
 
-def test_nulls_that_parquet_adds_are_removed():
-    call = {"name": "add", "arguments": {"a": 1, "b": None}}
-    messages = [{"role": "user", "content": "x", "tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [call]}]  # fmt: skip
-    assert check_messages(messages, where="here", column="prompt") == [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]},
-    ]
+def test_nulls_that_arrow_adds_are_removed_and_those_of_the_user_stay(write_rows):
+    def row(name, arguments):
+        call = {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+        schema = {
+            "name": name,
+            "parameters": {"type": "object", "properties": {key: {"type": "string"} for key in arguments}},
+        }
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {"messages": messages, "tools": [{"type": "function", "function": schema}]}
+
+    rows = [row("add", {"a": "1"}), row("move", {"b": "2", "to": None})]
+    expected = [row["messages"][1]["tool_calls"] for row in rows], [row["tools"] for row in rows]
+    for name in ("train.jsonl", "train.parquet"):
+        read = read_rows(write_rows(rows, name), required=("messages", "tools"))
+        calls = [check_messages(r.values["messages"], where="", column="messages")[1]["tool_calls"] for r in read]
+        tools = [r.values["tools"] for r in read]
+        if name.endswith("parquet"):  # where a null that was written cannot be told from one that was added
+            del expected[0][1][0]["function"]["arguments"]["to"]
+        assert (calls, tools) == expected
 
 
 @pytest.mark.parametrize(
