@@ -132,7 +132,7 @@ class PreferenceDataset:
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         self.paired = holds_pairs(rows[0], columns)
-        sides = [[side.placed(images, row) for side in _sides(row, columns, self.paired)] for row in rows]
+        sides = [[side.placed(images, row) for side in sides_of_row(row, columns, self.paired)] for row in rows]
         rendered = iter(render_sides([s for row in sides for s in row], tokenizer, chat_template_kwargs, images))
         preferences = [
             Preference([(side.label, next(rendered)) for side in row_sides], _margin(row, columns), row.uid)
@@ -213,7 +213,19 @@ def holds_pairs(row: Row, columns: PreferenceColumns) -> bool:
     )
 
 
-def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
+def sides_of_row(row: Row, columns: PreferenceColumns, paired: bool | None = None) -> list[Side]:
+    """Return the two sides of a pair, or the one response with its label.
+
+    Args:
+        row: row of a file.
+        columns: names of its columns.
+        paired: what the other rows are; None allows both.
+
+    Raises:
+        DataError: the row is neither, or not what the others are.
+    """
+    if paired is None:
+        paired = holds_pairs(row, columns)
     if holds_pairs(row, columns) != paired:
         raise DataError(
             f"this row {'has a label' if paired else 'is a pair'}, the first one {'is a pair' if paired else 'has a label'}",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hone.config.preference import PreferenceConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
@@ -105,6 +106,27 @@ def template_takes_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator
         )
 
 
+@rule("R39", PreferenceConfig, stage=Stage.TEMPLATE)
+def template_takes_the_preferences(config: PreferenceConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The chat template shows the first preferences whole."""
+    from hone.data.preferences import preference_columns, sides_of_row
+    from hone.data.responses import render_sides
+
+    if evidence.tokenizer is None or not evidence.tokenizer.chat_template:
+        return
+    columns = preference_columns(config.data)
+    for row in evidence.train_rows[:_LOOKED_AT]:
+        try:
+            sides = [side for side in sides_of_row(row, columns) if side.is_chat]
+        except DataError:
+            continue  # R42
+        try:
+            render_sides(sides, evidence.tokenizer, config.data.apply_chat_template_kwargs)
+        except DataError as problem:
+            yield error(problem.what, why=problem.why, fix=problem.fix, where=row.where)
+            return
+
+
 @rule("R39", SFTConfig, stage=Stage.TEMPLATE)
 def template_only_appends(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
     """The chat template shows the first conversations whole, without rewriting earlier turns."""
@@ -163,8 +185,8 @@ def turns_can_end(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-@rule("R40", SFTConfig, stage=Stage.TEMPLATE)
-def turns_end(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R40", SFTConfig, PreferenceConfig, stage=Stage.TEMPLATE)
+def turns_end(config: SFTConfig | PreferenceConfig, evidence: Evidence) -> Iterator[Finding]:
     """The chat template ends a turn with a token, so that the model learns to stop."""
     from hone.data.assistant_mask import end_of_turn
 

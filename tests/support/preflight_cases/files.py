@@ -35,6 +35,13 @@ BAD_CALL = {
 """A message whose call no parser reads."""
 
 
+PAIR_WITH_CALL = {
+    "prompt": [{"role": "user", "content": "a"}],
+    "chosen": [{**BAD_CALL, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+    "rejected": [{"role": "assistant", "content": "b"}],
+}
+
+
 def valid_rows(world: World) -> None:
     """Write rows without problems."""
     world.rows()
@@ -415,6 +422,14 @@ TEMPLATES = [
         given="model.custom_chat_template=TMP/numbered.jinja",
         tree="sft",
         warns=True,
+    ),
+    Case(
+        "R39 template.template_takes_the_preferences",
+        breaks=lambda world: world.write("pairs.jsonl", (json.dumps(PAIR_WITH_CALL) + "\n") * 2),
+        says=("message 1", "'f'"),
+        advice="template",
+        then="model.custom_chat_template=TMP/tools.jinja",
+        tree="prefer",
     ),
     Case(
         "R40 template.turns_can_end",
