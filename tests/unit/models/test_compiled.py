@@ -202,10 +202,9 @@ def test_what_cannot_be_compiled_is_named(name, changes, reason, caplog):
     assert "2 layers" in warning and reason in warning
 
 
-def test_without_a_compiler_the_run_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+def test_without_a_compiler_the_run_says_so(caplog):
     cpp_compiler_search.cache_clear()
-    with caplog.at_level("WARNING"):
+    with torch._inductor.config.patch("cpp.cxx", ("no-such-compiler",)), caplog.at_level("WARNING"):
         assert compile_layers(tiny_model("gemma2"), CPU, "always") is None
     cpp_compiler_search.cache_clear()
     assert "C++ compiler" in caplog.text
