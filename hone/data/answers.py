@@ -101,6 +101,7 @@ _STATED = re.compile(
     r"|\bfinal answer\W{0,4}\n\s*",
     re.IGNORECASE,
 )
+_HEADING = re.compile(r"\W*(?:the\s+)?(?:final\s+)?(?:answer|solution|result)\W*", re.IGNORECASE)
 _ADVERBS = re.compile(
     r"\A(?:(?:therefore|thus|then|simply|just|exactly|approximately|about|equal to|option|choice)\b,?\s*)+",
     re.IGNORECASE,
@@ -197,7 +198,9 @@ def final_answer(text: str, *, stated: bool = False) -> tuple[str, bool]:
     """
     marks = [mark for mark in (_box(text), _tag(text, "answer"), _hashes(text)) if mark is not None]
     if marks:
-        return max(marks)[1], True
+        marked = max(marks)[1]
+        sentence = _MACRO.sub(r"\1", marked)  # "the answer is 42" in a box
+        return (_STATED.search(sentence) and stated_answer(sentence)) or marked, True
     answer = stated_answer(text) if stated else None
     return (answer, True) if answer else (text.strip(), False)
 
@@ -224,7 +227,10 @@ def _hashes(text: str) -> tuple[int, str] | None:
     before, mark, rest = text.rstrip("# \n\t").rpartition("####")
     if not mark:
         before, mark, rest = text.rpartition("####")
-    return (len(before), rest.strip().partition("\n")[0].strip()) if mark else None
+    lines = [line.strip() for line in rest.splitlines() if line.strip()]
+    if len(lines) > 1 and _HEADING.fullmatch(lines[0]):  # a heading, and the answer below it
+        del lines[0]
+    return (len(before), lines[0] if lines else "") if mark else None
 
 
 def _box(text: str) -> tuple[int, str] | None:

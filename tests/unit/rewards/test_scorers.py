@@ -31,6 +31,8 @@ def score(source: str, response: str, truth: object, **options) -> dict:
     [
         ("openai/gsm8k", "2 + 16 = 18\n#### 18", "18"),
         ("gsm8k", "#### 1,234", "1234"),
+        ("gsm8k", "#### Final Answer\n\n18", "18"),
+        ("math", r"so \boxed{\text{The answer is } 42}", "42"),
         ("arithmetic", "#### 7 no, wait\n#### -9", "-9"),
         ("arithmetic", "#### 18", 18),
         ("gsm8k", "#### 18" + " padding" * 50, "18"),  # the last marked answer counts, wherever it is
