@@ -1,4 +1,4 @@
-"""Checks of an HTTP connection before the application sees it: complete headers in time, and the name of this host."""
+"""Checks of an HTTP connection before the application sees it: complete headers in time, the name of this host, and who sends."""
 
 from __future__ import annotations
 
@@ -64,34 +64,58 @@ class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.close()  # type: ignore[attr-defined]
 
 
-class HostCheck:
-    """Application that answers only requests to this host by one of its names.
+class RequestCheck:
+    """Application that answers only requests of programs, and of web pages of this host.
 
-    A web page can have its own domain point to 127.0.0.1, and then send requests to this machine as if to its server (DNS
-    rebinding). The header ``Host`` has the page's domain then.
+    - A web page can have its own domain point to 127.0.0.1, and then send requests to this machine as if to its server (DNS
+      rebinding). The header ``Host`` has the page's domain then.
+    - A page of any site can send requests that change something, as a form or as plain text, without asking. Browsers name the
+      page's site in ``Origin``; and they ask before they send JSON to another site.
 
     Args:
         app: application that answers.
-        hosts: names of this host, without ports.
+        hosts: names of this host, without ports; empty allows all.
     """
 
-    def __init__(self, app: Application, hosts: tuple[str, ...]) -> None:
+    def __init__(self, app: Application, hosts: tuple[str, ...] = ()) -> None:
         self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
-        named = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
-        wrong = [host for host in named if host_name(host) not in self._hosts]
-        if not wrong:
+        refusal = self._refusal(scope)
+        if refusal is None:
             await self._app(scope, receive, send)
             return
-        refusal = ApiError(
-            403, f"'{wrong[0][:80]}' is not this host; use {', '.join(sorted(self._hosts))}", code="host_not_allowed"
-        )
         body = json.dumps(refusal.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        values: dict[bytes, list[str]] = {}
+        for name, value in scope.get("headers", ()):
+            values.setdefault(name, []).append(value.decode("latin-1"))
+        named = values.get(b"host", [])
+        wrong = [host for host in named if self._hosts and host_name(host) not in self._hosts]
+        if wrong:
+            shown = ", ".join(sorted(self._hosts))
+            return ApiError(403, f"'{wrong[0][:80]}' is not this host; use {shown}", code="host_not_allowed")
+        if scope.get("type") != "http" or scope.get("method") in _READING:
+            return None
+        for origin in values.get(b"origin", []):
+            if named != [origin.partition("://")[2]]:
+                return ApiError(403, f"pages of '{origin[:80]}' may not send this", code="origin_not_allowed")
+        has_body = b"transfer-encoding" in values or values.get(b"content-length", ["0"]) != ["0"]
+        kind = ",".join(values.get(b"content-type", [])).partition(";")[0].strip().lower()
+        if has_body and kind != "application/json":
+            what = f"the content type is '{kind[:80]}', not application/json"
+            return ApiError(
+                415, f"{what}; send the header Content-Type: application/json", code="content_type_not_allowed"
+            )
+        return None
+
+
+_READING = ("GET", "HEAD", "OPTIONS")
 
 
 def host_name(header: str) -> str:

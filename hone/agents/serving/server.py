@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from hone.agents.serving.connections import HostCheck, TimedProtocol
+from hone.agents.serving.connections import RequestCheck, TimedProtocol
 from hone.errors import ConfigError, ProcessError
 
 BACKLOG = 4096
@@ -90,7 +90,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{shown}:{self.port}"
         config = uvicorn.Config(
-            HostCheck(app, (*LOOPBACK_NAMES, shown)) if is_loopback(host) else app,
+            RequestCheck(app, (*LOOPBACK_NAMES, shown) if is_loopback(host) else ()),
             http=TimedProtocol,
             log_config=None,
             access_log=False,

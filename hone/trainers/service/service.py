@@ -25,7 +25,9 @@ from hone.trainers.service.sampling import Sampler
 
 _SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SESSION, _MODEL = re.compile(r"[A-Za-z0-9_-]{1,64}"), re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,9}")
 _KINDS = ("weights", "sampler_weights")
+_MOST_SAMPLES = 1024
 
 
 @dataclass
@@ -58,6 +60,19 @@ class ServiceLimits:
     max_model_len: int
     max_rank: int = 128
     max_adapters: int = 16
+
+
+def _model_name(session: Any, number: Any) -> str:
+    """Return the name of a model, which is also that of its folder.
+
+    Raises:
+        RequestError: a client's part of it is not a name or a number.
+    """
+    if not isinstance(session, str) or not _SESSION.fullmatch(session):
+        raise RequestError("session_id has letters, digits, '_' and '-' only, 64 at most", field="session_id")
+    if type(number) is not int or not 0 <= number < 10**9:
+        raise RequestError("model_seq_id is a number from 0 to 999999999", field="model_seq_id")
+    return f"{session}:train:{number}"
 
 
 class TrainingService:
@@ -111,7 +126,7 @@ class TrainingService:
             shape: of the adapter.
             seed: of its initialisation; None derives one from the model's name.
         """
-        model = f"{session}:train:{number}"
+        model = _model_name(session, number)
 
         async def create() -> Result:
             self._check_base(base)
@@ -256,7 +271,7 @@ class TrainingService:
 
     def create_from(self, session: str, number: int, path: str, base: str | None, *, optimizer: bool) -> str:
         """Begin to create an adapter with saved weights; return the name of the future."""
-        model = f"{session}:train:{number}"
+        model = _model_name(session, number)
 
         async def create() -> Result:
             self._check_base(base)
@@ -283,9 +298,15 @@ class TrainingService:
         return name
 
     def _place(self, model: str, kind: str, name: str) -> Path:
+        """Return the folder of weights, from names that a client gave: below the service's own, and through no link."""
         if not _NAME.fullmatch(name) or set(name) == {"."}:
-            raise RequestError(f"'{name}' is not a name of letters, digits, '.', '_' and '-'", field="path")
-        return self._folder / model / kind / name
+            raise RequestError(f"'{name[:80]}' is not a name of letters, digits, '.', '_' and '-'", field="path")
+        if not _MODEL.fullmatch(model) or kind not in _KINDS:
+            raise RequestError(f"'{model[:80]}/{kind[:80]}' is not a model with saved weights", field="path")
+        folder = self._folder / model / kind / name
+        if any(part.is_symlink() for part in (folder, *list(folder.parents)[:2])):
+            raise RequestError(f"{kind} '{name}' of this model is a link, which is not followed", field="path")
+        return folder
 
     def _saved(self, path: str) -> Path:
         """Return the folder of saved weights.
@@ -295,7 +316,7 @@ class TrainingService:
         """
         model, _, rest = path.removeprefix(_SCHEME).partition("/")
         kind, _, name = rest.partition("/")
-        if not path.startswith(_SCHEME) or kind not in _KINDS or not re.fullmatch(r"[A-Za-z0-9:_-]+", model):
+        if not path.startswith(_SCHEME) or not rest:
             raise RequestError(f"'{path}' is not a path of saved weights", field="path")
         folder = self._place(model, kind, name)
         if not folder.exists():
@@ -350,14 +371,20 @@ class TrainingService:
 
     def sample(self, request: Mapping[str, Any]) -> tuple[str, list[str]]:
         """Begin to sample; return the name of the future, and a name for each sequence."""
-        session, number = request.get("sampling_session_id"), request.get("seq_id")
+        session, number, count = (
+            request.get("sampling_session_id"),
+            request.get("seq_id"),
+            request.get("num_samples") or 1,
+        )
+        if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:
+            raise RequestError(f"{count} samples are not in 1 to {_MOST_SAMPLES}", field="num_samples")
         if session is None or number is None:
             self._numbers += 1
             name = f"sample-{self._numbers}-{secrets.token_hex(4)}"
         else:
             name = f"{session}:{number}"
         self.futures.start(name, self._sample(name, request))
-        return name, [f"{name}:{index}" for index in range(request.get("num_samples") or 1)]
+        return name, [f"{name}:{index}" for index in range(count)]
 
     def cancel(self, name: str) -> None:
         """End the request of a sample; operations of models are never left out, because those after them depend on them."""

@@ -74,6 +74,9 @@ def host() -> Iterator[str]:
         yield url.removeprefix("http://")
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 def line_to(host: str) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(host, timeout=SOON)
 
@@ -176,7 +179,7 @@ def test_a_stream_ends_with_the_error_of_its_engine() -> None:
     with served(ScriptedEngine(answer), TOKENIZER) as (url, _):
         line = line_to(url.removeprefix("http://"))
         path, body = good()
-        line.request("POST", path, json.dumps({**json.loads(body), "stream": True}).encode())
+        line.request("POST", path, json.dumps({**json.loads(body), "stream": True}).encode(), JSON)
         events = line.getresponse().read().decode().split("\n\n")
     assert json.loads(events[0].removeprefix("data: "))["error"]["type"] == "server_error"
     assert events[1] == "data: [DONE]"
@@ -205,6 +208,31 @@ def test_the_host_header_names_this_host(host: str, name: str, status: int) -> N
     assert int(answer.split()[1]) == status
 
 
+BODY = b'{"prompt": "a"}'
+SENT = {
+    "by a program": ("Content-Type: application/json", 200),
+    "by a page of this host": ("Content-Type: application/json; charset=utf-8\r\nOrigin: http://127.0.0.1", 200),
+    "as a form": ("Content-Type: application/x-www-form-urlencoded", 415),
+    "as text": ("Content-Type: text/plain", 415),
+    "without a type": ("X-Nothing: 1", 415),
+    "by another site": ("Content-Type: application/json\r\nOrigin: http://evil.example", 403),
+    "by a file": ("Content-Type: application/json\r\nOrigin: null", 403),
+    "by a page of another port": ("Content-Type: application/json\r\nOrigin: http://127.0.0.1:1", 403),
+    "as text by another site": ("Content-Type: text/plain\r\nOrigin: http://evil.example", 403),
+}
+
+
+@pytest.mark.parametrize("how", SENT)
+@pytest.mark.parametrize("method", ["POST /tokenize", "POST /v1/completions", "POST /release"])
+def test_a_web_page_cannot_change_anything(host: str, method: str, how: str) -> None:
+    lines, status = SENT[how]
+    head = (
+        f"{method} HTTP/1.1\r\nHost: 127.0.0.1\r\n{lines}\r\nContent-Length: {len(BODY)}\r\nConnection: close\r\n\r\n"
+    )
+    code = int(raw(host, head + BODY.decode()).split()[1])
+    assert code == status if status != 200 else code not in (403, 415)
+
+
 def test_unfinished_headers_end_a_connection(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     assert raw(host, "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ") == b""
@@ -220,7 +248,10 @@ def test_unfinished_headers_end_a_connection(host: str, monkeypatch: pytest.Monk
 
 def test_a_body_that_never_ends_is_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "BODY_SECONDS", 0.3)
-    answer = raw(host, "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    answer = raw(
+        host,
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{",
+    )
     assert int(answer.split()[1]) == 408
 
 

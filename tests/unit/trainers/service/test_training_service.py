@@ -321,6 +321,49 @@ def test_limits_and_names(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+NAMES = ["../up", "..", ".", "/etc", "a/b", "a\\b", "", "x" * 65, "a:b", "a\n", "a\0", "ａ", None, 3, ["s"]]
+
+
+@pytest.mark.parametrize("number", [-1, 0.5, "../1", "1", True, None, 10**12])
+def test_a_number_of_a_client_is_not_a_path(tmp_path: Path, number: Any) -> None:
+    with pytest.raises(RequestError):
+        service_in(tmp_path).create_model("s", number, "tiny", SHAPES["one"], 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_a_client_is_not_a_path(tmp_path: Path, name: Any) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path / "out")
+        with pytest.raises(RequestError):
+            service.create_model(name, 0, "tiny", SHAPES["one"], 1)
+        with pytest.raises(RequestError):
+            service.create_from(name, 0, "tinker://s:train:0/weights/w", None, optimizer=False)
+        for path in (
+            f"tinker://{name}/weights/w",
+            f"tinker://s:train:0/{name}/w",
+            f"tinker://s:train:0/weights/{name}/x",
+        ):
+            with pytest.raises(RequestError):
+                service.create_sampling_session(None, path)
+
+    asyncio.run(play())
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_links_below_the_service_s_folder_are_not_followed(tmp_path: Path) -> None:
+    async def play() -> None:
+        out, outside = tmp_path / "out", tmp_path / "outside"
+        (outside / "weights" / "w").mkdir(parents=True)
+        service = service_in(out)
+        model = await model_of(service)
+        out.mkdir(exist_ok=True)
+        (out / model).symlink_to(outside)
+        outcome = await result(service, service.save(model, 1, "w", "weights", overwrite=True))
+        assert isinstance(outcome, Failure) and outcome.user and (outside / "weights" / "w").is_dir()
+
+    asyncio.run(play())
+
+
 def test_sampling_uses_the_weights_of_its_session(tmp_path: Path) -> None:
     """Requests to three sets of weights at once, while the adapter is trained further."""
 
