@@ -201,6 +201,44 @@ def value_head(model: nn.Module) -> nn.Linear:
     return head
 
 
+def parts_embeddings(model: nn.Module) -> bool:
+    """Return whether an adapter changes one of two tied embeddings, so that input and output are two matrices."""
+    inner = causal_lm(model)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    bases = [_without_adapter(end) for end in ends if end is not None]
+    tied = len(bases) == 2 and bases[0].weight is bases[1].weight
+    return tied and any(end is not base for end, base in zip(ends, bases, strict=True))
+
+
+def will_part_embeddings(config: ModelConfig) -> bool:
+    """Return :func:`parts_embeddings` of the policy that :func:`load_policy` loads, without reading its weights."""
+    if not config.lora_adapter_path and (config.lora_rank == 0 or config.target_modules == "all-linear"):
+        return False
+    empty = empty_model(policy_factory(config), model_settings(config), trust_remote_code=config.trust_remote_code)
+    return parts_embeddings(_with_adapter(empty, config, seed=0))
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give the output embedding a matrix of its own, equal to that of the input."""
+    head = _without_adapter(model.get_output_embeddings())
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    for settings in (model.config, model.config.get_text_config()):
+        settings.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def merge_adapter(model: PeftModel) -> PreTrainedModel:
+    """Merge the adapter into its base; tied embeddings are untied if it changes one of them."""
+    if parts_embeddings(model):
+        untie(causal_lm(model))
+    return model.merge_and_unload()  # type: ignore[no-any-return, operator]
+
+
+def _without_adapter(module: Any) -> Any:
+    """Return the module of the base model inside a module with an adapter."""
+    return getattr(module, "base_layer", getattr(module, "original_module", module))
+
+
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Disable the LoRA adapters within the block: the reference policy."""
