@@ -26,5 +26,6 @@ def command(
 
     from hone.training.export import export, parse_size
 
-    written = export(source, out, merge=merge, dtype=dtype, largest_file=parse_size(max_shard_size))
-    Console().print(f"wrote {written}", markup=False, highlight=False)
+    size, proofs = parse_size(max_shard_size), list[str]()
+    written = export(source, out, merge=merge, dtype=dtype, largest_file=size, report=proofs.append)
+    Console().print("\n".join([f"wrote {written}", *proofs]), markup=False, highlight=False)

@@ -7,7 +7,7 @@ import dataclasses
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
-from hone.cluster.roles import ModelRole, RoleUpdate, build_frozen_policy
+from hone.cluster.roles import ModelRole, RoleUpdate, build_frozen_policy, first_adapter
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.specs import OfflineSpec
 from hone.config.trees import OfflineConfig
@@ -83,7 +83,7 @@ class LearnerWorker(ModelRole):
 
 
 class FrozenPolicyWorker(ModelRole):
-    """The reference policy: the trained model with its adapter off, or a frozen model.
+    """The reference policy: the trained model with the adapter it began with or none, or a frozen model.
 
     Args:
         context: context of the process, which has the role ``actor`` already.
@@ -91,10 +91,11 @@ class FrozenPolicyWorker(ModelRole):
 
     def __init__(self, context: WorkerContext[PreferenceConfig]) -> None:
         config = context.config
-        self._budget = config.ref.log_prob_max_token_len_per_gpu
+        self._budget, self._adapter = config.ref.log_prob_max_token_len_per_gpu, None
         self._shared = OfflineSpec(config).adapter_is_reference
         if self._shared:
             self.engine = context.roles["actor"].engine
+            self._adapter = first_adapter(config.model, config.ref.mode != "adapter_off")
             return
         path = config.ref.model_path or config.model.path
         model = dataclasses.replace(config.model, path=path, lora_rank=0, lora_adapter_path=None)
@@ -103,7 +104,7 @@ class FrozenPolicyWorker(ModelRole):
     @dispatch(Split.ROWS)
     def log_probs(self, batch: Batch) -> Batch:
         """Return ``ref_log_probs`` of the response tokens."""
-        with self.engine.reference_mode() if self._shared else contextlib.nullcontext():
+        with self.engine.reference_mode(self._adapter) if self._shared else contextlib.nullcontext():
             return Batch({"ref_log_probs": self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]})
 
     @dispatch(Split.ALL)

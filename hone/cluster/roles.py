@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import load_peft_weights
+from torch import Tensor
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
@@ -33,6 +36,8 @@ from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
 from hone.training.teacher import teacher_distance
 from hone.training.updates import Outputs, PartialLoss, UpdateResult
+
+log = logging.getLogger("hone")
 
 
 @dataclass(frozen=True)
@@ -243,8 +248,21 @@ def build_frozen_policy(context: WorkerContext[Any], model: ModelConfig) -> Trai
     )
 
 
+def first_adapter(model: ModelConfig, wanted: bool) -> dict[str, Tensor] | None:
+    """Return the weights of the adapter that the run began with, and say which reference they make; None for the base alone."""
+    if model.lora_adapter_path is None:
+        return None
+    log.info(
+        "the reference is '%s' %s its adapter '%s'",
+        model.path,
+        "with" if wanted else "without",
+        model.lora_adapter_path,
+    )
+    return load_peft_weights(model.lora_adapter_path, device="cpu") if wanted else None
+
+
 class ReferenceWorker(ModelRole):
-    """The reference policy: the actor with its adapter off, or a frozen copy of the initial weights.
+    """The reference policy: the actor with the adapter it began with or none, or a frozen copy of the initial weights.
 
     Args:
         context: context of the process. With LoRA a colocated actor is the reference too; in another process, or without
@@ -254,17 +272,18 @@ class ReferenceWorker(ModelRole):
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config = context.config
         policy, model = context.roles.get("actor"), config.actor_rollout_ref.model
-        self._budget = config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
+        self._budget, self._adapter = config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu, None
         self._shared = policy is not None and (model.lora_rank > 0 or model.lora_adapter_path is not None)
         if policy is not None and self._shared:
             self.engine = policy.engine
+            self._adapter = first_adapter(model, config.actor_rollout_ref.ref.adapter == "start")
             return
         self.engine = build_frozen_policy(context, model)
 
     @dispatch(Split.ROWS)
     def log_probs(self, batch: Batch) -> Batch:
         """Return ``ref_log_probs`` of the response tokens."""
-        with self.engine.reference_mode() if self._shared else contextlib.nullcontext():
+        with self.engine.reference_mode(self._adapter) if self._shared else contextlib.nullcontext():
             return Batch({"ref_log_probs": self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]})
 
 

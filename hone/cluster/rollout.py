@@ -26,11 +26,11 @@ from hone.data.trajectories import to_batch
 from hone.data.types import Sample
 from hone.generation import is_served
 from hone.generation.build import build_engine, engine_dtype, replica_limit
-from hone.generation.options import has_adapter, sends_adapter
+from hone.generation.options import has_adapter, needs_untied_head, sends_adapter
 from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.protocol import Engine, SamplingParams
 from hone.generation.remote.transports import share_parameters
-from hone.models.loading import load_policy
+from hone.models.loading import causal_lm, load_policy, untie
 
 
 class Weights(Enum):
@@ -118,7 +118,10 @@ class RolloutWorker(WeightTarget):
                 return context.roles["actor"].engine.shared_module()
             # a copy without adapters: the actor sends merged weights
             shared = config.actor_rollout_ref.model
-            return load_policy(shared, device=context.device, seed=config.trainer.seed, trainable=False)
+            copy = load_policy(shared, device=context.device, seed=config.trainer.seed, trainable=False)
+            if needs_untied_head(config):
+                untie(causal_lm(copy))
+            return copy
 
         return build_engine(
             config,

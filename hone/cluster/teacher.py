@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
-from hone.cluster.roles import ModelRole, build_frozen_policy
+from hone.cluster.roles import ModelRole, build_frozen_policy, first_adapter
 from hone.config.distillation import SAMPLED_MODES, is_address
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
@@ -39,7 +39,7 @@ class TeacherWorker(ModelRole):
         distillation, model = config.distillation, model_block(config)[1]
         self_teacher = config.distillation.self_teacher if isinstance(config, RLConfig) else ""
         self._head, self._budget = teacher_head(config), distillation.log_prob_max_token_len_per_gpu
-        self._adapter_off = False
+        self._adapter_off, self._adapter = False, None
         self.engines: dict[int, TrainBackend] = {}
         for number, path in enumerate(distillation.models):
             if is_address(path):
@@ -48,6 +48,7 @@ class TeacherWorker(ModelRole):
             has_adapter = model.lora_rank > 0 or model.lora_adapter_path is not None
             if policy is not None and (has_adapter or self_teacher == "current"):
                 self._adapter_off = has_adapter and self_teacher == "initial"
+                self._adapter = first_adapter(model, wanted=True) if self._adapter_off else None
                 self.engines[number] = policy.engine
                 continue
             self.engines[number] = build_frozen_policy(context, teacher_model(config, path))
@@ -77,7 +78,7 @@ class TeacherWorker(ModelRole):
             return Batch(_renamed(self._by_teacher(scored, batch.tensor(TEACHER))))
 
     def _weights(self) -> AbstractContextManager[None]:
-        return self.engine.reference_mode() if self._adapter_off else contextlib.nullcontext()
+        return self.engine.reference_mode(self._adapter) if self._adapter_off else contextlib.nullcontext()
 
     def _outputs(self, engine: TrainBackend, scored: Batch) -> dict[str, Ragged]:
         return engine.infer_batch(scored, head=self._head, max_tokens=self._budget)

@@ -127,3 +127,6 @@ class RefConfig(OwnPoolConfig):
     """Token budget of a micro-batch; null means the actor's."""
     fsdp_config: RefFsdpConfig = block(RefFsdpConfig)
     """Where its shards are kept."""
+    adapter: str = choice("start", "start", "off")
+    """With model.lora_adapter_path. start: the reference is the model at the start of the run, with that adapter, of which a copy
+    is kept. off: the base model alone."""

@@ -51,7 +51,7 @@ class ModelConfig:
     tiled_mlp: TiledMlpConfig = block(TiledMlpConfig)
     """MLPs computed in chunks of tokens."""
     lora_rank: int = number(0, low=0)
-    """Rank of LoRA adapters; 0 trains all weights. With LoRA the reference policy is the model with its adapter off."""
+    """Rank of LoRA adapters; 0 trains all weights. With LoRA the reference policy is the model with the adapter it began with, or none."""
     lora_alpha: float = number(16, above=0)
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
     target_modules: Any = texts("all-linear", "module name")

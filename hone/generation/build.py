@@ -15,7 +15,7 @@ from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.generation import ENGINES, is_served
 from hone.generation.environments import interpreter_of
-from hone.generation.options import adapter_shape, engine_options
+from hone.generation.options import adapter_shape, engine_options, needs_untied_head
 from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine
 from hone.generation.remote import LaunchPlan, ServedEngine
@@ -206,6 +206,7 @@ def _urls(config: RLConfig) -> list[str]:
 
 def _attach(url: str, config: RLConfig, options: dict[str, Any]) -> ServedEngine:
     adapter_shape(config)  # raises for an adapter: a running server takes only whole weights
+    needs_untied_head(config)  # raises where it does
     engine = ServedEngine.attach(url, **options)
     _check_attached(engine, url, config)
     return engine
@@ -247,7 +248,8 @@ def launch_plan(config: RLConfig, *, number: int, threads: int, devices: tuple[s
         max_num_seqs=rollout.max_num_seqs,
         max_model_len=longest_sequence(config),
         max_cache_tokens=rollout.max_cache_tokens,
-        options=engine_options(rollout, report_experts=RunSpec(config).follows_engine_experts),
+        options=engine_options(rollout, report_experts=RunSpec(config).follows_engine_experts)
+        | ({"untied_head": True} if needs_untied_head(config) else {}),
         cpus=cores_of(number, threads),
         lora=adapter_shape(config),
         sleeps=RunSpec(config).engines_take_turns and rollout.free_cache_engine is not False,

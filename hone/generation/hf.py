@@ -15,6 +15,7 @@ from hone.data.types import StopReason
 from hone.errors import RequestError
 from hone.generation.grammars import Grammars, RowGrammar
 from hone.generation.limits import RequestLimits
+from hone.generation.native.sampler import outside_tokenizer
 from hone.generation.protocol import Alternatives, Completion, EngineDescription, GenerationRequest, SamplingParams
 from hone.insight import activity
 from hone.models.heads import autocast
@@ -48,9 +49,10 @@ class HuggingFaceEngine:
         del max_num_seqs, max_cache_tokens
         self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
         self._causal: Any = getattr(model, "get_base_model", lambda: model)()
-        vocabulary: int = self._causal.get_input_embeddings().num_embeddings
+        vocabulary: int = self._causal.get_input_embeddings().weight.shape[0]
         self._limits = RequestLimits(max_model_len, vocabulary=vocabulary)
         self._grammars = Grammars(tokenizer, vocabulary)
+        self._outside = outside_tokenizer(tokenizer, vocabulary, device)
         self._version = 0
         self._aborted: set[str] | None = set()
         self._stats = {"decode_tokens": 0}
@@ -119,6 +121,8 @@ class HuggingFaceEngine:
             processors.append(_CountPenalties(sampling, length))
         if grammar is not None:
             processors.append(_GrammarMask(self._grammars, grammar, length))
+        if self._outside is not None:
+            processors.append(_OutsideMask(self._outside))
         return processors
 
     @contextlib.contextmanager
@@ -168,6 +172,17 @@ class HuggingFaceEngine:
 
     def close(self) -> None:
         """Do nothing: there is no other process."""
+
+
+class _OutsideMask(LogitsProcessor):
+    """Minus infinity for ids that the tokenizer lacks."""
+
+    def __init__(self, outside: Tensor) -> None:
+        self._outside = outside
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> torch.FloatTensor:
+        """Return the scores of the next token."""
+        return scores.masked_fill(self._outside, float("-inf"))  # type: ignore[return-value]
 
 
 class _CountPenalties(LogitsProcessor):

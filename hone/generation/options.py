@@ -212,6 +212,28 @@ def sends_adapter(config: RLConfig) -> bool:
     return not config.actor_rollout_ref.rollout.merge_lora and has_adapter(config)
 
 
+def needs_untied_head(config: RLConfig) -> bool:
+    """Return whether an engine with a copy of the weights needs an output embedding of its own, though the model's are tied.
+
+    Raises:
+        ConfigError: it does, and the engine builds the model tied.
+    """
+    from hone.models.loading import will_part_embeddings
+
+    rollout = config.actor_rollout_ref.rollout
+    if not has_adapter(config) or not will_part_embeddings(config.actor_rollout_ref.model):
+        return False
+    if rollout.name not in ("native", "hf") or rollout.engine_url is not None:
+        raise ConfigError(
+            f"the adapter changes one of two tied embeddings, which engine '{rollout.name}' holds as one matrix",
+            why="the engine would sample from another policy than the trained one",
+            fix="actor_rollout_ref.rollout.name=native without engine_url, or an adapter without lm_head and embed_tokens: "
+            "actor_rollout_ref.model.target_modules=all-linear",
+            where="actor_rollout_ref.model.target_modules",
+        )
+    return True
+
+
 def adapter_shape(config: RLConfig) -> dict[str, float] | None:
     """Return rank and scale of the adapter that the engine loads; None for whole weights.
 

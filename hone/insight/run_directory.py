@@ -234,6 +234,9 @@ class RunDirectory:
         earlier = before if last_step is not None else {}
         at, ours = now(), before.get("pid") == os.getpid()
         resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": at, "from_step": last_step}]
+        git = environment.git_state(Path.cwd())
+        first = [{"at": earlier["started"], "git": earlier.get("git")}] if "started" in earlier else []
+        starts = [*earlier.get("starts", first), {"at": at, "git": git, "cwd": str(Path.cwd())}]
         changed = sorted(name for name, code in earlier.get("rewards", {}).items() if (rewards or {}).get(name) != code)
         if changed:
             log.warning("the reward changed since the start of the run: %s", ", ".join(changed))
@@ -243,6 +246,7 @@ class RunDirectory:
                 "exit_reason": "",
                 "started": earlier.get("started", at),
                 "resumed": resumed,
+                "starts": starts,
                 "restarts": before.get("restarts", []) if ours else [],
                 "rewards": dict(rewards or {}),
                 "agent_contract": dict(agent_contract or {}),
@@ -257,7 +261,7 @@ class RunDirectory:
                 "host": platform.node(),
                 "versions": environment.versions(),
                 "hardware": environment.hardware(),
-                "git": environment.git_state(Path.cwd()),
+                "git": git,
                 "trackers": earlier.get("trackers", {}),
                 "alerts": earlier.get("alerts", {}),
             }

@@ -104,7 +104,8 @@ def sheet(
 
 def _head(run: Run) -> list[str]:
     reason = run.record.get("exit_reason")
-    commit = (run.record.get("git") or {}).get("commit")
+    starts = run.record.get("starts") or [run.record]
+    commits = dict.fromkeys((start.get("git") or {}).get("commit") for start in starts)
     facts = {
         "status": run.status + (f", {reason}" if reason else ""),
         "started": str(run.record.get("started", ""))[:16].replace("T", " "),
@@ -112,7 +113,7 @@ def _head(run: Run) -> list[str]:
         "steps": str(run.steps),
         "seed": str(run.record.get("seed", "")),
         "hone": str((run.record.get("versions") or {}).get("hone", "")),
-        "commit": str(commit or ""),
+        "commit": ", then ".join(commit for commit in commits if commit),
         "command": f"`{' '.join(['hone', *run.record.get('command', [])[1:]])}`",
     }
     return [f"- {name}: {value}" for name, value in facts.items() if value]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +38,7 @@ from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
 from hone.models.registry import family_of
 from hone.models.routing import use_hone_attention
-from hone.models.streaming import WeightFiles, empty_model, standing_in
+from hone.models.streaming import WeightFiles, empty_model, local_part, standing_in
 
 VALUE_SETTINGS: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0}
 """Config keys that a value model sets in addition to its backbone's."""
@@ -201,6 +203,62 @@ def value_head(model: nn.Module) -> nn.Linear:
     return head
 
 
+def parts_embeddings(model: nn.Module) -> bool:
+    """Return whether an adapter changes one of two tied embeddings, so that input and output are two matrices."""
+    inner = causal_lm(model)
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    bases = [_without_adapter(end) for end in ends if end is not None]
+    tied = len(bases) == 2 and bases[0].weight is bases[1].weight
+    return tied and any(end is not base for end, base in zip(ends, bases, strict=True))
+
+
+def will_part_embeddings(config: ModelConfig) -> bool:
+    """Return :func:`parts_embeddings` of the policy that :func:`load_policy` loads, without reading its weights."""
+    if config.lora_adapter_path:
+        file = Path(config.lora_adapter_path, "adapter_config.json")
+        saved = json.loads(file.read_text()) if file.is_file() else {}
+        chosen = [saved.get("target_modules"), saved.get("modules_to_save")]
+    else:
+        chosen = [config.target_modules if config.lora_rank > 0 else None]
+    chosen = [names for names in chosen if names and names != "all-linear"]
+    if not chosen:
+        return False
+    model = empty_model(policy_factory(config), model_settings(config), trust_remote_code=config.trust_remote_code)
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    if len(ends) < 2 or ends[0].weight is not ends[1].weight:
+        return False
+    paths = [name for name, module in model.named_modules() if module in ends]
+    return any(_selects(names, path) for names in chosen for path in paths)
+
+
+def _selects(names: str | list[str], path: str) -> bool:
+    """Return whether names of modules, or a regular expression, select the module of a path, as PEFT reads them."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give the output embedding a matrix of its own, equal to that of the input."""
+    head = _without_adapter(model.get_output_embeddings())
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    for settings in (model.config, model.config.get_text_config()):
+        settings.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def merge_adapter(model: PeftModel) -> PreTrainedModel:
+    """Merge the adapter into its base; tied embeddings are untied if it changes one of them."""
+    if parts_embeddings(model):
+        untie(causal_lm(model))
+    return model.merge_and_unload()  # type: ignore[no-any-return, operator]
+
+
+def _without_adapter(module: Any) -> Any:
+    """Return the module of the base model inside a module with an adapter."""
+    return getattr(module, "base_layer", getattr(module, "original_module", module))
+
+
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Disable the LoRA adapters within the block: the reference policy."""
@@ -208,6 +266,34 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         raise TypeError("the model has no adapter to switch off")
     with model.disable_adapter():
         yield
+
+
+@contextlib.contextmanager
+def with_adapter(model: nn.Module, saved: Mapping[str, Tensor]) -> Iterator[None]:
+    """Compute within the block with the weights of a saved adapter in place of the trained ones, which come back bit-equal.
+
+    Args:
+        model: with an adapter; parameters are plain tensors or shards.
+        saved: by their names in the adapter's file.
+    """
+    if not isinstance(model, PeftModel):
+        raise TypeError("the model has no adapter to replace")
+    name = str(model.active_adapter)
+    trained: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            value = saved.get(key.replace(f".modules_to_save.{name}", "").replace(f".{name}", ""))
+            if value is not None and (".lora_" in key or ".modules_to_save." in key):
+                shard = local_part(value, parameter) if isinstance(parameter, DTensor) else value
+                place = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                trained.append((place, place.clone()))
+                place.copy_(shard)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for place, value in trained:
+                place.copy_(value)
 
 
 def _path(config: ModelConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.tree import RLConfig
-from hone.errors import ConfigError, RequestError
+from hone.errors import ConfigError, ModelError, RequestError
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 
@@ -65,10 +65,13 @@ def engine_follows_constraints(config: RLConfig) -> Iterator[Finding]:
 @rule("R76", RLConfig)
 def engine_takes_the_adapter(config: RLConfig) -> Iterator[Finding]:
     """Sending an adapter alone needs a trained adapter and an engine that computes with it."""
-    from hone.generation.options import adapter_shape
+    from hone.generation.options import adapter_shape, needs_untied_head
 
     try:
         shape = adapter_shape(config)
+        needs_untied_head(config)
+    except ModelError:
+        return  # R08 says what the model lacks
     except ConfigError as problem:
         yield error(problem.what, why=problem.why, fix=problem.fix, where=problem.where)
         return

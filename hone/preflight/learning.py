@@ -11,7 +11,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
 from hone.preflight.device import computes_bfloat16, on_cpu
 from hone.preflight.reading import read_json
-from hone.preflight.rules import Finding, rule, warning
+from hone.preflight.rules import Finding, error, rule, warning
 
 ACTOR = "actor_rollout_ref.actor"
 _REF_BUDGET = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
@@ -26,12 +26,13 @@ def reference_is_the_start(config: RLConfig) -> Iterator[Finding]:
     model = config.actor_rollout_ref.model
     if model.lora_adapter_path is None:
         return
-    if RunSpec(config).reference.value:
-        yield warning(
-            f"training starts from the adapter '{model.lora_adapter_path}', but the reference is the model without it",
-            why="the KL penalty pulls the policy back to the model before the adapter was trained; it is not 0 at the first step",
-            fix="merge the adapter first (hone export) and train a new one, or remove the KL term",
-            where="actor_rollout_ref.model.lora_adapter_path",
+    ref = config.actor_rollout_ref.ref
+    if RunSpec(config).reference.value and ref.adapter == "start" and ref.enable_resource_pool:
+        yield error(
+            f"the reference has devices of its own, and there no adapter, but training starts from '{model.lora_adapter_path}'",
+            why="the KL penalty would pull the policy back to the model before the adapter was trained",
+            fix="actor_rollout_ref.ref.enable_resource_pool=false, or actor_rollout_ref.ref.adapter=off",
+            where="actor_rollout_ref.ref.enable_resource_pool",
         )
     base = read_json(Path(model.lora_adapter_path) / "adapter_config.json").get("base_model_name_or_path")
     if isinstance(base, str) and base and model.path and Path(base).name != Path(model.path).name:

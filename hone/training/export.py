@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,16 @@ from hone.data.image_processor import copy_processor, reads_images
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model
+from hone.models.loading import merge_adapter
 from hone.progress import progress
 from hone.training.checkpoints.checkpoint import MANIFEST, find_checkpoint, model_directory
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
 from hone.training.checkpoints.weights import LARGEST_FILE, FileLayout
+from hone.training.export_proof import fits_in_memory, prove_logits, prove_model, prove_tensors
 from hone.training.weight_files import PlainLora, WeightFolder
+
+log = logging.getLogger("hone")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AVERAGE = "actor_ema"
@@ -100,8 +106,11 @@ def export(
     merge: bool = True,
     dtype: str = "float32",
     largest_file: int = LARGEST_FILE,
+    report: Callable[[str], None] = log.info,
 ) -> str:
-    """Write the model in ``source`` to ``out``, one tensor at a time.
+    """Write the model in ``source`` to ``out``, one tensor at a time, and prove that it is the trained one.
+
+    Its tensors are read back. Where ``out`` is local and a model fits in memory, logits are compared too.
 
     Args:
         source: run, checkpoint or model directory, or its URL.
@@ -109,12 +118,13 @@ def export(
         merge: for a LoRA run, merge the adapter into its base; otherwise copy the adapter.
         dtype: of the weights written.
         largest_file: maximum of bytes in a safetensors file.
+        report: receives the proof in words.
 
     Returns:
         The path or URL of the written directory.
 
     Raises:
-        CheckpointError: ``source`` has no model, or ``out`` is not empty or cannot be written.
+        CheckpointError: ``source`` has no model, or ``out`` is not empty cannot be written, or is not the trained model.
         ConfigError: unknown dtype.
     """
     if dtype not in DTYPES:
@@ -130,7 +140,11 @@ def export(
         if base is not None and not merge:
             _copy(actor, target)
         else:
-            _write_model(actor, base, target, DTYPES[dtype], largest_file)
+            count = _write_model(actor, base, target, DTYPES[dtype], largest_file)
+            report(_proof(actor, base, target, DTYPES[dtype], count))
+    except CheckpointError:
+        target.remove()
+        raise
     except OSError as error:
         raise CheckpointError(
             f"cannot write '{out}': {error}",
@@ -152,7 +166,8 @@ def parse_size(text: str) -> int:
     return int(float(size[1]) * SIZES[size[2].upper()])
 
 
-def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> None:
+def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> int:
+    """Write the model and return the number of tensors that were read back equal."""
     model = base or actor
     if not (model / "config.json").is_file():
         raise CheckpointError(
@@ -163,10 +178,10 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
     lora = PlainLora.read(actor) if base is not None else None
     with contextlib.ExitStack() as stack:
         weights = WeightFolder.open(model, stack)
-        if weights is None or (base is not None and (lora is None or not lora.fits(weights))):
-            _write_loaded(actor, base, target, dtype, largest_file)
-            return
-        specs = {name: _cast(weights.specs[name], dtype) for name in weights.specs if name not in _tied(model)}
+        tied = _tied(model)
+        if weights is None or (base is not None and (lora is None or not lora.fits(weights) or tied & set(lora.sides))):
+            return _write_loaded(actor, base, target, dtype, largest_file)
+        specs = {name: _cast(weights.specs[name], dtype) for name in weights.specs if name not in tied}
         layout = FileLayout("model", 1, largest_file)
         for name, spec in specs.items():
             layout.add(name, spec)
@@ -186,6 +201,8 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
             for file, file_specs in layout.files_of(0).items():
                 with target.create(file) as stream:
                     write_tensors(stream, file_specs, counted)
+        files = {name: file for file, file_specs in layout.files_of(0).items() for name in file_specs}
+        proved = prove_tensors(target, files, value)
     if index := layout.index():
         target.write_text("model.safetensors.index.json", json.dumps(index, indent=1))
     config = json.loads((model / "config.json").read_text())
@@ -195,19 +212,49 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
         if file.is_file():
             target.write_text(file.name, file.read_text())
     _write_processing(actor, base, target)
+    return proved
 
 
-def _write_loaded(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> None:
-    """Load and write the whole model, for other weights than safetensors and other adapters than plain LoRA."""
-    model = _classifier_of_adapter(actor, base, dtype) if base is not None else None
+def _proof(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, count: int) -> str:
+    """Compare logits where a model fits in memory, and return what was proved in words."""
+    proof = f"proved: all {count} tensors were read back as trained"
+    if not target.is_local:
+        return f"{proof}; logits were not compared, because the directory is remote"
+    if not fits_in_memory(target.local_path):
+        return f"{proof}; logits were not compared, because a model does not fit in memory"
+
+    def trained() -> Any:
+        model = _loaded(actor, base)
+        return model if base is None else PeftModel.from_pretrained(model, str(actor))
+
+    gap = prove_logits(target, trained, model_class(target.local_path), dtype)
+    return f"{proof}; logits on a fixed prompt differ by at most {gap:.1e} from the trained model's"
+
+
+def _loaded(actor: Path, base: Path | None) -> Any:
+    """Load the model in float32, without an adapter."""
+    model = _classifier_of_adapter(actor, base, torch.float32) if base is not None else None
     if model is None:
-        model = model_class(base or actor).from_pretrained(base or actor, dtype=dtype, local_files_only=True)
+        factory = model_class(base or actor)
+        model = factory.from_pretrained(base or actor, dtype=torch.float32, local_files_only=True)
+    model.tie_weights()  # transformers keeps another head that a file repeats
+    return model
+
+
+def _write_loaded(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> int:
+    """Load and write the whole model, for other weights than safetensors and other adapters than plain LoRA."""
+    model = _loaded(actor, base)
     if base is not None:
-        model = PeftModel.from_pretrained(model, str(actor)).merge_and_unload()
+        model = merge_adapter(PeftModel.from_pretrained(model, str(actor)))
+    torch.nn.Module.to(model, dtype)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size=largest_file)
         target.put(Path(folder))
+        proved = prove_model(
+            target, target.local_path if target.is_local else target.fetch(Path(folder) / "back"), model
+        )
     _write_processing(actor, base, target)
+    return proved
 
 
 def _classifier_of_adapter(actor: Path, base: Path, dtype: torch.dtype) -> Any:

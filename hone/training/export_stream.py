@@ -7,15 +7,17 @@ keep their dtype: they are a thousandth of the bytes, and Hone's engine computes
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hone.config.limits import GATHER_BUCKET_BYTES
-from hone.models.loading import causal_lm
+from hone.models.loading import causal_lm, parts_embeddings
 from hone.models.streaming import piece, sharded_dim
 
 
@@ -52,17 +54,35 @@ def merged_weights(
     layers = {
         f"{name}.base_layer.weight": layer for name, layer in inner.named_modules() if isinstance(layer, LoraLayer)
     }
-    base = (pair for pair in inner.named_parameters() if ".lora_" not in pair[0])
+    wrapped = {name: module for name, module in inner.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+    merged = {f"{name}.modules_to_save.{module.active_adapter}.": f"{name}." for name, module in wrapped.items()}
+    replaced = tuple(f"{name}.{part}." for name in wrapped for part in ("original_module", "modules_to_save"))
+    names = {
+        name: next((to + name.removeprefix(start) for start, to in merged.items() if name.startswith(start)), name)
+        for name, _ in inner.named_parameters(remove_duplicate=not parts_embeddings(model))
+        if ".lora_" not in name and (not name.startswith(replaced) or name.startswith(tuple(merged)))
+    }
+    base = ((name, inner.get_parameter(name)) for name in names)
     for name, value in in_buckets(_cast(base, dtype, but=layers), bucket_bytes):
         if (layer := layers.get(name)) is not None:
             for adapter in layer.active_adapters:
-                sides = [("B", layer.lora_B[adapter]), ("A", layer.lora_A[adapter])]
-                whole = dict(
-                    in_buckets(((side, module.get_parameter("weight")) for side, module in sides), bucket_bytes)
-                )
-                value = value + layer.scaling[adapter] * (whole["B"] @ whole["A"])
+                value = value + layer.scaling[adapter] * _delta(layer, adapter, bucket_bytes)
             value = in_dtype(value, dtype)
-        yield name.replace(".base_layer.", "."), value
+        yield names[name].replace(".base_layer.", "."), value
+
+
+def _delta(layer: LoraLayer, adapter: str, bucket_bytes: int) -> Tensor:
+    """Return ``B @ A`` in the orientation of the adapted matrix: an embedding has it transposed."""
+    embeds = adapter in layer.lora_embedding_A
+    sides: list[tuple[str, Any]] = [
+        (side, (embedding[adapter] if embeds else linear[adapter].weight))
+        for side, linear, embedding in (
+            ("B", layer.lora_B, layer.lora_embedding_B),
+            ("A", layer.lora_A, layer.lora_embedding_A),
+        )
+    ]
+    whole = dict(in_buckets(sides, bucket_bytes))
+    return (whole["B"] @ whole["A"]).T if embeds else whole["B"] @ whole["A"]
 
 
 def _cast(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ import yaml
 from hone import __version__
 from hone.errors import ConfigError, HoneError
 from hone.insight.run_files import CONFIG, author, containing_run, disk_errors, now, read_run, write_atomically
+
+log = logging.getLogger("hone")
 
 RELEASE, GATE, CURRENT, HISTORY = "release.json", "gate.json", "current", "history.jsonl"
 _NUMBER = re.compile(r"\d{4,}")
@@ -229,9 +232,14 @@ def provenance(actor: Path) -> dict[str, Any]:
     """
     run = containing_run(actor)
     if run is None:
+        log.warning("'%s' is in no run directory: the release does not say from which run and data it comes", actor)
         return {"run": None, "agent_contract": {}}
     record, config = read_run(run), (run / CONFIG).read_bytes()
-    files = _data_files(yaml.safe_load(config))
+    files, missing = _data_files(yaml.safe_load(config), record)
+    if missing:
+        log.warning(
+            "the release has no hash of %d training files that are not here: %s", len(missing), ", ".join(missing)
+        )
     step = next((int(match[1]) for part in reversed(actor.parts) if (match := _STEP.fullmatch(part))), None)
     return {
         "run": {
@@ -239,6 +247,7 @@ def provenance(actor: Path) -> dict[str, Any]:
             "step": step,
             "config_sha256": hashlib.sha256(config).hexdigest(),
             "data_sha256": {str(file): _sha256(file) for file in files},
+            "data_missing": missing,
             "data_changed": _changed_since(record, files),
             **{name: record.get(name) for name in ("started", "seed", "git", "versions", "rewards", "downloads")},
         },
@@ -289,10 +298,12 @@ def _check_report(verdict: Mapping[str, Any], digest: str, report: Path, model: 
         )
 
 
-def _data_files(config: Mapping[str, Any]) -> list[Path]:
-    """Return the training files of a configuration that exist on this machine."""
-    files = (config.get("data") or {}).get("train_files") or []
-    return [Path(file) for file in ([files] if isinstance(files, str) else files) if Path(file).is_file()]
+def _data_files(config: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[list[Path], list[str]]:
+    """Return the training files of a run that are on this machine, and those that are not; paths begin where the run did."""
+    named = (config.get("data") or {}).get("train_files") or []
+    folder = Path((record.get("starts") or [{}])[-1].get("cwd", ""))
+    files = [folder / file for file in ([named] if isinstance(named, str) else named)]
+    return [file for file in files if file.is_file()], [str(file) for file in files if not file.is_file()]
 
 
 def _changed_since(record: Mapping[str, Any], files: Sequence[Path]) -> list[str]:

@@ -70,7 +70,9 @@ class ContiguousRows:
         keeps_experts: bool = False,
         processor: ImageProcessor | None = None,
         speculation: Speculation | None = None,
+        outside: Tensor | None = None,
     ) -> None:
+        self._outside = outside
         self._forward, self._vocabulary, self._stats, self._device = forward, vocabulary, stats, device
         self.max_cache_tokens, self.keeps_experts = max_cache_tokens, keeps_experts
         self._processor, self._speculation = processor, speculation
@@ -264,7 +266,7 @@ class ContiguousRows:
         if verification is None:
             context = DecodeContext(self.cache, state.length, state.shared, extent, self._groups, state.rope_offset)
             logits = self._forward.logits(state.next_token[:, None], context)[:, -1]
-            return logits, sampling, sample(logits, sampling, state.generated, seen, counts, allowed)
+            return logits, sampling, sample(logits, sampling, state.generated, seen, counts, allowed, self._outside)
         places = verification.places
         context = DraftedContext(
             self.cache, state.length, state.shared, longest, self._groups, places, state.rope_offset
@@ -275,7 +277,7 @@ class ContiguousRows:
         seen, counts = (None if marks is None else marks[places.row] for marks in (seen, counts))
         if allowed is not None:
             allowed = replace(allowed, rows=places.first[allowed.rows])
-        return logits, sampling, sample(logits, sampling, counters, seen, counts, allowed)
+        return logits, sampling, sample(logits, sampling, counters, seen, counts, allowed, self._outside)
 
     def _longest_with(self, verification: Verification) -> int:
         """Return the tokens of the longest row with the tokens that are verified."""

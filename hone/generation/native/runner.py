@@ -19,7 +19,7 @@ from hone.generation.native.contiguous import ContiguousRows
 from hone.generation.native.paged import support
 from hone.generation.native.paged.rows import PagedRows
 from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, RowStore
-from hone.generation.native.sampler import RowSampling, likeliest
+from hone.generation.native.sampler import RowSampling, likeliest, outside_tokenizer
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import Alternatives, Completion
@@ -75,9 +75,10 @@ class Runner:
         self.model, self.tokenizer, self._device = model, tokenizer, device
         compute_dtype: torch.dtype = getattr(torch, dtype)
         causal: Any = getattr(model, "get_base_model", lambda: model)()
-        self.vocabulary: int = causal.get_input_embeddings().num_embeddings
+        self.vocabulary: int = causal.get_input_embeddings().weight.shape[0]
         self.reads_images = find_processor(causal) is not None
         self.grammars = Grammars(tokenizer, self.vocabulary)
+        self._outside = outside_tokenizer(tokenizer, self.vocabulary, device)
         self.version = 0
         self._forward: Forward = generation_forward(causal, dtype=compute_dtype)
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
@@ -106,6 +107,7 @@ class Runner:
                 stats=self.stats,
                 device=device,
                 no_graphs=support.graph_obstacle(causal, device),
+                outside=self._outside,
             )
         if device.type != "cpu":
             support.report_contiguous(reason)
@@ -120,6 +122,7 @@ class Runner:
             keeps_experts=self._report_experts,
             processor=find_processor(causal),
             speculation=speculation,
+            outside=self._outside,
         )
 
     @property

@@ -6,15 +6,18 @@ tokens of a request do not depend on the other requests of the batch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hone.generation.protocol import SamplingParams
+
+log = logging.getLogger("hone")
 
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """The constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers."""
@@ -197,6 +200,7 @@ def sample(
     seen: Tensor | None,
     counts: Tensor | None = None,
     allowed: Allowed | None = None,
+    outside: Tensor | None = None,
 ) -> Draws:
     """Sample one token per row. Rows of temperature 0 get the likeliest token and log-probs of temperature 1.
 
@@ -207,6 +211,8 @@ def sample(
         seen: ``[A, V]`` bool, tokens in prompt or response, when a row has a repetition penalty.
         counts: ``[A, V]`` int32, occurrences of tokens in the response, when a row has a presence or frequency penalty.
         allowed: tokens that constraints allow, when a row has a constraint.
+        outside: ``[V]`` bool, ids that the tokenizer lacks, which are never sampled. Log-probs of the policy include them, as
+            the trainer's do.
     """
     logits = logits.float()
     raw = logits / rows.divisor
@@ -215,6 +221,8 @@ def sample(
     if allowed is not None:
         permitted = scaled[allowed.rows].masked_fill(~allowed.tokens, float("-inf"))
         scaled = scaled.index_copy(0, allowed.rows, permitted)
+    if outside is not None:
+        scaled = scaled.masked_fill(outside, float("-inf"))
     if rows.truncates:
         scaled = truncate(scaled, rows)
     sampled_from = scaled.log_softmax(-1)
@@ -281,3 +289,19 @@ def _stacked(first: Tensor, second: Tensor) -> Tensor:
 
 def _gather(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def outside_tokenizer(tokenizer: Any, vocabulary: int, device: torch.device) -> Tensor | None:
+    """Return which ids no token of the tokenizer has, ``[vocabulary]`` bool, and say how many; None if there are none.
+
+    Embeddings are often padded to a round number. Such an id decodes to nothing.
+    """
+    if not hasattr(tokenizer, "get_vocab"):
+        return None
+    outside = torch.ones(vocabulary, dtype=torch.bool)
+    outside[[token for token in tokenizer.get_vocab().values() if token < vocabulary]] = False
+    count = int(outside.sum())
+    if count == 0:
+        return None
+    log.info("%d of %d token ids are not in the tokenizer and are never sampled", count, vocabulary)
+    return outside.to(device)

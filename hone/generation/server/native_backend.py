@@ -18,11 +18,11 @@ from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import BackendSettings
 from hone.models.images import attach_processor, find_processor
-from hone.models.loading import image_processor, policy_factory
+from hone.models.loading import image_processor, policy_factory, untie
 from hone.models.routing import use_hone_attention
 from hone.threads import compute_here
 
-_ARGUMENTS = ("gpu_memory_utilization", "report_experts", "speculative")
+_ARGUMENTS = ("gpu_memory_utilization", "report_experts", "speculative", "untied_head")
 """Arguments of the engine besides those of all engines."""
 
 
@@ -43,6 +43,8 @@ class NativeBackend:
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens
         self.gpus = [uuid_of(device)] if device.type == "cuda" else []
         options = dict(settings.options)
+        if options.pop("untied_head", False):
+            untie(model)
         drafts = SpeculativeConfig(**options.pop("speculative", {}))
         speculation = speculation_from_config(drafts, device=device, dtype=settings.dtype)
         self._engine = NativeEngine(

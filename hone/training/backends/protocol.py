@@ -6,7 +6,7 @@ Data-parallel ranks pass different rows; ranks that share a row's work pass the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -151,8 +151,11 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def reference_mode(self) -> AbstractContextManager[None]:
-        """Compute without the adapter inside the block, as the policy before training.
+    def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """Compute as the policy before training inside the block: with the saved adapter it began with, or without one.
+
+        Args:
+            adapter: weights by their names in the adapter's file; None switches the adapter off.
 
         Raises:
             TypeError: the model has no adapter.

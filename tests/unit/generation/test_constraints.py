@@ -267,6 +267,7 @@ def test_penalties_and_bias_follow_the_formula(model: nn.Module, several: list[d
         raw = all_logits(model, asked, answer.token_ids)
         for place, token in enumerate(answer.token_ids):
             scores = raw[place].tolist()
+            scores[len(TOKENIZER) :] = [-torch.inf] * 9  # padding of the embeddings is never sampled
             for biased, bias in sampling.logit_bias:
                 scores[biased] += bias
             for seen in {*asked.prompt_ids, *answer.token_ids[:place]}:

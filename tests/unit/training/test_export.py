@@ -17,6 +17,7 @@ from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.store import CheckpointStore
+from hone.training.checkpoints.tensor_files import write_tensors
 from hone.training.checkpoints.weights import stage_weights
 from hone.training.export import export, find_actor, parse_size
 
@@ -43,8 +44,11 @@ def save_run(root: str, tokenizer, models: dict[int, torch.nn.Module], values: d
 def adapted(tmp_path: Path, tokenizer):
     """A base with an adapter on it, and a checkpoint of the adapter."""
 
-    def make(**changes):
+    def make(tied=False, **changes):
         base = tiny_model()
+        if tied:
+            base.config.tie_word_embeddings = True
+            base.tie_weights()
         base.save_pretrained(tmp_path / "base")
         tokenizer.save_pretrained(tmp_path / "base")
         settings = {"r": 3, "lora_alpha": 7, "target_modules": "all-linear", "init_lora_weights": False}
@@ -85,6 +89,7 @@ def test_merging_is_what_peft_merges(adapted, tmp_path, monkeypatch, changes, st
     monkeypatch.setattr(
         AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (loaded.append(a), original(*a, **k))[1]
     )
+    monkeypatch.setattr("hone.training.export.fits_in_memory", lambda _: False)
     export(tmp_path / "actor", tmp_path / "out")
     assert bool(loaded) != streams, "plain LoRA never loads a model"
     merged = model.merge_and_unload()
@@ -96,6 +101,54 @@ def test_merging_is_what_peft_merges(adapted, tmp_path, monkeypatch, changes, st
     ids = torch.arange(12).reshape(2, 6)
     found = original(tmp_path / "out")(ids).logits
     torch.testing.assert_close(found, merged(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+EMBEDDINGS = [{"target_modules": ["q_proj", name]} for name in ("lm_head", "embed_tokens")] + [
+    {"target_modules": ["q_proj"], "modules_to_save": [name]} for name in ("lm_head", "embed_tokens")
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", EMBEDDINGS, ids=str)
+def test_an_adapter_of_one_of_two_tied_embeddings_unties_them(adapted, tmp_path, changes, dtype):
+    model = adapted(tied=True, **changes)
+    if "modules_to_save" in changes:
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.add_(0.3 * ("modules_to_save" in name) * torch.randn_like(value))
+        model.save_pretrained(str(tmp_path / "saved"))
+        shutil.copy(tmp_path / "saved/adapter_model.safetensors", tmp_path / "actor")
+    proofs = []
+    export(tmp_path / "actor", tmp_path / "out", dtype=dtype, report=proofs.append)
+    written = weights(tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    ends = written["lm_head.weight"], written["model.embed_tokens.weight"]
+    assert ends[0].dtype == getattr(torch, dtype) and not torch.equal(*ends)
+    ids = torch.arange(12).reshape(2, 6)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(ids).logits
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    torch.testing.assert_close(found, model(ids).logits, rtol=tolerance, atol=tolerance)
+    assert len(proofs) == 1 and f"all {len(written)} tensors" in proofs[0] and "logits" in proofs[0]
+
+
+@pytest.mark.parametrize("fault", ["tied again", "a delta lost", "a bit flipped"])
+def test_an_export_of_another_model_is_refused_and_removed(adapted, tmp_path, monkeypatch, fault):
+    if fault == "tied again":  # as merging did before: the tied head is lost
+        adapted(tied=True, target_modules=["q_proj", "lm_head"])
+        monkeypatch.setattr("hone.training.export.merge_adapter", lambda model: model.merge_and_unload())
+    elif fault == "a delta lost":
+        adapted()
+        monkeypatch.setattr("hone.training.weight_files.PlainLora.merged", lambda self, name, weight: weight)
+    else:
+        adapted()
+
+        def damaged(stream, specs, value):
+            write_tensors(stream, specs, lambda name: value(name) + (name == "model.norm.weight") * 1e-3)
+
+        monkeypatch.setattr("hone.training.export.write_tensors", damaged)
+    with raises(CheckpointError, tmp_path / "out", "removed"):
+        export(tmp_path / "actor", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_merging_the_adapter_is_copied(adapted, tmp_path):

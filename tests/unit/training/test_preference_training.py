@@ -5,30 +5,34 @@ and a reward model's score is that of transformers.
 import copy
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from support.examples import examples
 from support.messages import raises
 from support.models import VOCABULARY, tiny_model
-from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from hone.algorithms import preference_losses
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
+from hone.cluster.roles import ReferenceWorker
 from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preference import PreferenceConfig
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.preferences import Preference, preference_batch
 from hone.data.responses import Response
 from hone.errors import ModelError
 from hone.insight.invariants import RATIO_MAX
 from hone.models.heads import PolicyHead
-from hone.models.loading import load_reward_model
+from hone.models.loading import load_policy, load_reward_model
 from hone.models.routing import use_hone_attention
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
@@ -161,11 +165,12 @@ def directory(tmp_path_factory):
 
 
 def learner_and_reference(
-    directory, mode: str, lora: int = 0, **ref: object
+    directory, mode: str, lora: int = 0, adapter: str | None = None, **ref: object
 ) -> tuple[LearnerWorker, FrozenPolicyWorker]:
     """The roles of a run in this process."""
     config = PreferenceConfig()
     config.model.path, config.model.lora_rank, config.ref.mode, config.optim.lr = str(directory), lora, mode, 1e-2
+    config.model.lora_adapter_path = adapter
     config.ref = dataclasses.replace(config.ref, **ref)
     context = WorkerContext(config, CPU, roles={})
     context.roles["actor"] = LearnerWorker(context)
@@ -191,6 +196,49 @@ def test_every_way_to_the_reference_gives_the_same_and_stays(directory):
         torch.testing.assert_close(
             reference.log_probs(batch).ragged("ref_log_probs").values, expected, atol=4e-6, rtol=0
         )
+
+
+def adapter_of(directory, tmp_path) -> str:
+    """A saved adapter that moves the model far from its base."""
+    torch.manual_seed(3)
+    settings = LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(directory), settings)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    return str(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("mode", ["auto", "adapter_off"])
+def test_the_reference_of_a_continued_adapter_is_the_start_unless_it_is_off(directory, tmp_path, mode):
+    batch, adapter = preferences(5, seed=7), adapter_of(directory, tmp_path)
+    learner, reference = learner_and_reference(directory, mode, adapter=adapter)
+    start = learner.outputs(batch).ragged("log_probs").values
+    base = engine_of(tiny_model()).infer_batch(batch)["log_probs"].values
+    assert not torch.allclose(start, base, atol=0.1)
+    expected = start if mode == "auto" else base
+    for _ in range(2):
+        before = learner.outputs(batch).ragged("log_probs").values
+        known = batch.updated(reference.log_probs(batch))
+        torch.testing.assert_close(known.ragged("ref_log_probs").values, expected, atol=4e-6, rtol=0)
+        assert torch.equal(learner.outputs(batch).ragged("log_probs").values, before), "the trained adapter is back"
+        train(learner, known, 1)
+    assert not torch.allclose(learner.outputs(batch).ragged("log_probs").values, start, atol=1e-3)
+
+
+def test_the_kl_of_a_continued_adapter_is_0_at_the_start(directory, tmp_path):
+    batch, config = preferences(3, seed=4), RLConfig()
+    model = config.actor_rollout_ref.model
+    model.path, model.lora_adapter_path = str(directory), adapter_of(directory, tmp_path)
+    policy = ModelConfig(path=str(directory), lora_adapter_path=model.lora_adapter_path)
+    engine = engine_of(load_policy(policy, device=CPU, seed=0))
+    gaps = {}
+    for kind in ("start", "off"):
+        config.actor_rollout_ref.ref.adapter = kind
+        reference = ReferenceWorker(WorkerContext(config, CPU, roles={"actor": SimpleNamespace(engine=engine)}))
+        gap = reference.log_probs(batch)["ref_log_probs"].values - engine.infer_batch(batch)["log_probs"].values
+        gaps[kind] = float(gap.abs().max())
+    assert gaps["start"] < 1e-6 and gaps["off"] > 0.1
 
 
 def test_another_reference_and_its_budget(directory, tmp_path):

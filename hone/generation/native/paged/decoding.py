@@ -34,10 +34,11 @@ class Decoder:
         forward: forward pass of the model.
         pool: keys and values of all pages.
         table: the rows.
+        outside: see :func:`hone.generation.native.sampler.sample`.
     """
 
-    def __init__(self, forward: Forward, pool: PagePool, table: RowTable) -> None:
-        self._forward, self._pool, self._table = forward, pool, table
+    def __init__(self, forward: Forward, pool: PagePool, table: RowTable, outside: Tensor | None = None) -> None:
+        self._forward, self._pool, self._table, self._outside = forward, pool, table, outside
 
     def step(
         self,
@@ -67,7 +68,7 @@ class Decoder:
         logits = self._forward.logits(table.next_tokens(rows)[:, None], context)[:, -1]
         seen, counts = (occurrences.seen, occurrences.counts) if occurrences else (None, None)
         tokens, log_probs, sampling_log_probs, support = sample(
-            logits, sampling, table.generated(rows), seen, counts, allowed
+            logits, sampling, table.generated(rows), seen, counts, allowed, self._outside
         )
         if work is not None and work.keep_alternatives is not None:
             work.keep_alternatives(range(rows), logits, sampling)

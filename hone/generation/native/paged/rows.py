@@ -82,6 +82,7 @@ class PagedRows:
         vocabulary: number of tokens.
         stats: counters to update.
         device: of the model.
+        outside: see :func:`hone.generation.native.sampler.sample`.
         no_graphs: why steps are launched operator by operator; None for CUDA graphs.
 
     Attributes:
@@ -99,7 +100,9 @@ class PagedRows:
         stats: dict[str, int],
         device: torch.device,
         no_graphs: str | None,
+        outside: Tensor | None = None,
     ) -> None:
+        self._outside = outside
         self._forward, self._shape, self._limits, self._weights = forward, shape, limits, weights
         self._vocabulary, self._stats, self._device, self._no_graphs = vocabulary, stats, device, no_graphs
         self.running: list[Job] = []
@@ -170,7 +173,7 @@ class PagedRows:
             pool = PagePool(self._shape, count, self._device)
             longest = pages_for(self._limits.max_model_len, self._shape.tokens)
             table = RowTable(self._limits.max_num_seqs, longest, self._device)
-            self._memory = _Memory(pool, Pages(count), table, Decoder(self._forward, pool, table))
+            self._memory = _Memory(pool, Pages(count), table, Decoder(self._forward, pool, table, self._outside))
         return self._memory
 
     # one step --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ and statistics are those of the whole mini-batch on every rank, and so are decis
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -23,7 +23,7 @@ from hone.data.ragged import Ragged
 from hone.models.heads import Head
 from hone.models.images import find_processor
 from hone.models.kernels.cpu.memory import heap_watch
-from hone.models.loading import adapter_off, causal_lm
+from hone.models.loading import adapter_off, causal_lm, with_adapter
 from hone.training.backends.fsdp2.gradients import clip_gradients
 from hone.training.backends.fsdp2.loading import load_sharded
 from hone.training.backends.fsdp2.pipeline import Fsdp2PipelineLoop, StageComputation
@@ -165,9 +165,9 @@ class Fsdp2Backend:
         """Return the seconds of forward, backward and optimizer since the last call."""
         return self._loop.take_busy_seconds()
 
-    def reference_mode(self) -> AbstractContextManager[None]:
-        """Compute without the adapter inside the block."""
-        return adapter_off(self.model)
+    def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """Compute with a saved adapter inside the block, or without any."""
+        return adapter_off(self.model) if adapter is None else with_adapter(self.model, adapter)
 
     def shared_module(self) -> None:
         """Return None: no process has the whole model."""

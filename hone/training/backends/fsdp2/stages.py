@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.models.loading import causal_lm, layers_of
+from hone.errors import ModelError
+from hone.models.loading import causal_lm, layers_of, parts_embeddings
 from hone.training.backends.fsdp2.pipeline_models import require_divisible
 from hone.training.export_stream import STREAMS, in_dtype, weights_of
 
@@ -82,6 +83,13 @@ class Stages:
         self.index, self.count = dist.get_rank(group), group.size()
         require_divisible(inner.config.to_dict(), self.count, str(inner.name_or_path))
         self._layers = {name: number for number, name in enumerate(_layer_names(inner))}
+        if parts_embeddings(model):
+            raise ModelError(
+                "the adapter changes one of two tied embeddings, which pipeline stages hold as one matrix",
+                why="the weights sent and saved would be those of another model",
+                fix="no pipeline stages, or an adapter without lm_head and embed_tokens: target_modules=all-linear",
+                where="model.target_modules",
+            )
         tied = _tied(inner)
         self.parameters = [
             WholeParameter(name, meta, self._stage_of(name), meta.requires_grad, saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -25,6 +25,7 @@ from hone.models.loading import (
     load_reward_model,
     load_value_model,
     narrow_frozen_matrices,
+    with_adapter,
 )
 from hone.models.padding import set_model_padding
 from hone.training.backends.protocol import ModelKind, Weights
@@ -143,9 +144,9 @@ class LocalBackend:
         """Return the seconds of forward, backward and optimizer since the last call."""
         return self._loop.take_busy_seconds()
 
-    def reference_mode(self) -> AbstractContextManager[None]:
-        """Compute without the adapter inside the block."""
-        return adapter_off(self.model)
+    def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """Compute with a saved adapter inside the block, or without any."""
+        return adapter_off(self.model) if adapter is None else with_adapter(self.model, adapter)
 
     def shared_module(self) -> nn.Module:
         """Return the model."""

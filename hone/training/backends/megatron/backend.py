@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -154,7 +154,7 @@ class MegatronBackend:
         """Return the seconds of forward, backward and optimizer since the last call."""
         return self._loop.take_busy_seconds()
 
-    def reference_mode(self) -> AbstractContextManager[None]:
+    def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
         """Raise: adapters are not supported, so the model has none."""
         return adapter_off(self._stage)
 

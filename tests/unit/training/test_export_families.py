@@ -1,0 +1,46 @@
+"""An exported directory of every architecture, loaded by plain transformers, has the trained model's logits."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.families import model_of, tiny_config
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hone.models.registry import ARCHITECTURES
+from hone.training.export import export
+
+WAYS = {
+    "full": None,
+    "lora": {"target_modules": ["o_proj", "down_proj"]},
+    "head": {"target_modules": ["o_proj", "lm_head"]},
+    "saved": {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, "gpt_oss"}))
+def test_an_export_has_the_logits_of_the_trained_model(tmp_path, name, tied, way):
+    config = tiny_config(name)
+    config.tie_word_embeddings = tied
+    model = model_of(config)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0")
+    for folder in ("base", "actor"):
+        tokenizer.save_pretrained(tmp_path / folder)
+    model.save_pretrained(tmp_path / ("actor" if WAYS[way] is None else "base"))
+    if WAYS[way] is not None:
+        torch.manual_seed(1)
+        settings = LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **WAYS[way])
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings)
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(0.1 * value.requires_grad * torch.randn_like(value))
+        model.save_pretrained(str(tmp_path / "actor"))
+    export(tmp_path / "actor", tmp_path / "out")
+    ids = torch.arange(3, 21).reshape(2, 9)
+    with torch.no_grad():
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()(ids).logits
+        torch.testing.assert_close(written, model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
