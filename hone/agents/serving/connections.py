@@ -70,7 +70,7 @@ class RequestCheck:
     - A web page can have its own domain point to 127.0.0.1, and then send requests to this machine as if to its server (DNS
       rebinding). The header ``Host`` has the page's domain then.
     - A page of any site can send requests that change something, as a form or as plain text, without asking. Browsers name the
-      page's site in ``Origin``; and they ask before they send JSON to another site.
+      page's site in ``Origin``; and they ask before they send JSON, or a key in a header, to another site.
 
     Args:
         app: application that answers.
@@ -105,6 +105,8 @@ class RequestCheck:
         for origin in values.get(b"origin", []):
             if named != [origin.partition("://")[2]]:
                 return ApiError(403, f"pages of '{origin[:80]}' may not send this", code="origin_not_allowed")
+        if _KEYS & values.keys():
+            return None  # browsers ask before they send such a header to another site
         has_body = b"transfer-encoding" in values or values.get(b"content-length", ["0"]) != ["0"]
         kind = ",".join(values.get(b"content-type", [])).partition(";")[0].strip().lower()
         if has_body and kind != "application/json":
@@ -116,6 +118,7 @@ class RequestCheck:
 
 
 _READING = ("GET", "HEAD", "OPTIONS")
+_KEYS = {b"authorization", b"x-api-key"}
 
 
 def host_name(header: str) -> str:

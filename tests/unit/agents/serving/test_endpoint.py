@@ -318,7 +318,7 @@ def test_requests_above_the_limit_are_refused_until_a_client_that_goes_away_ends
         body = json.dumps({"model": "tiny", "messages": [QUESTION]}).encode()
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as line:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             line.sendall(head.encode() + body)
             while not engine.asked:
                 time.sleep(0.01)
