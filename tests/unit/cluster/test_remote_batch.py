@@ -198,3 +198,10 @@ def test_batches_that_do_not_match(store):
         RemoteBatch.concat([batch, batch.rename({"noise": "sound"})])
     with raises(KeyError, "'nothing'", "noise"):
         batch.select("nothing")
+
+
+def test_a_worker_whose_beginning_failed_leaves_the_group_that_it_had_joined():
+    """As when another worker is lost in between: the next beginning joins the ranks again."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    asyncio.run(WorkerHost().end())
+    assert not torch.distributed.is_initialized()
