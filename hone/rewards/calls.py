@@ -52,7 +52,7 @@ def conversation(trajectory: Trajectory) -> dict[str, Any]:
     """
     episode = trajectory.episode
     turns = None if episode is None or episode.is_plain else episode.messages or None
-    return {"prompt": trajectory.sample.messages, "turns": turns, "ids": trajectory.response_ids}
+    return {"prompt": trajectory.sample.messages, "turns": turns, "ids": list(trajectory.response_ids)}
 
 
 def with_conversation(trajectory: Trajectory) -> dict[str, Any]:

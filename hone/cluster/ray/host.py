@@ -192,13 +192,12 @@ class WorkerHost:
         return self._memory()
 
     async def end(self) -> None:
-        """Close and release the roles; :meth:`begin` may follow."""
-        if self._context is None:
-            return
-        for role in reversed(list(self._worker.roles.values())):
+        """Close and release the roles, and what a :meth:`begin` that failed half way has made; :meth:`begin` may follow."""
+        roles = {} if self._context is None else self._context.roles
+        for role in reversed(list(roles.values())):
             if hasattr(role, "close"):
                 role.close()
-        self._worker.roles.clear()
+        roles.clear()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self._context = None

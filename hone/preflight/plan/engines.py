@@ -112,18 +112,32 @@ def cache_bytes(work: Work, pool: Pool, space: float = math.inf) -> float:
 
 def decoding(work: Work, pool: Pool, space: float = math.inf) -> dict[str, float]:
     """Return what the native engine holds while it decodes, without its KV cache, which has ``space`` bytes."""
-    shape, bf16 = work.actor.shape, work.rollout_bf16
-    shares_weights = "actor" in pool.roles and not pool.divided
-    passes = Passes(shape, work.on_cpu, bf16, lora_rank=work.actor.lora_rank if shares_weights else 0)
-    copies = bf16 or (family_of(shape.kind).llama_shaped and not passes.lora_rank)
+    shape, passes = work.actor.shape, _decoding_passes(work, pool)
     rows, prompts, _ = cache_shape(work, pool, space)
     tokens = min(prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
     prefill = tokens * (passes.forward_peak + 4 * shape.hidden)
-    sampling = rows * shape.vocabulary * (_SAMPLING_BYTES + 2 * bf16)
+    sampling = rows * shape.vocabulary * (_SAMPLING_BYTES + 2 * work.rollout_bf16)
+    moment = {"activations": prefill} if prefill > sampling else {"logits": sampling}
+    return {**decoding_copies(work, pool), **moment}
+
+
+def decoding_copies(work: Work, pool: Pool) -> dict[str, float]:
+    """Return the native engine's copies of weights; an engine with weights of its own keeps them until it gets the next."""
+    shape, passes = work.actor.shape, _decoding_passes(work, pool)
+    copies = work.rollout_bf16 or (family_of(shape.kind).llama_shaped and not passes.lora_rank)
     copies = copies and not (passes.lora_rank and work.narrows_frozen(work.actor, pool))
     matrices = (shape.layers * shape.matrices + shape.embedding) * passes.number
-    moment = {"activations": prefill} if prefill > sampling else {"logits": sampling}
-    return {"copies of weights": matrices if copies else 0, **moment}
+    return {"copies of weights": matrices if copies else 0}
+
+
+def shares_weights(pool: Pool) -> bool:
+    """Return whether the native engine of a pool decodes with the weights that are trained."""
+    return "actor" in pool.roles and not pool.divided
+
+
+def _decoding_passes(work: Work, pool: Pool) -> Passes:
+    lora_rank = work.actor.lora_rank if shares_weights(pool) else 0
+    return Passes(work.actor.shape, work.on_cpu, work.rollout_bf16, lora_rank=lora_rank)
 
 
 # engines with processes of their own -------------------------------------------------------------------------------------

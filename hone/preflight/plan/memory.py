@@ -6,6 +6,8 @@
     weight sync  to engines with a copy: whole parameters, bucket by bucket
     checkpoint   on a CPU: the copies that are written while training continues
 
+An engine whose weights are its own keeps its copies of them, made for decoding, in all phases unless its memory is freed.
+
 Weights, gradients and AdamW's two moments are float32. An update has four moments, of which the largest counts: before the
 backward pass (all is kept, logits exist), in the last layer (all is kept, its gradients exist), at its end (all gradients
 exist, and the embedding's twice), and in the optimizer's step (its state is on the device, wherever it was before).
@@ -30,9 +32,11 @@ from hone.config.pools import Pool
 from hone.preflight.plan.engines import (
     cache_bytes,
     decoding,
+    decoding_copies,
     engine_bytes,
     frees_memory,
     least_share_for_pages,
+    shares_weights,
     space_for_pages,
     uses_pages,
 )
@@ -115,10 +119,13 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
             if least > share:  # no sequence fits: counts as the device for which the share would suffice
                 engine[CACHE] = max(engine[CACHE], least / share * capacity)
     asleep = {} if frees_memory(work) else engine
+    keeps = generates and not shares_weights(pool) and not frees_memory(work)
+    copies = decoding_copies(work, pool) if keeps else {}
 
     def fullest(name: str, moments: Iterable[dict[str, float]]) -> Iterable[Phase]:
         held = engine if name in ("generation", "weight sync") else asleep
-        phases = [Phase(name, _sum([*always, held, moment])) for moment in moments]
+        kept = {} if name == "generation" else copies  # which has them among its moments
+        phases = [Phase(name, _sum([*always, held, kept, moment])) for moment in moments]
         return [max(phases, key=lambda phase: phase.total)] if phases else []
 
     phases: list[Phase] = []
@@ -182,7 +189,7 @@ def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
             }
     if "rollout" in roles and work.served and work.on_cpu:
         yield {"weights kept for engines": parameters * FROZEN_BYTES}
-    elif "rollout" in roles and not work.served and (pool.divided or "actor" not in roles):
+    elif "rollout" in roles and not work.served and not shares_weights(pool):
         yield {"engine's own weights": parameters * FROZEN_BYTES}
     is_base_model = "actor" in roles and work.actor.lora_rank > 0
     if work.reference and ("reference" in roles or work.rollout is None) and not is_base_model:

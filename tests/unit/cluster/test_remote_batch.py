@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hone.cluster.remote_batch import RemoteBatch, RowInfo
 from hone.data.batch import Batch, same_column
 from hone.data.ragged import Ragged
 from hone.data.types import Sample, StopReason, Trajectory
+from hone.rewards.calls import with_conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +180,7 @@ def test_columns_of_every_kind_come_back_bit_for_bit():
         for field in dataclasses.fields(Trajectory):
             mine, theirs = getattr(one, field.name), getattr(other, field.name)
             assert (list(mine) if isinstance(mine, memoryview) else mine) == theirs, field.name
+        assert pickle.loads(pickle.dumps(with_conversation(one))) == with_conversation(other), "a reward worker gets it"
     assert restored["episode"][0].sample is restored["episode"][2].sample, "the answers to a prompt share it"
 
 
@@ -195,3 +198,10 @@ def test_batches_that_do_not_match(store):
         RemoteBatch.concat([batch, batch.rename({"noise": "sound"})])
     with raises(KeyError, "'nothing'", "noise"):
         batch.select("nothing")
+
+
+def test_a_worker_whose_beginning_failed_leaves_the_group_that_it_had_joined():
+    """As when another worker is lost in between: the next beginning joins the ranks again."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    asyncio.run(WorkerHost().end())
+    assert not torch.distributed.is_initialized()
