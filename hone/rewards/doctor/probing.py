@@ -92,9 +92,13 @@ class Prober:
 
     Args:
         config: config block ``reward``.
+
+    Attributes:
+        failed: batches of probes that could not be scored.
     """
 
     def __init__(self, config: RewardConfig) -> None:
+        self.failed = 0
         quiet = replace(
             config, max_no_verdict_rate=1.0, max_retries=0, num_workers=1, reward_model=type(config.reward_model)()
         )
@@ -118,7 +122,9 @@ class Prober:
         try:
             scores = future.result()
         except HoneError as error:
-            log.warning("the environment doctor cannot score its probes: %s", error.what)
+            self.failed += 1
+            if self.failed == 1:  # an environment that scores its own episodes fails in every step
+                log.warning("the environment doctor cannot score its probes, also in later steps: %s", error.what)
             return
         for probe, again in zip(probes, scores, strict=True):
             task = history.tasks.get(row_of(probe.trajectory.uid))
@@ -127,6 +133,8 @@ class Prober:
 
     def close(self) -> None:
         """End the thread and its processes; probes under way are dropped."""
+        if self.failed > 1:
+            log.warning("the environment doctor could not score its probes in %d steps", self.failed)
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._starting:  # a process that is just starting is ended too

@@ -203,7 +203,7 @@ def test_recommend_asks_for_what_is_missing() -> None:
 def test_turns_bring_advice_about_turns() -> None:
     advice = invoke("recommend", "--model-size", "1b", "--reward", "verifiable", "--memory", "80", "--turns", "6")
     assert "6 turns" in advice and "actor_rollout_ref.rollout.agent.default_agent_loop" in advice
-    assert "single turns" not in advice
+    assert "single turns" not in advice and "--preset agent_" in advice
 
 
 def test_sizes_as_people_write_them() -> None:

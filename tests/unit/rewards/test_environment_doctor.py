@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,8 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import DataError
 from hone.rewards.doctor import EnvironmentDoctor
 from hone.rewards.doctor.doctor import FILE, QUARANTINE
+from hone.rewards.doctor.history import History
+from hone.rewards.doctor.probing import Prober
 from hone.rewards.outcome import to_score
 from hone.rewards.score import Cause, Score
 from hone.trainers.inputs import read_quarantine
@@ -165,3 +168,16 @@ def test_a_quarantine_file_needs_a_uid_in_every_line(tmp_path: Path) -> None:
     file.write_text('{"row": 1}\n')
     with pytest.raises(DataError):
         read_quarantine(file)
+
+
+def test_probes_that_cannot_be_scored_are_named_once_and_counted(monkeypatch, caplog) -> None:
+    def refuse(_: object, __: object) -> list[Score]:
+        raise DataError("no scorer is registered for it")
+
+    monkeypatch.setattr(Prober, "_score", refuse)
+    prober, history = Prober(RewardConfig()), History()
+    for _ in range(5):
+        prober.submit([SimpleNamespace(trajectory=None)])  # type: ignore[list-item]
+        prober.collect(history, wait=True)
+    prober.close()
+    assert prober.failed == 5 and [record.args[0] for record in caplog.records] == ["no scorer is registered for it", 5]
