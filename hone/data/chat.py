@@ -164,7 +164,8 @@ def render_with(
         name: source of the conversation.
         whole: False to allow that parts are left out; the first form that the template takes is then rendered.
     """
-    problem: Exception | Missing | None = None
+    refusal: Exception | None = None
+    missing: Missing | None = None
     first: Rendering | None = None
     for form in _forms(messages):
         (trace,) = check_template(
@@ -173,7 +174,7 @@ def render_with(
         try:
             text: Any = tokenizer.apply_chat_template(form, tokenize=False, chat_template=template, **settings)
         except REFUSALS as error:
-            problem = problem or error
+            refusal = refusal or error
             continue
         trace = trace if trace is not None and trace.text == text else None
         starts = trace.starts if trace else [None] * len(form)
@@ -181,19 +182,18 @@ def render_with(
         if isinstance(shown, Shown):
             return Rendering(text, form, trace, shown.spans, shown.dropped)
         first = first or Rendering(text, form, trace, [], 0)
-        if not isinstance(problem, Missing) or (shown.message or 0) > (problem.message or 0):
-            problem = shown
+        if missing is None or (shown.message or 0) > (missing.message or 0):
+            missing = shown
     if first is not None and not whole:
         return first
-    if isinstance(problem, Missing):
-        raise _left_out(problem, messages, name)
-    assert problem is not None
+    if missing is not None:
+        raise _left_out(missing, messages, name)
     raise DataError(
-        f"the chat template refuses the messages: {problem}",
+        f"the chat template refuses the messages: {refusal}",
         where=name,
         why="they cannot be rendered to one text",
         fix="check the roles and their order (user and assistant in turn), or set model.custom_chat_template",
-    ) from problem
+    ) from refusal
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
