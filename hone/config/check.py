@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hone.config.keys import KeyDoc, article, documentation, leaf_values
@@ -25,9 +26,9 @@ def check_values(config: Any, provenance: Provenance) -> list[ConfigError]:
 
 def complaints(key: KeyDoc, value: Any, origin: str) -> Iterator[ConfigError]:
     """Yield the errors of a value according to the metadata of its key."""
-    metadata, where = key.metadata, place(key.path, value, origin)
     if value is None:
         return
+    metadata, where = key.metadata, functools.partial(place, key.path, value, origin)  # most values have no error
     if "texts" in metadata and not _is_texts(value):
         yield wrong_type(key, value, origin)
     elif "names" in metadata and _is_number(value):
@@ -38,21 +39,21 @@ def complaints(key: KeyDoc, value: Any, origin: str) -> Iterator[ConfigError]:
                 yield ConfigError(
                     f"'{item}' is not one of {key.allowed}",
                     fix=did_you_mean(str(item), metadata["choices"]),
-                    where=where,
+                    where=where(),
                     code="R11",
                 )
     elif isinstance(value, str) and "words" in metadata and value not in metadata["words"]:
         yield ConfigError(
             f"'{value}' is neither a number nor {' or '.join(metadata['words'])}",
             fix=did_you_mean(value, metadata["words"]),
-            where=where,
+            where=where(),
             code="R11",
         )
     elif "length" in metadata and len(value) != metadata["length"]:
         yield ConfigError(
             f"expects {metadata['length']} numbers, got {len(value)}",
             fix=f"for example {key.path}={yaml_value(key.default)}",
-            where=where,
+            where=where(),
             code="R11",
         )
     else:
@@ -103,7 +104,7 @@ def yaml_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _bound_complaints(key: KeyDoc, value: Any, where: str) -> Iterator[ConfigError]:
+def _bound_complaints(key: KeyDoc, value: Any, where: Callable[[], str]) -> Iterator[ConfigError]:
     values = value if isinstance(value, list) else [value]
     bad = [item for item in values if isinstance(item, int | float) and not _within(item, key.metadata)]
     if bad:
@@ -113,7 +114,7 @@ def _bound_complaints(key: KeyDoc, value: Any, where: str) -> Iterator[ConfigErr
             f"must be {limits}, got {shown}",
             why=f"this key means: {key.meaning}",
             fix=f"{key.path}={yaml_value(key.default)} is the default",
-            where=where,
+            where=where(),
             code="R11",
         )
 
@@ -128,13 +129,13 @@ def _within(value: float, metadata: dict[str, Any]) -> bool:
     )
 
 
-def _number_for_name(key: KeyDoc, value: str, where: str) -> ConfigError:
+def _number_for_name(key: KeyDoc, value: str, where: Callable[[], str]) -> ConfigError:
     wanted, instead = key.metadata["names"], key.metadata["instead"]
     return ConfigError(
         f"expects the name of {article(wanted)}, got the number {value}",
         why=f"this key chooses a method: {key.meaning}",
         fix=f"the number goes to {instead}={value}" if instead else f"{key.path}={key.default}",
-        where=where,
+        where=where(),
         code="R11",
     )
 

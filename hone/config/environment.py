@@ -22,14 +22,16 @@ _VARIABLE = re.compile(r"(?<!\\)\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
 _PLAIN_REFERENCE = re.compile(r"(?<!\\)\$\{\s*(\.*[\w.]*)\s*\}")
 
 
-def environment_values(raw: dict[Any, Any], resolved: dict[str, Any]) -> dict[Path, tuple[str, Any]]:
+def environment_values(raw: dict[Any, Any], config: Any) -> dict[Path, tuple[str, Any]]:
     """Return the text and the value of every entry that comes from the environment.
 
     Args:
         raw: composed tree as plain values, with its interpolations.
-        resolved: the same tree with the values.
+        config: the loaded tree.
     """
-    return {path: (text, _at(resolved, path)) for path, text in _texts(raw, ()) if _from_environment(raw, path, text)}
+    found = {path: text for path, text in _texts(raw, ()) if _from_environment(raw, path, text)}
+    resolved = dataclasses.asdict(config) if found else {}
+    return {path: (text, _at(resolved, path)) for path, text in found.items()}
 
 
 def written_tree(config: Any) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
+import pickle
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -156,18 +156,22 @@ class Inspection:
         )
 
 
-@functools.cache
 def typed_tree(schema: type) -> DictConfig:
-    """Return the typed tree of defaults, which must not be changed."""
+    """Return a new typed tree of defaults."""
+    return pickle.loads(_pickled_tree(schema))  # a third of the time of a deep copy
+
+
+@functools.cache
+def _pickled_tree(schema: type) -> bytes:
     from omegaconf import OmegaConf
 
-    return OmegaConf.structured(schema)
+    return pickle.dumps(OmegaConf.structured(schema))
 
 
 @functools.cache
 def _trial(schema: type) -> DictConfig:
     """Return a scratch tree to test whether values fit; its content has no meaning."""
-    return copy.deepcopy(typed_tree(schema))
+    return typed_tree(schema)
 
 
 def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[str, Any]]:

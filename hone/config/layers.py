@@ -105,17 +105,17 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
         layers.append(_preset(sources.kind, sources.preset))
         inspection.layer(layers[-1], f"preset {sources.preset}")
     if sources.directory:
-        with _hydra(sources.directory):
-            groups = [override for override in overrides if is_group(override)]
-            lines = [str(override.input_line) for override in groups]
-            layers.append(_composed(f"{str(sources.name).removesuffix('.yaml')}@_global_", lines, sources.file_label))
+        groups = _groups(sources.directory, overrides)
+        lines = [str(override.input_line) for override in groups]
+        name = str(sources.name).removesuffix(".yaml")
+        layers.append(_composed(sources.directory, name, lines, sources.file_label))
         inspection.layer(layers[-1], sources.file_label)
         overrides = [override for override in overrides if override not in groups]
     translated, unsupported = translate_overrides(overrides, sources.schema)
     inspection.problems += unsupported
     translated = inspection.command_line(translated)
     inspection.finish()
-    tree = copy.deepcopy(typed_tree(sources.schema))
+    tree = typed_tree(sources.schema)
     with _as_config_error("the configuration"):
         tree.merge_with(*layers)
     OmegaConf.set_struct(tree, True)
@@ -196,6 +196,15 @@ def _check_sources(sources: Sources) -> None:
         )
 
 
+def _groups(directory: Path, overrides: list[Override]) -> list[Override]:
+    """Return the overrides that choose a file of a config group in a directory."""
+    possible = [override for override in overrides if "." not in override.key_or_group]
+    if not possible:
+        return []
+    with _hydra(directory):
+        return [override for override in possible if is_group(override)]
+
+
 @contextmanager
 def _hydra(directory: Path) -> Iterator[None]:
     """Let Hydra find files in ``directory`` and the presets within the context."""
@@ -208,19 +217,37 @@ def _hydra(directory: Path) -> Iterator[None]:
 @functools.cache
 def _preset(kind: str, name: str) -> dict[Any, Any]:
     """Return the content of a preset as nested dicts, which must not be changed."""
-    with _hydra(PRESETS):
-        return _composed(f"{kind}/{name}@_global_", [], f"preset {name}")
+    return _composed(PRESETS, f"{kind}/{name}", [], f"preset {name}")
 
 
-def _composed(layer: str, lines: list[str], what: str) -> dict[Any, Any]:
+def _composed(directory: Path, name: str, lines: list[str], what: str) -> dict[Any, Any]:
     """Compose a file, with the ``lines`` that choose groups for it; errors become one ConfigError about ``what``."""
+    with _as_config_error(what):
+        content = None if lines else _plain_content(directory / f"{name}.yaml")
+        return _composed_by_hydra(directory, name, lines) if content is None else content
+
+
+def _plain_content(file: Path) -> dict[Any, Any] | None:
+    """Return the content of a file that Hydra would leave as it is, which takes a tenth of a second; None for another one."""
+    from omegaconf import DictConfig, OmegaConf
+
+    loaded = OmegaConf.load(file)
+    if not isinstance(loaded, DictConfig) or "defaults" in loaded or "hydra" in loaded:
+        return None
+    if "@package" in file.read_text("utf-8"):
+        return None
+    return OmegaConf.to_container(loaded)  # type: ignore[return-value]
+
+
+def _composed_by_hydra(directory: Path, name: str, lines: list[str]) -> dict[Any, Any]:
     from hydra import compose as hydra_compose
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    node = OmegaConf.create({"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": [layer, "_self_"]})
+    layers = [f"{name}@_global_", "_self_"]
+    node = OmegaConf.create({"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": layers})
     ConfigStore.instance().store(name="hone_run", node=node)
-    with _as_config_error(what):
+    with _hydra(directory):
         return OmegaConf.to_container(hydra_compose(config_name="hone_run", overrides=lines))  # type: ignore[return-value]
 
 

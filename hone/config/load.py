@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,7 +64,7 @@ def load_with_provenance(
     config = _resolved(composed)
     settle(config, provenance)
     raise_together(check_values(config, provenance))
-    config._environment = environment_values(_raw(composed), dataclasses.asdict(config))
+    config._environment = environment_values(_raw(composed), config)
     return config, provenance
 
 

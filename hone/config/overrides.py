@@ -61,9 +61,7 @@ def is_group(override: Override) -> bool:
     """Return whether an override chooses a file of a config group in the user's directory (``model=small``)."""
     from hydra.core.global_hydra import GlobalHydra
 
-    return "." not in override.key_or_group and bool(
-        GlobalHydra.instance().config_loader().get_group_options(override.key_or_group)
-    )
+    return bool(GlobalHydra.instance().config_loader().get_group_options(override.key_or_group))
 
 
 def apply(override: Override, tree: DictConfig) -> None:
