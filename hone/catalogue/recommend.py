@@ -131,7 +131,9 @@ def _advice(situation: Situation, candidate: Candidate) -> list[str]:
 
 def _command(candidate: Candidate, situation: Situation) -> str:
     target = "actor_rollout_ref.model.path" if candidate.command == "train" else "model.path"
-    preset = f"agent_{candidate.preset}" if situation.turns > 1 and candidate.preset in ("grpo", "ppo") else candidate.preset
+    preset = (
+        f"agent_{candidate.preset}" if situation.turns > 1 and candidate.preset in ("grpo", "ppo") else candidate.preset
+    )
     words = [f"hone {candidate.command} --preset {preset}", *candidate.overrides]
     if situation.reward == "model":
         words += ["reward.reward_model.enable=true", "reward.reward_model.path=REWARD_MODEL"]

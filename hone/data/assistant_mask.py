@@ -33,6 +33,7 @@ from hone.errors import DataError
 
 log = logging.getLogger(__name__)
 
+_QUESTION: Messages = [{"role": "user", "content": "1 + 1 = ?"}]
 Span = tuple[int, int]
 """Begin and end in characters of a rendering."""
 
@@ -78,7 +79,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | Non
     """Return the special token with which the chat template ends an answer; None without template or token."""
     if not tokenizer.chat_template:
         return None
-    chat = [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2"}]
+    chat = [*_QUESTION, {"role": "assistant", "content": "2"}]
     try:
         ((ids, mask),) = render_conversations(tokenizer, [chat], kwargs)
     except DataError:
@@ -154,6 +155,7 @@ def _spans(
     """Return where each assistant turn is."""
     text, messages = rendering.text, rendering.messages
     starts = rendering.trace.starts if rendering.trace else [None] * len(messages)
+    traced = any(start is not None for start in starts)
     spans: dict[int, Span] = {}
     reached = 0
     for number, before in contexts.items():
@@ -162,15 +164,22 @@ def _spans(
             next((start for start in starts[number + 1 :] if start is not None), None),
         )
         start = None
-        if before is not None and text.startswith(before) and reached <= len(before) <= rendering.spans[number][1]:
+        latest = (
+            rendering.spans[number][1] if traced else len(text)
+        )  # without a trace, a short text may be found too early
+        if before is not None and text.startswith(before) and reached <= len(before) <= latest:
             start = len(before)
         elif header_at is not None:
-            plain = render_as_is(tokenizer, messages[:number], False, kwargs) if before is not None else None
-            header = before.removeprefix(plain) if before is not None and plain is not None else ""
+            # the first message has no context that a template renders: its header is that of an answer to a question
+            context, asked = (messages[:number], before) if before is not None else (_QUESTION, None)
+            asked = asked if asked is not None else render_as_is(tokenizer, _QUESTION, True, kwargs)
+            plain = render_as_is(tokenizer, context, False, kwargs)
+            header = asked.removeprefix(plain) if asked is not None and plain is not None else ""
             start = header_at + _shared_header(header, text[header_at:])
         if start is None:
             raise _unclear(number, "begins", name)
-        end = _end(tokenizer, rendering, number, following, kwargs, special)
+        said = rendering.spans[number][1] if traced else start
+        end = _end(tokenizer, rendering, number, (said, following), kwargs, special)
         if end is None or not reached <= start <= end:
             raise _unclear(number, "ends", name)
         if not holds(text[start:end], messages[number]):
@@ -178,7 +187,7 @@ def _spans(
         within = next(
             (n for n, (a, b) in enumerate(rendering.spans) if n != number and a < b and start < b and a < end), None
         )
-        if within is not None and messages[within]["role"] not in ("system", "developer"):
+        if traced and within is not None and messages[within]["role"] not in ("system", "developer"):
             raise _within(within, number, messages, name)
         spans[number] = (start, end)
         reached = end
@@ -195,12 +204,15 @@ def _end(
     tokenizer: PreTrainedTokenizerBase,
     rendering: Rendering,
     number: int,
-    following: int | None,
+    between: tuple[int, int | None],
     kwargs: dict[str, Any] | None,
     special: re.Pattern[str],
 ) -> int | None:
-    """Return where a turn ends, its end-of-turn token included; None where the rendering does not tell."""
-    text, said = rendering.text, rendering.spans[number][1]
+    """Return where a turn ends, its end-of-turn token included; None where the rendering does not tell.
+
+    ``between``: where the last part of the turn ends (or the turn begins), and where the next message begins if that is known.
+    """
+    text, (said, following) = rendering.text, between
     if number + 1 == len(rendering.messages):
         closed = rendering.trace.end if rendering.trace else None
         if closed is not None and closed >= said and special.search(text, said, closed):
@@ -211,8 +223,7 @@ def _end(
         return _trimmed(text, said, len(after), special)
     if following is not None:
         return _trimmed(text, said, following, special)
-    closing = special.search(text, said)
-    return closing.end() if closing else None
+    return None
 
 
 def _trimmed(text: str, said: int, end: int, special: re.Pattern[str]) -> int:

@@ -45,6 +45,20 @@ MARKED = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED_WHOLE = MARKED.replace("{% endgeneration %}<|im_end|>\n", "<|im_end|>{% endgeneration %}\n")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GATHERED = (  # the text is made first and shown at the end, so no loop tells where a message is
+    "{% set ns = namespace(text='') %}{% for m in messages %}"
+    "{% set ns.text = ns.text ~ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' %}{% endfor %}{{ ns.text }}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MACRO = (
+    "{% macro turn(m) %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endmacro %}"
+    "{% for m in messages %}{{ turn(m) }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LAST_END = CHATML.replace("<|im_end|>\n", "{% if loop.last %}<|eot|>{% else %}<|im_end|>\n{% endif %}", 1)
 NUMBERED = "{% for m in messages %}{{ messages | length }} {{ m.role }} {{ m.content }}<|im_end|>\n{% endfor %}"
 
 

@@ -139,3 +139,32 @@ def test_wrong_conversations_and_templates_are_refused(with_template):
     with raises(DataError, "model.custom_chat_template=PATH"):
         render_prompt(with_template(None), [user("a")])
     assert render_prompts(with_template(None), []) == []
+
+
+ODD = {
+    "words of headers": ["user", "assistant", "assistant", "user"],
+    "one letter": ["1", "1", "1", "1"],
+    "no answer": ["q one", "", "q two", "a two"],
+    "the same words": ["same words"] * 4,
+    "a token in the text": ["say <|im_end|> now", "<|im_end|> is a token", "q two", "a two"],
+    "line ends": ["q\r\none", "a\r\none", "q", "a"],
+    "letters and marks": ["cafe\u0301", "cafe\u0301 caf\u00e9", "q", "a"],
+    "a mark of thoughts": ["q", "a </think> b", "q", "c"],
+}
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.GATHERED, chats.MACRO, chats.LAST_END])
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_texts_in_templates_of_every_make(with_template, template, odd):
+    tokenizer, texts = with_template(template), ODD[odd]
+    messages = [chat(text) for chat, text in zip([user, assistant] * 2, texts, strict=True)]
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    end = "<|eot|>" if template == chats.LAST_END else "<|im_end|>"
+    assert written(tokenizer, ids, mask) == [f"{texts[1]}<|im_end|>", f"{texts[3]}{end}"]
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.MACRO, chats.LAST_END])
+def test_the_header_of_a_first_answer_is_not_learned(with_template, template):
+    tokenizer = with_template(template)
+    ((ids, mask),) = render_conversations(tokenizer, [[assistant("hello"), user("q"), assistant("a")]])
+    assert written(tokenizer, ids, mask)[0] == "hello<|im_end|>"
