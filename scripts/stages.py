@@ -22,16 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS = 5
 """Exit code of pytest that ran no test."""
 STAGES = {
-    "fast": "not slow and not long and not learn and not simulated_cuda and not engines",
-    "slow": "slow and not long and not engines",
+    "short": "not long and not learn and not simulated_cuda and not engines",
     "simulated": "simulated_cuda and not engines",
     "long": "long and not alone and not engines",
     "learn": "learn",
     "alone": "alone",
 }
 """The markers of each stage."""
-SHORT = ("fast", "slow")
-"""The stages of a bare `scripts/test`."""
+SHORT = ("short",)
+"""The stages of a bare `scripts/test`: fast tests, and slow ones that train and resume."""
+MARKERS = {**STAGES, "fast": f"not slow and {STAGES['short']}"}
 VLLM = "vllm and (engine_conformance or pretrained) and not (crash or untied or divided or drafted or copies)"
 """Tests of vLLM that need one start of the engine."""
 ABOUT_VLLM = ("hone/generation/", "tests/integration/engine_conformance.py", "constraints.txt")
@@ -62,7 +62,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         help="of the long stages together, after which no further of their tests begins",
     )
     parser.add_argument(
-        "--unit", action="store_true", help="unit tests of the fast stage, those that failed last first"
+        "--unit", action="store_true", help="unit tests without the slow ones, those that failed last first"
     )
     parser.add_argument("--random", action="store_true", help="property tests with new examples")
     return parser.parse_known_args()
@@ -88,7 +88,7 @@ def _git(*words: str) -> list[str]:
 def run(stage: str, choice: Sequence[str], words: Sequence[str]) -> Ended:
     """Run the tests of a stage on all cores, or one at a time, and print what pytest prints."""
     alone = stage == "alone"
-    command = [sys.executable, "-m", "pytest", "-m", STAGES[stage], "-n", "1" if alone else "auto", "--maxprocesses", "4",
+    command = [sys.executable, "-m", "pytest", "-m", MARKERS[stage], "-n", "1" if alone else "auto", "--maxprocesses", "4",
                "--dist", "worksteal", "--durations=15", *choice, *words]  # fmt: skip
     if not words and stage not in SHORT:  # read only the files that have its mark
         own = rf"mark\.{STAGES[stage].split()[0]}\b"

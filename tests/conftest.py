@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import time
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from support.choice import chosen, is_about, paths_of
+from support.budget import unlisted
+from support.choice import ABOUT, chosen, is_about, left_out, paths_of
+from support.cpu import cpu_seconds
 from support.examples import examples
 
 if TYPE_CHECKING:
@@ -23,6 +26,11 @@ settings.load_profile("unhurried")
 BEGAN = time.monotonic()
 SECONDS: dict[str, float] = {}
 """Of each test so far."""
+CPU: dict[str, list[float]] = {}
+"""Of each phase of a test that runs."""
+FAST: dict[str, float] = {}
+"""Seconds of processor of the fast tests themselves, without their fixtures."""
+MEASURED = pytest.StashKey[float]()
 LONG = (
     *("test_lost_runs", "test_plan_memory", "test_preferences", "test_docs", "test_cluster_templates"),
     *("test_lost_replicas", "test_ray_runtime", "test_lifecycle_repeat", "engine_conformance"),
@@ -47,23 +55,57 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Note in the report the seconds of processor that this phase of the test took."""
+    outcome = yield
+    now = cpu_seconds()
+    outcome.get_result().cpu = now - item.config.stash.get(MEASURED, now)
+    item.config.stash[MEASURED] = now
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up the seconds of a test with its fixtures, and write them when it has ended."""
+    """Add up the seconds of a test with its fixtures, and write them when it has ended: processor, then clock."""
     SECONDS[report.nodeid] = SECONDS.get(report.nodeid, 0.0) + report.duration
-    if (
-        report.when == "teardown"
-        and (path := os.environ.get("HONE_TEST_SECONDS"))
-        and "PYTEST_XDIST_WORKER" not in os.environ
-    ):
-        with Path(path).open("a") as file:
-            file.write(f"{SECONDS.pop(report.nodeid):.2f}\t{report.nodeid}\n")
+    CPU[report.nodeid] = [*CPU.get(report.nodeid, []), report.cpu]
+    if report.when == "call" and not {"slow", *ABOUT} & report.keywords.keys():
+        FAST[report.nodeid] = report.cpu
+    if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
+        seconds = f"{' '.join(f'{each:.2f}' for each in CPU.pop(report.nodeid))}\t{SECONDS.pop(report.nodeid):.2f}"
+        if path := os.environ.get("HONE_TEST_SECONDS"):
+            with Path(path).open("a") as file:
+                file.write(f"{seconds}\t{report.nodeid}\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the fast tests that take long without a reason in tests/slow_tests.toml."""
+    if lines := unlisted(FAST):
+        terminalreporter.section("fast tests over a second of processor that tests/slow_tests.toml does not list")
+        terminalreporter.write("".join(f"{line}\n" for line in lines))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test to choose: importing all of them takes as long as a hundred tests."""
+    if collection_path.suffix != ".py":
+        return None
+    return left_out(collection_path, config.getoption("markexpr"), _changed(config)) or None
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: garbage collections need not look at a million objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def _changed(config: pytest.Config) -> list[str] | None:
+    file = config.getoption("--changed")
+    return None if file is None else Path(file).read_text().split()
 
 
 @pytest.hookimpl(trylast=True)  # after the choice by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test process begins with long tests: what they take from each other at the end is short."""
-    changed, part = config.getoption("--changed"), config.getoption("--part")
-    paths = None if changed is None else Path(changed).read_text().split()
+    paths, part = _changed(config), config.getoption("--part")
     items[:] = [item for item in items if chosen(item, paths, part)]
     if paths:  # what is about the change comes first, in case the minutes end
         items.sort(key=lambda item: not is_about(item, paths))

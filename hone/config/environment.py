@@ -29,9 +29,9 @@ def environment_values(raw: dict[Any, Any], config: Any) -> dict[Path, tuple[str
         raw: composed tree as plain values, with its interpolations.
         config: the loaded tree.
     """
-    found = {path: text for path, text in _texts(raw, ()) if _from_environment(raw, path, text)}
-    resolved = dataclasses.asdict(config) if found else {}
-    return {path: (text, _at(resolved, path)) for path, text in found.items()}
+    texts = {path: text for path, text in _texts(raw, ()) if _from_environment(raw, path, text)}
+    resolved = dataclasses.asdict(config) if texts else {}
+    return {path: (text, _at(resolved, path)) for path, text in texts.items()}
 
 
 def written_tree(config: Any) -> dict[str, Any]:

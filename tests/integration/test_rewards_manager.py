@@ -80,7 +80,7 @@ number = 3
 
 def too_few(solution_str, ground_truth): return 1.0
 """
-TIMEOUT = 1.5
+TIMEOUT = 4.0
 
 
 def trajectory(text: str, truth: Any = "1", source: str = "mine", row: int = 0, **info: Any) -> Trajectory:

@@ -113,13 +113,13 @@ with activity.doing("generate"):
 
 def test_a_stopped_process_is_named_and_one_that_ticks_is_not(run: Path):
     worker, seen = start(WORKER, run / activity.FOLDER), Seen()
-    watchdog = Watchdog(run, 3.0, seen)
+    watchdog = Watchdog(run, 10.0, seen)
     try:
         with activity.waiting("generate", on=["rollout[0]"]):
             while not [record for record in activity.read_records(run / activity.FOLDER) if record.role == "rollout"]:
                 time.sleep(0.02)
             seen.hangs.clear()
-            time.sleep(5.0)
+            time.sleep(12.0)
             assert seen.hangs == [], "it ticks"
             os.kill(worker.pid, signal.SIGSTOP)
             hang = seen.wait()
@@ -137,7 +137,7 @@ def test_a_wait_with_a_limit_of_its_own_is_no_hang_before_that(run: Path):
     seen = Seen()
     watchdog = Watchdog(run, 0.5, seen)
     try:
-        with activity.waiting("scores", on=["reward worker"], limit=5.0):
+        with activity.waiting("scores", on=["reward worker"], limit=20.0):
             time.sleep(2.0)
             assert seen.hangs == []
             hang = seen.wait()

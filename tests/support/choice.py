@@ -22,6 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = ("long", "learn", "simulated_cuda", "application")
 """Marks whose arguments are paths."""
+_WHOLE = re.compile(rf"^pytestmark = pytest\.mark\.({'|'.join(ABOUT)})\(([^()]*)\)", re.M)
 
 CORE = tuple(
     f"hone/{name}"
@@ -49,8 +50,28 @@ def paths_of(item: pytest.Item) -> list[str] | None:
 
 def is_about(item: pytest.Item, changed: Sequence[str]) -> bool:
     """Return whether a test is about one of the changed paths."""
-    own = str(item.path.relative_to(ROOT))
-    mine = (*(paths_of(item) or ()), own, *_support(item.path))
+    return _is_file_about(item.path, paths_of(item) or (), changed)
+
+
+def left_out(path: Path, markers: str, changed: Sequence[str] | None) -> bool:
+    """Return whether no test of a file can be chosen, as its ``pytestmark`` says: then nobody needs to import it.
+
+    Args:
+        path: the file.
+        markers: expression of markers that chooses tests.
+        changed: paths; None for no choice by them.
+    """
+    found = _WHOLE.search(path.read_text())
+    if found is None:
+        return False
+    mark, paths = found[1], re.findall(r'"([^"]+)"', found[2])
+    if mark != "application":
+        return f"not {mark}" in markers
+    return changed is not None and "*" not in found[2] and not _is_file_about(path, paths, changed)
+
+
+def _is_file_about(path: Path, paths: Sequence[str], changed: Sequence[str]) -> bool:
+    mine = (*paths, str(path.relative_to(ROOT)), *_support(path))
     return any(path == one or path.startswith(f"{one}/") for path in changed for one in mine)
 
 

@@ -2,7 +2,7 @@
 
 By default examples are derandomised: a test tries the same ones in every run, so a failure repeats. `scripts/test --random`
 draws new ones from a seed that it prints; HONE_TEST_SEED=<seed> draws them again. `scripts/test --all` tries every
-example that a test states, `scripts/test --unit` an eighth, other runs half of them.
+example that a test states, `scripts/test --unit` an eighth, other runs a quarter of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ USUAL = 100
 
 def examples(count: int = USUAL, **more: Any) -> settings:
     """Return settings with ``count`` examples or a share of them; ``more`` as in hypothesis.settings."""
-    share = 1 if os.environ.get(ALL_VARIABLE) else 8 if os.environ.get(UNIT_VARIABLE) else 2
+    share = 1 if os.environ.get(ALL_VARIABLE) else 8 if os.environ.get(UNIT_VARIABLE) else 4
     wanted = -(-count // share)
     random = os.environ.get(SEED_VARIABLE) is not None
     storage = {} if random else {"database": None}

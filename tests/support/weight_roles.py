@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
+from support.patience import LONG
 from torch import Tensor
 
+from hone.cluster import weight_broadcast
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.cluster.roles import PolicyWorker
@@ -32,6 +34,10 @@ def digest(name: str, tensor: Tensor) -> Digest:
 class ChangingActor(PolicyWorker):
     """An actor whose weights change on request."""
 
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        weight_broadcast._BASE_SECONDS = 10 * LONG  # a member that dies ends a broadcast, not its time limit
+
     @dispatch(Split.ALL, Collect.FIRST)
     def change(self) -> list[Digest]:
         """Change all weights; return the digests of what is exported now."""
@@ -47,6 +53,7 @@ class WatchedRollout(RolloutWorker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
+        weight_broadcast._BASE_SECONDS = 10 * LONG
         self.given: list[Digest] = []
         self.ways: list[str] = []
         self.fault = ""

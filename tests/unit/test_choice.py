@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.choice import ABOUT, CORE, ROOT, chosen
+from support import choice
+from support.choice import ABOUT, CORE, ROOT, chosen, left_out
 
 HERE = ROOT / "tests/unit/test_choice.py"
 
@@ -47,6 +48,24 @@ def test_a_change_chooses_what_is_about_it(changed: list[str] | None, ring: bool
     assert chosen(item(RING), changed, part) is ring
     assert chosen(item(PAGE), changed, part) is page
     assert chosen(item(), changed, part) and chosen(item(pytest.mark.slow), changed, part)
+
+
+def test_a_file_without_a_test_to_choose_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "ROOT", tmp_path)
+    short, changed, file = "not long and not learn", ["hone/viewer/page.py"], tmp_path / "test_it.py"
+    for mark, markers, left in [
+        ('long("hone/cluster")', short, True),
+        ('long("hone/cluster")', "long and not alone", False),
+        ('application(\n    "hone/viewer", "docs"\n)', short, False),
+        ('application("hone/learn")', short, True),
+        ('application("hone/learn", *CORE)', short, False),
+        ("slow", short, False),
+    ]:
+        file.write_text(f"import x\n\npytestmark = pytest.mark.{mark}\n")
+        assert left_out(file, markers, changed) is left, mark
+        assert not left_out(file, markers, None) or mark.startswith("long")
+    file.write_text('@pytest.mark.long("hone/cluster")\ndef test_it(): ...\n')
+    assert not left_out(file, short, [])
 
 
 def test_the_parts_of_the_rest_are_disjoint_and_leave_none_out() -> None:

@@ -7,6 +7,8 @@ import sys
 import pytest
 from support.patience import LONG
 
+from hone.threads import omp_threads
+
 PROGRAM = """
 import os, threading, time, torch
 from hone.threads import compute_here
@@ -28,6 +30,10 @@ def copy():
     counts.append((torch.get_num_threads(), running()))
 
 source, counts = torch.randn(1000, 1000), []
+for value in ("3", ""):
+    os.environ["OMP_NUM_THREADS"] = value
+    compute_here()
+    print(torch.get_num_threads())
 compute_here(2)
 source.clone()
 before = running()
@@ -42,20 +48,13 @@ print(torch.get_num_threads(), counts[-1][0])
 
 def test_other_threads_compute_alone_and_the_number_can_be_changed() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True, timeout=LONG)
-    first, second = ended.stdout.splitlines()
+    given, default, first, second = ended.stdout.splitlines()
+    assert (given, default) == ("3", str(len(os.sched_getaffinity(0))))
     assert first == "2 [(1, 1), (1, 1)]"  # by itself torch has 2 threads there, and makes one more: [(2, 2), (2, 2)]
     assert second == "3 1"
 
 
 @pytest.mark.parametrize(("value", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
-def test_the_environment_sets_the_default(value: str, threads: int | None) -> None:
-    program = "import os, torch; from hone.threads import compute_here; compute_here(); print(torch.get_num_threads())"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-        env={**os.environ, "OMP_NUM_THREADS": value},
-    )
-    assert int(ended.stdout) == (threads or len(os.sched_getaffinity(0)))
+def test_the_environment_sets_the_default(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert omp_threads() == threads
