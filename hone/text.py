@@ -14,8 +14,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from hone.errors import DataError
 
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Reader of YAML's plain values: libyaml's, eight times as fast as Python's, where it is installed."""
 REPLACEMENT = "\ufffd"
 """Character that replaces a lone surrogate."""
 

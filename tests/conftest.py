@@ -67,9 +67,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up the seconds of a test with its fixtures, and write them when it has ended: processor, then clock."""
     SECONDS[report.nodeid] = SECONDS.get(report.nodeid, 0.0) + report.duration
-    CPU[report.nodeid] = [*CPU.get(report.nodeid, []), report.cpu]
+    CPU[report.nodeid] = [*CPU.get(report.nodeid, []), getattr(report, "cpu", 0.0)]
     if report.when == "call" and not {"slow", *ABOUT} & report.keywords.keys():
-        FAST[report.nodeid] = report.cpu
+        FAST[report.nodeid] = getattr(report, "cpu", 0.0)
     if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
         seconds = f"{' '.join(f'{each:.2f}' for each in CPU.pop(report.nodeid))}\t{SECONDS.pop(report.nodeid):.2f}"
         if path := os.environ.get("HONE_TEST_SECONDS"):

@@ -12,12 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from hone.cluster.failures import is_out_of_memory, out_of_memory
 from hone.cluster.watchdog import Hang, Watchdog, end_run
 from hone.config import to_yaml
-from hone.config.environment import environment_variables
+from hone.config.environment import environment_variables, written_tree
 from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.run import RunConfig, TrainerConfig
 from hone.config.trees import AnyConfig
@@ -85,7 +83,7 @@ class RunSession:
         self.total_steps = 0
         self.rewards: dict[str, str] = {}
         self.agent_contract: dict[str, str] = {}
-        settings = dict(flatten(yaml.safe_load(to_yaml(config))))
+        settings = dict(flatten(written_tree(config)))
         self.detectors = Watch(self.directory, settings, ignore=config.insight.ignore, stop_on=config.insight.stop_on)
         self._signal: int | None = None
         self._stop: StopRequest | None = None

@@ -66,6 +66,7 @@ class Louder(Environment):
 """
 
 
+@pytest.mark.long("hone/agents", "hone/algorithms", "hone/trainers/episodes.py")
 def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     (tmp_path / "louder.py").write_text(LOUDER)
     made = run("data", "make", "environment:louder:Louder", "--out", tmp_path / "data", "--size", 24, "--val-size", 8)

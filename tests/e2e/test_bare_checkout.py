@@ -26,7 +26,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("program", ["sft", "grpo"])
+@pytest.mark.parametrize(
+    "program", ["grpo", pytest.param("sft", marks=pytest.mark.long("hone/cli", "hone/trainers/sft.py"))]
+)
 def test_programs_train_from_a_checkout(world: World, tmp_path: Path, program: str) -> None:
     steps = "trainer.total_training_steps=1"
     command = sft_command(world, tmp_path / "run", steps)

@@ -20,7 +20,12 @@ from hone.insight.comparison.divergence import Bisection, Stage, bisect_runs
 from hone.insight.run_scores import stored_samples
 from hone.insight.run_traces import read_trace
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application(
+        "hone/insight", "hone/cli/run_bisect.py", "hone/trainers/archiving.py", "hone/trainers/archive_rows.py"
+    ),
+]
 
 KEPT = ("trainer.save_freq=1", "trainer.save_microbatch_steps=[1,2]", "trainer.rollout_dump_freq=1")
 

@@ -12,7 +12,17 @@ from support.forked_trials import fork_trials
 from support.launch import Command, Ended
 from support.small_examples import NAMES, SmallExample, small_example
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application(
+        "hone/insight",
+        "hone/cli/twins.py",
+        "hone/cli/sweep.py",
+        "hone/cli/trials.py",
+        "hone/cli/run_compare.py",
+        "examples",
+    ),
+]
 
 RATE = "actor_rollout_ref.actor.optim.lr"
 

@@ -10,7 +10,10 @@ import pytest
 from support.launch import hone
 from support.tiny_runs import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application("hone/gates", "hone/cli/gate.py", "hone/trainers/evaluation.py"),
+]
 
 REWARD = '''
 def even(solution_str, ground_truth, **row):

@@ -14,6 +14,7 @@ MODEL = "tiny-org/copier"
 
 
 @pytest.mark.slow
+@pytest.mark.application("hone/hub", "hone/data", "hone/models/loading.py")
 def test_training_and_its_record_from_names(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_hub() as hub:
         use_hub(hub, tmp_path, monkeypatch)

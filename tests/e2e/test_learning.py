@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 LEARN = ("data.train_batch_size=12", "actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false")
 LORA = ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32")
+LONG = pytest.mark.long("hone/algorithms", "hone/training", "hone/models/loading.py", "hone/trainers/rl.py")
 CASES = {
     "grpo": ("grpo", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
     "grpo-megatron": (
@@ -37,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["grpo", *(pytest.param(name, marks=LONG) for name in CASES if name != "grpo")])
 def test_reward_rises(world: World, run, tmp_path: Path, case: str):
     preset, *overrides = CASES[case]
     ended = run(*rl_command(world, tmp_path / "run", preset, *LEARN, *overrides))
@@ -50,6 +51,7 @@ def test_reward_rises(world: World, run, tmp_path: Path, case: str):
     assert all(value == 0 for row in metrics(tmp_path / "run") for name, value in row.items() if name.startswith("inv"))
 
 
+@LONG
 def test_reward_rises_in_float16(world: World, run, tmp_path: Path):
     """Generation, scoring and updates in float16; the scale of the loss is in the checkpoint."""
     directory, steps = tmp_path / "run", 20

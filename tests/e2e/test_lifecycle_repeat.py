@@ -29,6 +29,8 @@ LORA = (
     "actor_rollout_ref.model.lora_rank=4",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
 )
+LONG = pytest.mark.long("hone/training/checkpoints", "hone/trainers", "hone/data/sampler.py")
+"""Of kinds whose state the others of a test have a part of."""
 RUNS = {"grpo": GRPO, "ppo": PPO, "lora": LORA}
 COMMON = (
     f"trainer.total_training_steps={STEPS}",
@@ -72,7 +74,7 @@ def resumed(world: World, run: Path, kind: str, log: Path) -> list:
     return metrics(run)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("sft", marks=LONG)])
 def test_the_same_seed_gives_the_same_metrics(world, whole, tmp_path, kind):
     ended = hone(*arguments(world, tmp_path / "run", kind), log=tmp_path / "log")
     assert ended.code == 0, ended.output
@@ -85,7 +87,10 @@ def test_another_seed_gives_other_metrics(world, whole, tmp_path):
     assert curve(tmp_path / "run") != [row["critic/score/mean"] for row in whole("grpo") if "critic/score/mean" in row]
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("grpo", 1), ("ppo", 2), ("lora", 3), ("sft", 4)])
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [pytest.param("grpo", 1, marks=LONG), ("ppo", 2), pytest.param("lora", 3, marks=LONG), ("sft", 4)],
+)
 def test_killed_at_random_steps_and_run_again(world, whole, tmp_path, kind, seed):
     draw, run = random.Random(seed), tmp_path / "run"
     expected = whole(kind)
@@ -103,7 +108,7 @@ def test_killed_at_random_steps_and_run_again(world, whole, tmp_path, kind, seed
     assert len(run_record(run)["resumed"]) >= 1
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=LONG)])
 def test_killed_while_a_checkpoint_is_written(world, whole, tmp_path, kind):
     expected, run = whole(kind), tmp_path / "run"
     for delay in (0.0, 0.01):
@@ -117,7 +122,8 @@ def test_killed_while_a_checkpoint_is_written(world, whole, tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"), [("grpo", signal.SIGTERM), ("ppo", signal.SIGINT), ("sft", signal.SIGTERM)]
+    ("kind", "number"),
+    [("grpo", signal.SIGTERM), pytest.param("ppo", signal.SIGINT, marks=LONG), ("sft", signal.SIGTERM)],
 )
 def test_told_to_stop(world, whole, tmp_path, kind, number):
     run, expected = tmp_path / "run", whole(kind)

@@ -18,7 +18,10 @@ from support.small_examples import NAMES, small_example
 from hone.insight.archive.read import open_archive
 from hone.insight.run_files import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application("hone/insight", "hone/viewer", "hone/trainers/replay", "hone/cli/archive.py", "examples"),
+]
 
 STEPS = ("trainer.total_training_steps=3", "trainer.save_steps_for_replay=[2]", "actor_rollout_ref.actor.optim.lr=1e-3")
 

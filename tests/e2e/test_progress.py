@@ -10,7 +10,7 @@ import pytest
 from support.patience import LONG
 from support.world import World
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/progress.py", "hone/cli")]
 
 
 def on_a_terminal(*words: object) -> tuple[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import nbformat
 import psutil
 import pytest
 from nbclient import NotebookClient
+from support.forked_python import Forks
 from support.patience import LONG
 from support.python_objects import AlwaysCalls, Echo, double, tool_answered
 from support.small_tools import tools_model
@@ -170,21 +170,26 @@ def test_an_error_of_a_callback_ends_the_run_with_its_trace(world: World, tmp_pa
     assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
 
 
-def test_a_mistake_has_a_short_traceback(world: World, tmp_path: Path) -> None:
+def test_a_mistake_has_a_short_traceback(world: World, forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import hone\nhone.train({str(world.model)!r}, {str(world.train)!r}, no_such_key=1)\n")
 
     def frames(**environment: str) -> int:
         ended = subprocess.run(
-            [sys.executable, script], capture_output=True, text=True, timeout=LONG, env={**os.environ, **environment}
+            [forks.bin / "python", script],
+            capture_output=True,
+            text=True,
+            timeout=LONG,
+            env={**os.environ, **environment},
         )
         assert ended.returncode == 1 and "R09" in ended.stderr
-        return ended.stderr.count('  File "')
+        return ended.stderr[ended.stderr.index(f'  File "{script}') :].count('  File "')  # without those of the fork
 
     assert frames() == 2
     assert frames(HONE_DEBUG="1") > 4
 
 
+@pytest.mark.long("hone/api", "hone/user_objects.py", "hone/progress.py")
 def test_a_notebook_shows_one_line_and_a_curve(model: str, tmp_path: Path) -> None:
     cells = [
         "import hone\nfrom hone.agents.environments import Environment, Step",

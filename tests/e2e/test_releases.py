@@ -25,7 +25,16 @@ from hone.errors import ConfigError
 from hone.trainers.evaluation import trained_contract
 from hone.training.releases import Shelf
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application(
+        "hone/training/releases.py",
+        "hone/trainers/served_releases.py",
+        "hone/gates",
+        "hone/cli/release.py",
+        "hone/agents/serving",
+    ),
+]
 REQUESTS, AT_ONCE = 1000, 40
 TOKEN = "a token"
 PROMPT = [5, 6, 7]

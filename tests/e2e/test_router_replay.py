@@ -12,6 +12,10 @@ from support.world import World, curve, metrics, rl_command
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REPLAY = f"{ACTOR}.router_replay.mode=R3"
 GAP = "training/rollout_log_probs_diff_mean"
+EXPERTS = pytest.mark.long(
+    *("hone/models/experts.py", "hone/generation/native", "hone/training/engine.py", "hone/trainers/replay"),
+    *("hone/data/types.py", "hone/trainers/group_buffer.py"),
+)
 STEPS = (
     "trainer.total_training_steps=3",
     "trainer.test_freq=-1",
@@ -51,7 +55,7 @@ def test_what_two_dtypes_route_otherwise_is_followed(experts: World, tmp_path: P
     assert sum(curve(followed, GAP)) < sum(curve(free, GAP))
 
 
-@pytest.mark.slow
+@EXPERTS
 def test_a_replica_of_the_native_engine_reports_the_same(experts: World, tmp_path: Path) -> None:
     local = trained(experts, tmp_path / "local", REPLAY, "trainer.save_freq=0")
     served = trained(experts, tmp_path / "served", REPLAY, "trainer.save_freq=0", f"{ROLLOUT}.num_replicas=1")
@@ -59,7 +63,7 @@ def test_a_replica_of_the_native_engine_reports_the_same(experts: World, tmp_pat
         assert curve(served, name) == pytest.approx(curve(local, name), rel=1e-5)
 
 
-@pytest.mark.slow
+@EXPERTS
 def test_a_resumed_run_follows_the_experts_of_its_saved_groups(experts: World, tmp_path: Path) -> None:
     words = (REPLAY, "trainer.async.max_staleness=1", "trainer.save_freq=1")
     whole = trained(experts, tmp_path / "whole", *words)
@@ -69,7 +73,7 @@ def test_a_resumed_run_follows_the_experts_of_its_saved_groups(experts: World, t
     assert curve(run, name)[-1] == pytest.approx(curve(whole, name)[-1], abs=0.02) and curve(run, name)[-1] > 0.85
 
 
-@pytest.mark.slow
+@EXPERTS
 def test_what_needs_experts_of_the_archive_is_refused(experts: World, tmp_path: Path) -> None:
     """The archive has no experts: a gradient of other experts would be of another update. A whole replay samples them again."""
     run = trained(

@@ -24,7 +24,10 @@ from hone.agents.rendering import renderer_for
 from hone.agents.serving.server import allow_many_connections
 from hone.insight.audit import read_audit
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application("hone/agents", "hone/generation/native", "hone/cli/serve.py", "hone/trainers/serving.py"),
+]
 TOKENIZER = tokenizer(NAME)
 TOKEN = "a token"
 CONNECTIONS = 2000

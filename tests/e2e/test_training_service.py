@@ -26,7 +26,10 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "tml-a-token"
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application("hone/trainers/service", "hone/agents/serving", "hone/generation/native"),
+]
 
 
 @contextlib.contextmanager

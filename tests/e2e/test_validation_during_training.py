@@ -62,7 +62,7 @@ def lines(run: Path) -> list[tuple[int, bool]]:
     return [(row["step"], MEAN in row) for row in rows]
 
 
-@pytest.mark.parametrize("partial", ["true", "false"])
+@pytest.mark.parametrize("partial", ["true", pytest.param("false", marks=pytest.mark.long("hone/trainers"))])
 def test_validation_equals_an_evaluation_of_its_checkpoint(
     world: World, reward: Path, tmp_path: Path, partial: str
 ) -> None:

@@ -14,7 +14,10 @@ from support.world import metrics
 
 from hone.insight.run_files import read_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application("hone/insight/webhook.py", "hone/trainers/notices.py", "hone/gates"),
+]
 
 SECRET = "services/T0/topsecretplace"
 REWARDS = """

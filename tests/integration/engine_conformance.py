@@ -68,7 +68,8 @@ REFUSED = {
 """Sampling that an engine has another meaning for, or cannot report the log-probs of: it says so."""
 KINDS = [
     "native",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf", "served")),
+    pytest.param("hf", marks=pytest.mark.long("hone/generation/hf.py", "hone/generation/protocol.py")),
+    pytest.param("served", marks=pytest.mark.slow),
     *(pytest.param(name, marks=pytest.mark.engines) for name in EXTERNAL),
 ]
 

@@ -16,6 +16,7 @@ from support.train_backend_suite import STEADY, Run, TrainBackendConformance, Wa
 
 from hone.errors import HoneError
 
+pytestmark = pytest.mark.application("hone/training/backends/megatron", "hone/training/backends/protocol.py")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra megatron)")
 
 TENSOR = {"tensor_model_parallel_size": 2}

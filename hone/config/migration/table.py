@@ -13,13 +13,12 @@ from hone.config.migration.conversions import BY_NAME, Words
 from hone.config.migration.entries import OFF, Changed, Entry, Foreign, Renamed, Settled, Table, Unsupported
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from hone.text import YAML_LOADER
 
 
 def _read(name: str) -> dict[str, Any]:
     """Read a file of tables, with each ``$word`` replaced by what ``names`` says it stands for."""
-    data = yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), _LOADER)
+    data = yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), YAML_LOADER)
     return _named(data, data["names"])
 
 

@@ -267,6 +267,7 @@ def is_reward(function: ast.FunctionDef) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.application("docs", "examples", "README.md", "hone/rewards", "hone/data/answers.py")
 @pytest.mark.parametrize("name", sorted(rewards_shown()))
 def test_rewards_of_pages_and_examples_pass_their_test(name: str, tmp_path: Path) -> None:
     from support.launch import Command
@@ -291,6 +292,7 @@ def examples_with_data() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.application("examples", "hone/preflight", "hone/config", "hone/data")
 @pytest.mark.parametrize("page", examples_with_data())
 def test_settings_of_examples_pass_every_check(page: str, tmp_path: Path, forks: Forks) -> None:
     """The model is the one that the example begins with: what imitation makes of it does not concern the checks."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+
 PROGRAM = """
 import sys, threading
 from pathlib import Path

@@ -10,6 +10,8 @@ import pytest
 from hone.errors import HoneError
 from hone.viewer.command import ViewRequest, chosen_runs, view
 
+pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+
 
 def test_runs_are_named_by_directory_by_name_below_the_root_or_all(run_path: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):

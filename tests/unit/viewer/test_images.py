@@ -15,6 +15,8 @@ from hone.insight.run_directory import RunDirectory
 from hone.viewer.images import names_in, picture, pictures_by_place, shown_message
 from hone.viewer.tokens import token_texts
 
+pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+
 
 def archived(folder: Path) -> Any:
     return SimpleNamespace(index=SimpleNamespace(archive=SimpleNamespace(folder=folder)))

@@ -22,6 +22,8 @@ from hone.viewer.groups import shared_prefixes
 from hone.viewer.index import Rows, RunIndex
 from hone.viewer.queries import Condition, parse
 
+pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+
 
 @pytest.fixture(scope="module")
 def records(run_path: Path) -> list[dict[str, Any]]:

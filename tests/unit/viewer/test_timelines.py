@@ -10,6 +10,8 @@ import pytest
 from hone.viewer import timelines
 from hone.viewer.timelines import step_timeline
 
+pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+
 
 def process(run: Path, role: str, pid: int, spans: list[tuple[str, float, float, int, bool]]) -> None:
     folder = run / "timeline"

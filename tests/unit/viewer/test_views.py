@@ -24,6 +24,8 @@ from hone.viewer.overview import config_sources
 from hone.viewer.prompts import COURSES
 from hone.viewer.server import Viewer
 
+pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+
 RIGHT = 0.5
 
 
