@@ -171,10 +171,10 @@ def _spans(
             start = len(before)
         elif header_at is not None:
             # the first message has no context that a template renders: its header is that of an answer to a question
-            context, asked = (messages[:number], before) if before is not None else (_QUESTION, None)
-            asked = asked if asked is not None else render_as_is(tokenizer, _QUESTION, True, kwargs)
+            context, wanted = (messages[:number], before) if before is not None else (_QUESTION, None)
+            wanted = wanted if wanted is not None else render_as_is(tokenizer, _QUESTION, True, kwargs)
             plain = render_as_is(tokenizer, context, False, kwargs)
-            header = asked.removeprefix(plain) if asked is not None and plain is not None else ""
+            header = wanted.removeprefix(plain) if wanted is not None and plain is not None else ""
             start = header_at + _shared_header(header, text[header_at:])
         if start is None:
             raise _unclear(number, "begins", name)
