@@ -60,6 +60,8 @@ class Template:
         try:
             return self._rendered(messages, tools, ask)
         except DataError as error:
+            if error.__cause__ is None:
+                raise  # the template exceeds a limit
             simple = [_simplified(message) for message in messages]
             if simple != list(messages):
                 return self.text(simple, tools, ask=ask)

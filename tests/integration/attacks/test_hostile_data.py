@@ -68,7 +68,7 @@ def test_a_template_without_end_is_one_message(root: Path, name: str, monkeypatc
     with raises(DataError, root / "model", code="E-template", where=str(root / "model")):
         render_prompt(tokenizer, MESSAGES)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
-    monkeypatch.delattr(template_limits, "_rendering_problem")  # a template that exceeded a limit is not rendered again
+    monkeypatch.delattr(template_limits, "_traced")  # a template that exceeded a limit is not rendered again
     with raises(DataError, code="E-template"):
         Template(tokenizer).text(MESSAGES)
 
