@@ -16,7 +16,7 @@ import yaml
 from hone.errors import HoneError, did_you_mean
 from hone.insight.curves import points
 from hone.insight.run_files import CONFIG, RUN, read_metrics, read_run
-from hone.text import YAML_LOADER
+from hone.text import read_yaml
 
 ABSENT = "(absent)"
 _DEPTH = 4  # levels of folders below the root that are searched for runs
@@ -108,7 +108,7 @@ def read_whole_run(path: Path, name: str = "") -> Run:
     """
     config = path / CONFIG
     try:
-        tree = yaml.load(config.read_text(encoding="utf-8"), YAML_LOADER) if config.exists() else {}
+        tree = read_yaml(config.read_text(encoding="utf-8")) if config.exists() else {}
     except yaml.YAMLError as error:
         raise HoneError(f"the file is not YAML: {error}", where=str(config), fix="restore the file") from None
     return Run(name or path.name, path, read_run(path), read_metrics(path), dict(flatten(tree)))

@@ -62,7 +62,7 @@ from hone.insight.run_files import (
 )
 from hone.insight.step_lines import StepLines
 from hone.insight.traces import sampled_traces
-from hone.text import YAML_LOADER
+from hone.text import read_yaml
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
 
@@ -227,7 +227,7 @@ class RunDirectory:
             rewards: sources of the scores, with a hash of their code. A change since the start of the run gives a warning.
             agent_contract: version and hashes of what the policy expects as an agent; None or empty for single turns.
         """
-        tree = yaml.load(config_yaml, YAML_LOADER)
+        tree = read_yaml(config_yaml)
         hidden = redact_tree(tree)
         text = config_yaml if hidden == tree else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
         write_atomically(self.path / CONFIG, text)

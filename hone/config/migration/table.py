@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hone.config.migration.conversions import BY_NAME, Words
 from hone.config.migration.entries import OFF, Changed, Entry, Foreign, Renamed, Settled, Table, Unsupported
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-from hone.text import YAML_LOADER
+from hone.text import read_yaml
 
 
 def _read(name: str) -> dict[str, Any]:
     """Read a file of tables, with each ``$word`` replaced by what ``names`` says it stands for."""
-    data = yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), YAML_LOADER)
+    data = read_yaml(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     return _named(data, data["names"])
 
 

@@ -177,8 +177,12 @@ def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/x/model"}))
     assert list(findings(rl)) == []
     change(rl, {f"{ACTOR}.use_kl_loss": True})
-    (finding,) = findings(rl)
-    assert finding.error.code == "R24" and str(tmp_path / "adapter") in finding.error.what
+    assert list(findings(rl)) == [], "the reference keeps the adapter of the start"
+    change(rl, {"actor_rollout_ref.ref.enable_resource_pool": True})
+    (finding,) = [finding for finding in findings(rl) if finding.error.code == "R24"]
+    assert finding.stops and str(tmp_path / "adapter") in finding.error.what
+    change(rl, {"actor_rollout_ref.ref.adapter": "off"})
+    assert "R24" not in {finding.error.code for finding in findings(rl)}
 
 
 @pytest.mark.parametrize(
