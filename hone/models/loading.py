@@ -208,7 +208,8 @@ def parts_embeddings(model: nn.Module) -> bool:
     inner = causal_lm(model)
     ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
     bases = [_without_adapter(end) for end in ends if end is not None]
-    tied = len(bases) == 2 and bases[0].weight is bases[1].weight
+    weights = [getattr(base, "weight", None) for base in bases]  # a pipeline stage may have one end only
+    tied = len(weights) == 2 and weights[0] is not None and weights[0] is weights[1]
     return tied and any(end is not base for end, base in zip(ends, bases, strict=True))
 
 

@@ -109,7 +109,8 @@ def supervised(tokens: list[int], first: int) -> types.Datum:
 def test_the_server_says_what_it_has(client: tinker.ServiceClient, address: str) -> None:
     (model,) = client.get_server_capabilities().supported_models
     assert (model.model_name, model.trainable, model.sampleable) == ("digits", True, True)
-    for path, headers in (("create_session", {}), ("telemetry", {"X-API-Key": "tml-other"})):
+    json_body = {"Content-Type": "application/json"}
+    for path, headers in (("create_session", json_body), ("telemetry", {"X-API-Key": "tml-other"})):
         request = urllib.request.Request(f"{address}/api/v1/{path}", b"{}", headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request)

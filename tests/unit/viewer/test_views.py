@@ -284,13 +284,12 @@ def test_nothing_is_served_without_the_token_and_the_cookie_keeps_it(client: Tes
     assert client.get("/../server.py").status_code == client.get("/vendor/LICENSES.txt").status_code == 404
 
 
-def test_a_write_needs_the_header_and_the_same_origin(client: TestClient) -> None:
+def test_a_write_needs_the_header(client: TestClient) -> None:
     client.get("/?token=secret")
     body = {"step": 1, "uid": "none", "index": 0, "part": 0, "label": "x"}
     header = {"X-Hone-View": "1"}
     assert client.post("/api/label", json=body).status_code == 403
-    assert client.post("/api/label", json=body, headers=header | {"Origin": "http://evil.example"}).status_code == 403
-    allowed = client.post("/api/label", json=body, headers=header | {"Origin": "http://127.0.0.1:8750"})
+    allowed = client.post("/api/label", json=body, headers=header)
     assert allowed.status_code == 404 and allowed.json()["error"]["code"] == "E-view-address"
     assert client.get("/api/groups?q=scroe<1").json()["error"]["code"] == "E-view-query"
 
