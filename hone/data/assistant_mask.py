@@ -9,8 +9,8 @@ start   ``before = render(m[:i], generation prompt)`` is the context from which 
 end     The end of ``render(m[:i + 1])`` where that begins the rendering; otherwise where the template's loop begins the next
         message. White space after the last special token (the end-of-turn token) does not belong to the turn.
 
-If the template marks assistant text with ``{% generation %}`` and the marks hold all that the turns say, the marks are used instead.
-An end-of-sequence token that directly follows a mark is added.
+If the template marks assistant text with ``{% generation %}`` and the marks hold all that the turns say, the marks are used instead,
+without the header that some of them include. An end-of-sequence token that directly follows a mark is added.
 
 A turn with ``weight: 0`` or ``train: false`` is not learned. Tokens do not cross the start or end of a turn: where one would (a line
 break that ends the prompt and one that begins the answer), the two sides are tokenized separately, as in generation.
@@ -18,20 +18,19 @@ break that ends the prompt and one that begins the answer), the two sides are to
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import logging
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hone.data.chat import Messages, Rendering, encode_texts, render, render_as_is, special_tokens
-from hone.data.proof import holds
+from hone.data.proof import THOUGHT_OPENS, said_within, texts_of
 from hone.errors import DataError
-
-log = logging.getLogger(__name__)
 
 _QUESTION: Messages = [{"role": "user", "content": "1 + 1 = ?"}]
 Span = tuple[int, int]
@@ -62,15 +61,15 @@ def render_conversations(
     names = names or [f"conversation {index}" for index in range(len(conversations))]
     learned = [_learned_turns(messages, name) for messages, name in zip(conversations, names, strict=True)]
     renderings = render(tokenizer, conversations, False, chat_template_kwargs, names)
-    dropped = sum(rendering.dropped for rendering in renderings)
-    if dropped:
-        log.warning("the chat template leaves out the reasoning of %d earlier turns, which is not learned", dropped)
     special = re.compile("|".join(map(re.escape, _texts_of(tokenizer, special_tokens(tokenizer)))) or r"(?!)")
     spans, contexts = [], []
     for rendering, turns, name in zip(renderings, learned, names, strict=True):
         before = _contexts(tokenizer, rendering, chat_template_kwargs)
-        its_spans = _spans(tokenizer, rendering, before, chat_template_kwargs, special, name)
-        spans.append(_marked(tokenizer, rendering, its_spans, turns) or [its_spans[turn] for turn in turns])
+        derived = _Turns(tokenizer, rendering, before, chat_template_kwargs, special, name)
+        marks = _marked(tokenizer, rendering)
+        marks = derived.spans() if marks is None else derived.without_headers(marks)
+        _check_order(rendering, marks, name)
+        spans.append([span for turn in turns for span in marks[turn]])
         contexts.append([text for text in before.values() if text and rendering.text.startswith(text)])
     return _tokens(tokenizer, [rendering.text for rendering in renderings], spans, contexts)
 
@@ -111,15 +110,16 @@ def _learned_turns(messages: Messages, name: str) -> list[int]:
     """Return the numbers of the assistant messages that are learned."""
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     for number in turns:
-        weight = messages[number].get("weight", 1)
-        if weight not in (0, 1):
-            raise DataError(
-                f"message {number} has weight {weight!r}, not 0 or 1",
-                where=name,
-                why="a message is learned or not; its loss has no other weight",
-                fix="write 0 to leave the message out of the loss, 1 to learn it",
-                code="R42",
-            )
+        for key, wrong in (("weight", "not 0 or 1"), ("train", "not true or false")):
+            value = messages[number].get(key, 1)
+            if value not in (0, 1) or (key == "train" and key in messages[number] and not isinstance(value, bool)):
+                raise DataError(
+                    f"message {number} has {key} {value!r}, {wrong}",
+                    where=name,
+                    why="a message is learned or not; its loss has no other weight",
+                    fix="write weight: 0 or train: false to leave the message out of the loss",
+                    code="R42",
+                )
     kept = [n for n in turns if messages[n].get("weight", 1) != 0 and messages[n].get("train", True) is not False]
     if not kept:
         what = f"none of {len(turns)} assistant messages is learned" if turns else "no message has role 'assistant'"
@@ -144,86 +144,124 @@ def _contexts(
     return {number: render_as_is(tokenizer, messages[:number], True, kwargs) for number in turns}
 
 
-def _spans(
-    tokenizer: PreTrainedTokenizerBase,
-    rendering: Rendering,
-    contexts: dict[int, str | None],
-    kwargs: dict[str, Any] | None,
-    special: re.Pattern[str],
-    name: str,
-) -> dict[int, Span]:
-    """Return where each assistant turn is."""
-    text, messages = rendering.text, rendering.messages
-    starts = rendering.trace.starts if rendering.trace else [None] * len(messages)
-    traced = any(start is not None for start in starts)
-    spans: dict[int, Span] = {}
-    reached = 0
-    for number, before in contexts.items():
-        header_at, following = (
-            starts[number],
-            next((start for start in starts[number + 1 :] if start is not None), None),
-        )
-        start = None
-        latest = (
-            rendering.spans[number][1] if traced else len(text)
-        )  # without a trace, a short text may be found too early
-        if before is not None and text.startswith(before) and reached <= len(before) <= latest:
-            start = len(before)
-        elif header_at is not None:
-            # the first message has no context that a template renders: its header is that of an answer to a question
-            context, wanted = (messages[:number], before) if before is not None else (_QUESTION, None)
-            wanted = wanted if wanted is not None else render_as_is(tokenizer, _QUESTION, True, kwargs)
-            plain = render_as_is(tokenizer, context, False, kwargs)
-            header = wanted.removeprefix(plain) if wanted is not None and plain is not None else ""
-            start = header_at + _shared_header(header, text[header_at:])
-        if start is None:
-            raise _unclear(number, "begins", name)
-        said = rendering.spans[number][1] if traced else start
-        end = _end(tokenizer, rendering, number, (said, following), kwargs, special)
-        if end is None or not reached <= start <= end:
-            raise _unclear(number, "ends", name)
-        if not holds(text[start:end], messages[number]):
-            raise _unclear(number, "begins", name)
-        within = next(
-            (n for n, (a, b) in enumerate(rendering.spans) if n != number and a < b and start < b and a < end), None
-        )
-        if traced and within is not None and messages[within]["role"] not in ("system", "developer"):
-            raise _within(within, number, messages, name)
-        spans[number] = (start, end)
-        reached = end
-    return spans
+@dataclass
+class _Turns:
+    """The assistant turns of a rendering, and what is needed to say where they are."""
+
+    tokenizer: PreTrainedTokenizerBase
+    rendering: Rendering
+    contexts: dict[int, str | None]
+    kwargs: dict[str, Any] | None
+    special: re.Pattern[str]
+    name: str
+
+    def spans(self) -> dict[int, list[Span]]:
+        """Return where each turn is.
+
+        Raises:
+            DataError: the rendering does not tell, or another message is within a turn.
+        """
+        spans: dict[int, list[Span]] = {}
+        reached = 0
+        for number in self.contexts:
+            start = self._start(number, reached)
+            if start is None:
+                raise _unclear(number, "begins", self.name)
+            end = self._end(number, start)
+            if end is None or end < start:
+                raise _unclear(number, "ends", self.name)
+            spans[number], reached = [(start, end)], end
+        return spans
+
+    def without_headers(self, marks: dict[int, list[Span]]) -> dict[int, list[Span]]:
+        """Return marked spans from where the model writes: some templates mark the header too, which generation is given."""
+        cut = {}
+        for number, ((begin, end), *more) in marks.items():
+            start = self._start(number, 0)
+            cut[number] = [(start if start is not None and begin < start <= end else begin, end), *more]
+        return cut
+
+    @property
+    def _starts(self) -> Sequence[int | None]:
+        return self.rendering.trace.starts if self.rendering.trace else [None] * len(self.rendering.messages)
+
+    @property
+    def _traced(self) -> bool:
+        return any(start is not None for start in self._starts)
+
+    def _bound(self, number: int) -> int:
+        """Return where the next message begins, as far as the loop over the messages tells."""
+        following = (start for start in self._starts[number + 1 :] if start is not None)
+        return next(following, len(self.rendering.text))
+
+    def _said(self, number: int, start: int) -> int | None:
+        """Return where the last part of a turn ends that begins at ``start``; None if a part is not there."""
+        said = said_within(self.rendering.text[start : self._bound(number)], self.rendering.messages[number])
+        return None if said is None else start + said
+
+    def _start(self, number: int, reached: int) -> int | None:
+        """Return where what the model writes begins: after the context, or after the header if that is shown differently."""
+        text, before, own = self.rendering.text, self.contexts[number], self._starts[number]
+        begins = before is not None and text.startswith(before) and reached <= len(before) <= self._bound(number)
+        if before is not None and begins and self._said(number, len(before)) is not None:
+            return len(before)
+        if own is None:
+            return None
+        # the header of this turn, or that of an answer to a question: the first message has no context that a template renders
+        for context in (self.rendering.messages[:number], _QUESTION):
+            header = self._header(context)
+            if header == "" and self._said(number, own) is not None:
+                return own
+            for end in range(len(header or ""), 0, -1):
+                if (
+                    header is None
+                    or (end < len(header) and header[end - 1] not in _EDGES)
+                    or _THOUGHTS.sub("", header[end:]).strip()
+                ):
+                    continue  # a header is shown whole, but for an opened thought
+                at = text.find(header[:end], own, self._bound(number))
+                if at >= 0 and self._said(number, at + end) is not None:
+                    return at + end
+        # without a header: a beginning with an answer, or the second of two answers in a row
+        bare = number == 0 or self.rendering.messages[number - 1]["role"] == "assistant"
+        words = "".join(texts_of(self.rendering.messages[number].get("content"))).strip()
+        return own if bare and words and text.startswith(words, own) else None
+
+    def _header(self, context: Messages) -> str | None:
+        """Return what a generation prompt adds to a context; None where the template refuses it."""
+        wanted = render_as_is(self.tokenizer, context, True, self.kwargs)
+        plain = render_as_is(self.tokenizer, context, False, self.kwargs)
+        return None if wanted is None or plain is None else wanted[_shared(plain, wanted) :]
+
+    def _end(self, number: int, start: int) -> int | None:
+        """Return where a turn ends, its end-of-turn token included; None where the rendering does not tell."""
+        text, said = self.rendering.text, self._said(number, start)
+        if said is None:
+            return None
+        if number + 1 == len(self.rendering.messages):
+            closed = self.rendering.trace.end if self.rendering.trace else None
+            if closed is None or closed < said:
+                closed = len(text)
+            elif not self.special.search(text, said, closed) and (more := self.special.match(text, closed)):
+                closed = more.end()
+            first = self.special.search(text, said, closed)
+            run = re.compile(rf"(?:\s*(?:{self.special.pattern}))*").match(text, first.end(), closed) if first else None
+            return run.end() if run else closed
+        after = render_as_is(self.tokenizer, self.rendering.messages[: number + 1], False, self.kwargs)
+        if after is not None and text.startswith(after) and len(after) >= said:
+            return _trimmed(text, said, len(after), self.special)
+        return _trimmed(text, said, self._bound(number), self.special) if self._traced else None
 
 
-def _shared_header(header: str, text: str) -> int:
-    """Return the length of the part of a turn's header that a text begins with; a token is shared whole or not at all."""
-    shared = os.path.commonprefix([header, text])
-    return len(shared) if shared == header else max((shared.rfind(last) + 1 for last in ">]\n"), default=0)
+_EDGES = ">]\n "
+_THOUGHTS = re.compile(rf"{THOUGHT_OPENS}|</think>")
 
 
-def _end(
-    tokenizer: PreTrainedTokenizerBase,
-    rendering: Rendering,
-    number: int,
-    between: tuple[int, int | None],
-    kwargs: dict[str, Any] | None,
-    special: re.Pattern[str],
-) -> int | None:
-    """Return where a turn ends, its end-of-turn token included; None where the rendering does not tell.
-
-    ``between``: where the last part of the turn ends (or the turn begins), and where the next message begins if that is known.
-    """
-    text, (said, following) = rendering.text, between
-    if number + 1 == len(rendering.messages):
-        closed = rendering.trace.end if rendering.trace else None
-        if closed is not None and closed >= said and special.search(text, said, closed):
-            return _trimmed(text, said, closed, special)
-        return _trimmed(text, said, len(text), special)
-    after = render_as_is(tokenizer, rendering.messages[: number + 1], False, kwargs)
-    if after is not None and text.startswith(after) and len(after) >= said:
-        return _trimmed(text, said, len(after), special)
-    if following is not None:
-        return _trimmed(text, said, following, special)
-    return None
+def _shared(one: str, other: str) -> int:
+    """Return the length of a common beginning; a token is shared whole or not at all."""
+    shared = os.path.commonprefix([one, other])
+    whole = len(shared) in (len(one), len(other))
+    return len(shared) if whole else max((shared.rfind(last) + 1 for last in _EDGES), default=0)
 
 
 def _trimmed(text: str, said: int, end: int, special: re.Pattern[str]) -> int:
@@ -242,35 +280,54 @@ def _unclear(number: int, what: str, name: str) -> DataError:
     )
 
 
-def _within(inner: int, outer: int, messages: Messages, name: str) -> DataError:
-    return DataError(
-        f"the chat template shows message {inner} (role {messages[inner]['role']}) within message {outer}, or before its end",
-        where=name,
-        why="the model would learn text that it does not write",
-        fix="write the turn as the template shows it, such as a call without text, or set model.custom_chat_template",
-        code="E-left-out",
-    )
+def _check_order(rendering: Rendering, turns: dict[int, list[Span]], name: str) -> None:
+    """Check that no other message is shown within a turn.
+
+    Raises:
+        DataError: one is.
+    """
+    if rendering.trace is None or not any(start is not None for start in rendering.trace.starts):
+        return  # where the parts are is then not certain
+    for turn, spans in turns.items():
+        for other, (first, last) in enumerate(rendering.spans):
+            if other != turn and first < last and spans[0][0] < last and first < spans[-1][1]:
+                role = rendering.messages[other]["role"]
+                raise DataError(
+                    f"the chat template shows message {other} (role {role}) within message {turn}, or before its end",
+                    where=name,
+                    why="the model would learn text that it does not write, or in another order",
+                    fix="write the turn as the template shows it, such as a call without words, or set "
+                    "model.custom_chat_template",
+                    code="E-left-out",
+                )
 
 
-def _marked(
-    tokenizer: PreTrainedTokenizerBase, rendering: Rendering, spans: dict[int, Span], turns: list[int]
-) -> list[Span] | None:
-    """Return the spans that the template marks in the turns; None without marks, or where they lack a part of a turn."""
+def _marked(tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> dict[int, list[Span]] | None:
+    """Return the spans that the template marks in each turn; None without marks, or where they lack a part of a turn."""
     trace, text = rendering.trace, rendering.text
     if trace is None or not trace.marks:
         return None
-    marks, starts = [mark for mark in trace.marks if mark[1] > mark[0]], trace.starts
-    end, kept = str(tokenizer.eos_token or ""), []
-    for number in turns:
-        first = spans[number][0] if starts[number] is None else min(starts[number] or 0, spans[number][0])
-        within = [(a, b) for a, b in marks if first <= a and b <= max(spans[number][1], rendering.spans[number][1])]
-        if not holds("".join(text[a:b] for a, b in within), rendering.messages[number]):
+    marks = [mark for mark in trace.marks if mark[1] > mark[0]]
+    known = any(start is not None for start in trace.starts)
+    end = str(tokenizer.eos_token or "")
+    turns: dict[int, list[Span]] = {}
+    for number, message in enumerate(rendering.messages):
+        if message["role"] != "assistant":
+            continue
+        bound = next((start for start in trace.starts[number + 1 :] if start is not None), len(text))
+        kept: list[Span] = []
+        while marks and marks[0][1] <= bound:  # in the order of the turns; without known starts, until all is said
+            if not known and kept and said_within("".join(text[a:b] for a, b in kept), message) is not None:
+                break
+            kept.append(marks.pop(0))
+        if said_within("".join(text[a:b] for a, b in kept), message) is None or (
+            kept and kept[0][0] < (trace.starts[number] or 0)
+        ):
             return None
-        kept += [
-            (a, b + len(end) if end and text.startswith(end, b) and not text[a:b].endswith(end) else b)
-            for a, b in within
+        turns[number] = [
+            (a, b + len(end) if end and text.startswith(end, b) and not text[a:b].endswith(end) else b) for a, b in kept
         ]
-    return kept
+    return turns
 
 
 # ------------------------------------------------------------------------------------------------------------------ tokens
@@ -289,17 +346,31 @@ def _tokens(
         before_ids = list(itertools.islice(prefixes, len(before)))
         if encoded is not None:
             ids, offsets = list(encoded["input_ids"][number]), encoded["offset_mapping"][number]
-            crossed = any(a < edge < b for a, b in offsets for edge in edges)
-            if not crossed and all(ids[: len(prefix)] == prefix for prefix in before_ids):
-                rendered.append((ids, [int(any(a <= x and y <= b for a, b in marks)) for x, y in offsets]))
-                continue
+            if all(ids[: len(prefix)] == prefix for prefix in before_ids):
+                mask = _mask(offsets, marks, edges)
+                if mask is not None:
+                    rendered.append((ids, mask))
+                    continue
         cuts = sorted({0, len(text), *edges})
         chunks = encode_texts(tokenizer, [text[a:b] for a, b in itertools.pairwise(cuts)])
-        mask = [
-            int(any(a <= cut < b for a, b in marks)) for cut, chunk in zip(cuts, chunks, strict=False) for _ in chunk
-        ]
+        bits = [int(any(a <= cut < b for a, b in marks)) for cut in cuts]
+        mask = [bit for bit, chunk in zip(bits, chunks, strict=False) for _ in chunk]
         rendered.append(([token for chunk in chunks for token in chunk], mask))
     return rendered
+
+
+def _mask(offsets: list[Span], marks: list[Span], edges: set[int]) -> list[int] | None:
+    """Return 1 for each token within a mark; None if a token crosses an edge."""
+    begins = [begin for begin, _ in offsets]
+    for edge in edges:
+        token = bisect.bisect_left(begins, edge) - 1  # the last one that begins before
+        if token >= 0 and offsets[token][1] > edge:
+            return None
+    mask = [0] * len(offsets)
+    for begin, end in marks:
+        first, last = bisect.bisect_left(begins, begin), bisect.bisect_left(begins, end)
+        mask[first:last] = [1] * (last - first)
+    return mask
 
 
 def _texts_of(tokenizer: PreTrainedTokenizerBase, ids: set[int]) -> list[str]:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "train", *THOUGHT_KEYS}
 _UNREAD: set[str] = set()
+_TOLD: set[str] = set()  # templates whose loss of reasoning was said
 """Keys that were named."""
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError)
 
@@ -106,7 +107,15 @@ def render(
     names = names or [""] * len(conversations)
     _name_unread_keys(template, conversations)
     pairs = zip(conversations, names, strict=True)
-    return [render_with(tokenizer, template, messages, settings, name) for messages, name in pairs]
+    renderings = [render_with(tokenizer, template, messages, settings, name) for messages, name in pairs]
+    dropped = sum(rendering.dropped for rendering in renderings)
+    if dropped and template not in _TOLD:
+        _TOLD.add(template)
+        log.warning(
+            "the chat template leaves out the reasoning of earlier turns: of %d in the first %d conversations",
+            *(dropped, len(renderings)),
+        )
+    return renderings
 
 
 def _name_unread_keys(template: str, conversations: Sequence[Messages]) -> None:

@@ -198,7 +198,7 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
         try:
             return messages_of_turns(turns, record.get(SYSTEM))
         except ValueError:
-            return "with a call that cannot be read"
+            return "with a turn without text, or a call that cannot be read"
     question, answer = (
         ("\n\n".join(part for part in (record.get("instruction"), record.get("input")) if part), record.get("output"))
         if source == "alpaca"

@@ -160,7 +160,7 @@ def _columns(path: Path) -> list[str]:
             return pq.read_schema(path).names
         if path.suffix == ".arrow":
             return _open_arrow(path).schema.names
-        text = path.read_text(encoding="utf-8") if path.suffix in SUFFIXES else ""
+        text = path.read_text(encoding="utf-8-sig") if path.suffix in SUFFIXES else ""
         records = _json_records(path, text, BadLines()) if text else []
     except (pa.ArrowException, OSError, UnicodeDecodeError, DataError):
         return []
@@ -288,7 +288,7 @@ def _json(
     path: Path, required: Sequence[str], optional: Sequence[str], bad_lines: BadLines | None
 ) -> Iterator[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a mark of the byte order
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
     records = list(_json_records(path, text, bad_lines))

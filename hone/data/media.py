@@ -10,21 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from hone.data.messages import unwrapped
+from hone.data.messages import KINDS, PARTS, unwrapped
 from hone.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 """Columns of each kind. The second of them is read as media only where its value is not text: it also names containers."""
-KINDS = tuple(COLUMNS)
-"""Kinds of media."""
 EVERY_COLUMN = tuple(column for names in COLUMNS.values() for column in names)
 """All columns that may hold media."""
-PARTS = {
-    part: kind
-    for kind in COLUMNS
-    for part in (kind, f"{kind}_url", f"input_{kind}")  # of transformers, and of OpenAI's two APIs
-}
-"""Kind of each type of a message's part."""
 CODE = "R86"
 
 

@@ -7,8 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from hone.data.proof import THOUGHT_KEYS
 from hone.errors import DataError
 from hone.text import check_valid
+
+KINDS = ("image", "video", "audio")
+"""Kinds of media."""
+PARTS = {
+    part: kind
+    for kind in KINDS
+    for part in (kind, f"{kind}_url", f"input_{kind}")  # of transformers, and of OpenAI's two APIs
+}
+"""Kind of each type of a message's part."""
 
 
 def plain(value: Any) -> Any:
@@ -49,16 +59,44 @@ def _message(item: Any, name: str, where: str) -> dict[str, Any]:
     message = {key: value for key, value in item.items() if value is not None}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{name} has no 'role'", where=where, fix=_FIX, code="R42")
+    role = message["role"].strip().lower()
+    meant = "assistant" if role in ("model", "gpt", "ai", "bot", "chatgpt") else role
+    if meant != message["role"] and meant in ("system", "user", "assistant", "tool"):
+        what = f"{name} has role {message['role']!r}, which templates and masks do not know"
+        raise DataError(what, where=where, fix=f'write "role": "{meant}"', code="R42")
     if not isinstance(message.get("content"), str | list):
         if not message.get("tool_calls"):
             raise DataError(f"{name} (role {message['role']}) has no 'content'", where=where, fix=_FIX, code="R42")
         message["content"] = ""  # an assistant turn that only calls tools
     if isinstance(message["content"], list):
         for index, part in enumerate(message["content"]):
-            if not isinstance(part, dict | str):
-                what = f"{name}.content[{index}] is a {type(part).__name__}, not a part"
-                raise DataError(what, where=where, fix=_FIX_PARTS, code="R42")
+            _check_part(part, f"{name}.content[{index}]", where)
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{name}.tool_calls is not a list of objects", where=where, fix=_FIX_CALLS, code="R42")
+    if message.get("function_call"):
+        raise DataError(
+            f"{name} has 'function_call', the form before 'tool_calls'", where=where, fix=_FIX_CALLS, code="R42"
+        )
+    for key in THOUGHT_KEYS:
+        if not isinstance(message.get(key, ""), str):
+            what = f"{name}.{key} is a {type(message[key]).__name__}, not a text"
+            raise DataError(what, where=where, fix="write the reasoning as one string", code="R42")
     return message
+
+
+def _check_part(part: Any, name: str, where: str) -> None:
+    """Check that a part of a message's content is a text or a place of media: others would be left out without a word."""
+    if isinstance(part, str):
+        return
+    if not isinstance(part, dict):
+        raise DataError(f"{name} is a {type(part).__name__}, not a part", where=where, fix=_FIX_PARTS, code="R42")
+    kind = part.get("type")
+    if kind == "text" and not isinstance(part.get("text"), str):
+        raise DataError(f"{name} has no 'text'", where=where, fix=_FIX_PARTS, code="R42")
+    if kind not in ("text", *PARTS):
+        raise DataError(f"{name} has type {kind!r}, which is none of text, {', '.join(PARTS)}", where=where,
+                        fix=_FIX_PARTS + "; calls belong into tool_calls, results into a message of the role tool", code="R42")  # fmt: skip
 
 
 def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:
@@ -83,5 +121,6 @@ def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     return value
 
 
+_FIX_CALLS = 'write "tool_calls": [{"type": "function", "function": {"name": ..., "arguments": {...}}}]'
 _FIX_PARTS = 'write the content as one string, or as parts: [{"type": "text", "text": "..."}, ...]'
 _FIX = 'write it as [{"role": "user", "content": "..."}, ...]'

@@ -19,10 +19,11 @@ Messages = list[dict[str, Any]]
 
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold its reasoning."""
-_THOUGHT_MARK = re.compile(
-    r"</?(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning|reflection|scratchpad)>|\[/?THINK\]|◁/?think▷"
-    r"|<\|(?:begin|end)_of_thought\|>|<\|channel>thought\b|<channel\|>"
-)
+_TAGS = r"(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning|reflection|scratchpad)>"
+THOUGHT_OPENS = rf"<{_TAGS}|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel>thought\b"
+_CLOSES = rf"</{_TAGS}|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<channel\|>"
+_THOUGHT = re.compile(rf"\s*(?:{THOUGHT_OPENS})(.*?)(?:{_CLOSES})", re.DOTALL)
+_THOUGHT_MARK = re.compile(rf"{THOUGHT_OPENS}|{_CLOSES}")
 _SHOWN = 80
 
 
@@ -70,36 +71,47 @@ def missing_part(
         messages: the conversation.
         tools: function schemas that the rendering shows.
     """
-    last = max((n for n, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
     shown, cursor = Shown([]), 0
     known = any(start is not None for start in starts)
     for number, message in enumerate(messages):
         begin, end = _region(starts, number, len(text)) if known else (cursor, len(text))
         regions = [(begin, end)]
         if message["role"] == "tool":  # templates show results within the turn that called, or all in one turn
-            regions.append(_of_calls(starts, messages, number, len(text)) if known else (0, len(text)))
+            caller = next((n for n in range(number, -1, -1) if messages[n]["role"] == "assistant"), 0)
+            first, until = _of_calls(starts, messages, number, len(text)) if known else (0, len(text))
+            regions += [(shown.spans[caller][1] if caller < number else first, until), (first, until)]
         elif message["role"] in ("system", "developer"):
-            regions.append((0, len(text)))
+            # anywhere, but a text that is said again is shown again
+            same = [shown.spans[n][1] for n in range(number) if messages[n] == message]
+            regions = [(max([first, *same]), until) for first, until in (*regions, (0, len(text)))]
         places: list[tuple[int, int]] = []
         for what, part in _parts(message):
             at_place = next((at for region in regions if (at := _find(text, part, *region)) is not None), None)
             if at_place is not None:
                 places.append(at_place)
-            elif what == "reasoning" and number < last:
+            elif what == "reasoning" and number + 1 < len(messages):
                 shown.dropped += 1
             else:
                 return Missing(number, what, part)
-        call_from = begin
+        content = message.get("content")
+        if isinstance(content, list) and content and str(content) in text:
+            return Missing(number, "text", texts_of(content)[0] if texts_of(content) else str(content))
+        said_begin, said_end = places[-1] if places else (begin, begin)
+        after, before = (said_end, end), (begin, said_begin)  # words may name the tool that is called
         for call in message.get("tool_calls") or ():
-            call_place = _find_call(text, call, call_from, end)
-            if isinstance(call_place, Missing):
-                return Missing(number, call_place.what, call_place.text)
-            call_from = call_place[1]
-            places.append(call_place)
-        first, last_end = min((at for at, _ in places), default=begin), max((at for _, at in places), default=begin)
-        shown.spans.append((first, last_end))
+            place = _find_call(text, call, *after)
+            if isinstance(place, Missing) and not isinstance(earlier := _find_call(text, call, *before), Missing):
+                place = earlier
+                before = (place[1], before[1])
+            elif isinstance(place, Missing):
+                return Missing(number, place.what, place.text)
+            else:
+                after = (place[1], end)
+            places.append(place)
+        reached = [at for at in places if at[0] < at[1]] or [(begin, begin)]
+        shown.spans.append((min(at for at, _ in reached), max(at for _, at in reached)))
         if not known and message["role"] not in ("system", "developer"):
-            cursor = max(cursor, last_end)
+            cursor = max(cursor, shown.spans[-1][1])
     rest = list(text)  # the tools are shown outside of what the messages say
     for first, end in shown.spans if tools else ():
         rest[first:end] = " " * (end - first)
@@ -111,11 +123,12 @@ def missing_part(
     return shown
 
 
-def holds(text: str, message: Mapping[str, Any]) -> bool:
-    """Return whether a text has every part of a message except its reasoning."""
+def said_within(text: str, message: Mapping[str, Any]) -> int | None:
+    """Return where the last part of a message ends in a text; None if the text lacks one, reasoning apart."""
     plain = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
-    # before another assistant turn, reasoning may be left out
-    return isinstance(missing_part(text, [0, len(text)], [plain, {"role": "assistant", "content": ""}]), Shown)
+    # before another message, reasoning may be left out
+    shown = missing_part(text, [0, len(text)], [plain, {"role": "user", "content": ""}])
+    return shown.spans[0][1] if isinstance(shown, Shown) else None
 
 
 def _region(starts: Sequence[int | None], number: int, size: int) -> tuple[int, int]:
@@ -135,11 +148,14 @@ def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield kind and text of each part of a message that is text."""
     thoughts = [message.get(key) for key in THOUGHT_KEYS]
     yield from (("reasoning", thought) for thought in dict.fromkeys(t for t in thoughts if isinstance(t, str)))
-    content = message.get("content")
-    for text in texts_of(content):
-        *thoughts, answer = _THOUGHT_MARK.split(text) if message.get("role") == "assistant" else [text]
-        yield from (("reasoning", thought) for thought in thoughts)
-        yield "text", answer
+    for text in texts_of(message.get("content")):
+        thought = _THOUGHT.match(text) if message.get("role") == "assistant" else None
+        if thought is not None:
+            yield "reasoning", thought[1]
+        rest = text[thought.end() :] if thought is not None else text
+        # a mark of reasoning that nothing opened: templates may write white space around it
+        pieces = _THOUGHT_MARK.split(rest) if thought is None and message.get("role") == "assistant" else [rest]
+        yield from (("text", piece) for piece in pieces)
 
 
 def texts_of(content: Any) -> list[str]:
@@ -155,9 +171,12 @@ def _parts_of_tool(tool: Mapping[str, Any]) -> Iterator[str]:
     function = tool.get("function", tool)
     if isinstance(function, Mapping):
         yield str(function.get("name") or "")
+        yield str(function.get("description") or "")
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        yield from map(str, properties if isinstance(properties, Mapping) else ())
+        for name, schema in properties.items() if isinstance(properties, Mapping) else ():
+            yield str(name)
+            yield str(schema.get("description") or "") if isinstance(schema, Mapping) else ""
 
 
 def _find(text: str, part: str, begin: int, end: int) -> tuple[int, int] | None:
@@ -177,7 +196,7 @@ def _find_call(text: str, call: Any, begin: int, end: int) -> tuple[int, int] | 
     neither: a template that inserts arguments as they are expects JSON text.
     """
     function = call.get("function", call) if isinstance(call, Mapping) else {}
-    name, arguments = str(function.get("name") or ""), function.get("arguments")
+    name, arguments = str(function.get("name") or ""), function.get("arguments", function.get("parameters"))
     place = _find(text, name, begin, end)
     if place is None:
         return Missing(None, "call", name)

@@ -169,11 +169,13 @@ def render_sides(
                 response.prompt_ids = images.expand(response.prompt_ids, side.images, side.where)
             responses[number] = replace(response, images=side.images)
     group = [sides[number] for number in rendered]
-    # weights of earlier turns say nothing here: a prompt is not learned
-    prompts = [
-        [{k: v for k, v in message.items() if k not in ("weight", "train")} for message in side.prompt]
-        for side in group
-    ]
+    # what is learned are the turns of the response alone: its first learned token is where it begins
+    prompts = [[{**message, "weight": 0} for message in side.prompt] for side in group]
+    for side in group:
+        if side.response[0].get("weight", 1) == 0 or side.response[0].get("train", True) is False:
+            raise DataError("the first turn of a response has weight: 0 or train: false", where=side.where,
+                            why="the two sides of the pair would have different prompts",
+                            fix="move the turn into the prompt, or remove its weight")  # fmt: skip
     messages = [prompt + side.response for prompt, side in zip(prompts, group, strict=True)]
     tools = [side.tools or None for side in group]
     names = [side.where for side in group]
@@ -181,7 +183,7 @@ def render_sides(
     for number, side, (ids, mask) in zip(rendered, group, tokens, strict=True):
         if images is not None:
             ids, mask = images.expand_masked(ids, mask, side.images, side.where)
-        responses[number] = replace(_after_prompt(side, ids, mask), images=side.images)
+        responses[number] = replace(_after_prompt(ids, mask), images=side.images)
     for number, side in enumerate(sides):
         response = responses[number]
         if not response.prompt_ids or not any(response.response_mask):
@@ -259,11 +261,9 @@ def _wrong_mask(side: Side, what: str) -> DataError:
     )
 
 
-def _after_prompt(side: Side, ids: list[int], mask: list[int]) -> Response:
-    """Split a rendered conversation after its prompt, and truncate it after its last assistant token."""
-    turns = [start for start, (before, now) in enumerate(itertools.pairwise([0, *mask])) if now > before]
-    earlier = sum(message["role"] == "assistant" for message in side.prompt)
-    start = turns[earlier] if earlier < len(turns) else len(ids)
+def _after_prompt(ids: list[int], mask: list[int]) -> Response:
+    """Split a rendered conversation before its first learned token, and truncate it after its last."""
+    start = mask.index(1) if 1 in mask else len(ids)
     end = len(mask) - mask[::-1].index(1) if 1 in mask else len(ids)
     return Response(ids[:start], ids[start:end], mask[start:end])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hone.data.media import PARTS
+from hone.data.messages import PARTS
 from hone.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -55,38 +55,46 @@ def messages_of_turns(turns: list[Any], system: Any) -> Messages:
     """Return the chat messages of turns with known roles, after the system message if there is one.
 
     Raises:
-        ValueError: a turn ``function_call`` has no call.
+        ValueError: a turn has no text, or a turn ``function_call`` no call.
     """
     messages: Messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     for turn in turns:
         content = turn.get("content")
         content = turn.get("value") if content is None else content
-        if isinstance(content, list):
-            content = "".join(_text(part) for part in content)
         message = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
-        message |= {"role": _role(turn), "content": str(content or "")}
-        if turn.get("from") == "function_call":
+        message["role"] = _role(turn)
+        if str(turn.get("from")).lower() == "function_call":
             message |= {"content": "", "tool_calls": _calls(content, len(messages))}
+        elif isinstance(content, list):
+            message["content"] = "".join(_text(part) for part in content)
+        elif isinstance(content, dict) and message["role"] == "tool":
+            message["content"] = json.dumps(content, ensure_ascii=False)
+        elif isinstance(content, str) or (content is None and message.get("tool_calls")):
+            message["content"] = content or ""
+        else:
+            raise ValueError(f"a turn from {turn.get('from', turn.get('role'))!r} has {content!r} instead of a text")
         messages.append(message)
     return messages
 
 
 def _calls(value: Any, number: int) -> list[dict[str, Any]]:
-    """Return the calls of a turn: JSON text of one ``{"name": ..., "arguments": ...}``, or of a list of them."""
+    """Return the calls of a turn: one ``{"name": ..., "arguments": ...}``, a list of them, or the JSON text of either."""
     try:
-        read = json.loads(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON ({error})") from error
+        read = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a turn from 'function_call' is not JSON ({error})") from error
     calls = []
     for place, call in enumerate(read if isinstance(read, list) else [read]):
         function = call.get("function", call) if isinstance(call, dict) else {}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError('it is not a {"name": ..., "arguments": ...}')
+            raise ValueError("a turn from 'function_call' has a call without a name")
         arguments = function.get("arguments", function.get("parameters", {}))
         # as JSON text, as OpenAI has it: Arrow would give each call the arguments of all
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         named = {"name": function["name"], "arguments": text}
         calls.append({"id": f"call_{number}_{place}", "type": "function", "function": named})
+    if not calls:
+        raise ValueError("a turn from 'function_call' has no call")
     return calls
 
 
@@ -125,10 +133,10 @@ def to_messages(values: dict[str, Any], where: str) -> dict[str, Any]:
             converted[name] = messages_of_turns(value, values.get(SYSTEM) if name in COLUMNS else None)
         except ValueError as error:
             raise DataError(
-                f"a turn from 'function_call' in {name} has no call: {error}",
+                f"{name}: {error}",
                 where=where,
-                why="the model would learn a call that no parser reads",
-                fix='write it as {"name": "f", "arguments": {...}}, or as a list of them',
+                why="the model would learn a turn that is not the one of the file",
+                fix='write a text; a call as {"name": "f", "arguments": {...}}, or as a list of them',
                 code="R42",
             ) from error
         if "tools" in values:

@@ -32,6 +32,7 @@ MOST_MADE = 20
 """Sum of the sizes of all intermediate texts and lists, in multiples of the longest one allowed."""
 MOST_SECONDS = 5.0
 """CPU time of rendering one conversation."""
+_PER_LOOK = 16  # operations of a template for one look at the clock, which takes as long as several of them
 _MOST_BITS = 10_000
 _WIDEST = 100_000  # as the arguments of center, indent, ljust
 _WIDTH_FROM_ARGUMENT = re.compile(r":[^{}]*\{|%[^a-zA-Z%]*\*")
@@ -69,6 +70,7 @@ class _Budget(threading.local):
     longest = LONGEST
     deadline = float("inf")
     made = 0
+    operations = 0
     position = 0
     """Characters of the rendering so far."""
     events: list[tuple[int, Any, int]] = []
@@ -92,7 +94,8 @@ class _Budget(threading.local):
             )
 
     def check_time(self) -> None:
-        if time.thread_time() > self.deadline:
+        self.operations += 1
+        if self.operations % _PER_LOOK == 0 and time.thread_time() > self.deadline:
             raise TemplateLimit(f"rendering one conversation takes more than {MOST_SECONDS:g} s")
 
 
@@ -167,22 +170,22 @@ def _traced(template: str, messages: Sequence[Mapping[str, Any]], variables: Map
 def _starts(messages: list[dict[str, Any]]) -> tuple[list[int | None], int | None]:
     """Return where the loop that renders the messages begins each one, and where it ends.
 
-    Templates look at the messages in other loops too, such as for the last question; the one that renders them is the one
-    during which most text is made.
+    Templates look at the messages in other loops too, such as for the last question. The one that renders them makes text, for
+    most of them.
     """
     places = {id(message): place for place, message in enumerate(messages)}
-    best: tuple[int, dict[int, int], int] = (0, {}, 0)
+    best: tuple[tuple[int, int], dict[int, int], int] = ((0, 0), {}, 0)
     passes: dict[int, dict[int, int]] = {}
     for loop, entry, position in _budget.events:
         starts = passes.setdefault(loop, {})
         if entry is None:
             del passes[loop]
-            places_in_turn = list(starts)
-            if starts and places_in_turn == sorted(places_in_turn) and position - min(starts.values()) > best[0]:
-                best = (position - min(starts.values()), starts, position)
+            made = position - min(starts.values(), default=position)
+            if made and list(starts) == sorted(starts) and (len(starts), made) > best[0]:
+                best = ((len(starts), made), starts, position)
         elif (place := places.get(id(entry))) is not None:
             starts[place] = position
-    return [best[1].get(place) for place in range(len(messages))], best[2] if best[0] else None
+    return [best[1].get(place) for place in range(len(messages))], best[2] if best[1] else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from hone import __version__
 
 log = logging.getLogger(__name__)
 
-_FORM = 3
+_FORM = 4
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 

@@ -12,6 +12,7 @@ from hone.data.row_images import RowImages
 from hone.data.statistics import characters, mean_and_quantiles, statistics
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError, DataError, Finding, HoneError
+from hone.preflight.template import rendered
 from hone.progress import progress
 
 KINDS = {"rl": "prompt", "sft": "messages", "prefer": "chosen"}
@@ -101,6 +102,8 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             findings += _tokens(rows, options, lengths, shown[0])
         elif "sft" in kinds:
             lengths["conversation_characters"] = [characters(row.values.get(options.messages_key)) for row in rows]
+        if "sft" in kinds:
+            findings += _renderings(rows, options, lengths, shown[0])
         bar.advance(len(rows))
         calls = checks.check_calls(rows, messages_key=options.messages_key, limit=options.max_tool_characters)
         findings += checks.call_findings(rows, calls, stops=False)
@@ -203,6 +206,23 @@ def _conversations(rows: list[Row], val: list[Row], options: DatasetOptions) -> 
     findings += checks.duplicates(rows, options.messages_key, options.image_key)
     findings += checks.overlap(rows, val, options.messages_key, options.image_key)
     return findings
+
+
+def _renderings(
+    rows: list[Row], options: DatasetOptions, lengths: dict[str, list[int]], images: checks.ImageCheck
+) -> Iterator[Finding]:
+    """Yield what the chat template refuses or leaves out in conversations without images, and record their lengths in tokens."""
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    if tokenizer is None or not tokenizer.chat_template:
+        return
+    plain_rows = [row for number, row in enumerate(rows) if number not in images.placed]
+    tried = list(rendered(plain_rows, tokenizer, options.messages_key, "tools", {}))
+    refused = [one for one in tried if one.problem is not None]
+    lengths["conversation_tokens"] = [one.tokens for one in tried if one.problem is None]
+    if refused and (problem := refused[0].problem) is not None:
+        what = f"{len(refused)} of {len(tried)} conversations are refused; the first: {problem.what}"
+        error = DataError(what, why=problem.why, fix=problem.fix, where=refused[0].row.where, code="R39")
+        yield Finding(error, stops=True)
 
 
 def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:

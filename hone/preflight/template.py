@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.config.preference import PreferenceConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
+from hone.data.files import Row
 from hone.errors import DataError, Finding, HoneError
 from hone.preflight.evidence import Evidence
 from hone.preflight.files import TOKENIZER_FILES
 from hone.preflight.reading import read_json
 from hone.preflight.rules import Stage, error, rule, warning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT = 64
 _READS_THE_END = {"gsm8k": "the number after '####' within the last 300 characters"}
@@ -130,28 +135,18 @@ def template_takes_the_preferences(config: PreferenceConfig, evidence: Evidence)
 @rule("R39", SFTConfig, stage=Stage.TEMPLATE)
 def template_only_appends(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
     """The chat template shows the first conversations whole, without rewriting earlier turns."""
-    from hone.data.assistant_mask import render_conversations, rewritten
-    from hone.data.messages import check_messages, plain, schemas_of
+    from hone.data.assistant_mask import rewritten
 
-    tokenizer, key = evidence.tokenizer, config.data.messages_key
+    tokenizer, data = evidence.tokenizer, config.data
     if tokenizer is None or not tokenizer.chat_template:
         return
     changed: tuple[int, int, str, str] | None = None
-    for row in evidence.train_rows[:_LOOKED_AT]:
-        try:
-            messages = check_messages(plain(row.values.get(key)), where=row.where, column=key)
-            tools = schemas_of(row.values.get(config.data.tools_key), row.where)
-        except DataError:
-            continue  # R42
-        if not any(message["role"] == "assistant" for message in messages):
-            continue  # R42
-        kwargs = {**config.data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
-        try:
-            render_conversations(tokenizer, [messages], kwargs, [row.where])
-        except DataError as problem:
-            yield error(problem.what, why=problem.why, fix=problem.fix, where=row.where)
+    rows = evidence.train_rows[:_LOOKED_AT]
+    for tried in rendered(rows, tokenizer, data.messages_key, data.tools_key, data.apply_chat_template_kwargs):
+        if tried.problem is not None:
+            yield error(tried.problem.what, why=tried.problem.why, fix=tried.problem.fix, where=tried.row.where)
             return
-        if changed is None and (changed := rewritten(tokenizer, messages, kwargs)) is not None:
+        if changed is None and (changed := rewritten(tokenizer, tried.messages, tried.kwargs)) is not None:
             number, at, alone, whole = changed
             yield warning(
                 f"the chat template renders the text before message {number} differently once more messages follow: "
@@ -159,8 +154,43 @@ def template_only_appends(config: SFTConfig, evidence: Evidence) -> Iterator[Fin
                 why="the model is trained on contexts that it does not read during generation",
                 fix="split the conversations so that each row ends with one assistant turn, "
                 "or model.custom_chat_template=PATH of a template that only appends",
-                where=row.where,
+                where=tried.row.where,
             )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A conversation that was rendered, with what the template or the mask refuses in it."""
+
+    row: Row
+    messages: list[dict[str, Any]]
+    kwargs: dict[str, Any]
+    tokens: int
+    problem: DataError | None
+
+
+def rendered(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, key: str, tools_key: str, kwargs: Mapping[str, Any]
+) -> Iterator[Tried]:
+    """Render the conversations of rows as training does; rows that R42 refuses are left out."""
+    from hone.data.assistant_mask import render_conversations
+    from hone.data.messages import check_messages, plain, schemas_of
+
+    for row in rows:
+        try:
+            messages = check_messages(plain(row.values.get(key)), where=row.where, column=key)
+            tools = schemas_of(row.values.get(tools_key), row.where)
+        except DataError:
+            continue
+        if not any(message["role"] == "assistant" for message in messages):
+            continue
+        its_kwargs = {**kwargs, **({"tools": tools} if tools else {})}
+        try:
+            ((ids, _),) = render_conversations(tokenizer, [messages], its_kwargs, [row.where])
+        except DataError as problem:
+            yield Tried(row, messages, its_kwargs, 0, problem)
+        else:
+            yield Tried(row, messages, its_kwargs, len(ids), None)
 
 
 @rule("R40", RLConfig, stage=Stage.TEMPLATE)

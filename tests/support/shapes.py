@@ -1,4 +1,4 @@
-"""Twenty shapes of conversations, and a check of their renderings that shares no code with Hone."""
+"""Shapes of conversations, and a check of their renderings that shares no code with Hone."""
 
 from __future__ import annotations
 
@@ -109,6 +109,22 @@ SHAPES: dict[str, tuple[Messages, list[dict[str, Any]] | None]] = {
     ),
     "unused tool": ([LIMA, said(PERU)], TOOLS),
     "weight": ([LIMA, said(PERU, weight=0), QUITO, said(ECUADOR, weight=1)], None),
+    "an answer first": ([said("Hello, it is me."), LIMA, said(PERU)], None),
+    "an answer of one letter": ([LIMA, said("a"), QUITO, said("is")], None),
+    "no answer": ([LIMA, said(""), QUITO, said(ECUADOR)], None),
+    "system after a turn": ([LIMA, said(PERU), BRIEF, QUITO, said(ECUADOR)], None),
+    "the same system twice": ([BRIEF, LIMA, said(PERU), BRIEF, QUITO, said(ECUADOR)], None),
+    "two answers in a row": ([LIMA, said("Let me see."), said(PERU)], None),
+    "a result that the call has": (
+        [user("2 + 0 = ?"), said("", tool_calls=[call(0, city="2", days=0)]), result(0, "2"), said("It makes 2.")],
+        TOOLS,
+    ),
+    "words that name the tool": (
+        [ROME, said("I use get_weather for Rome.", tool_calls=[call(0, city="Rome")]), result(0, "clear sky"), SUNNY],
+        TOOLS,
+    ),
+    "words before a thought": ([LIMA, said("Well. " + THOUGHT + PERU)], None),
+    "a thought before a question": ([LIMA, said(THOUGHT + PERU), QUITO, said(ECUADOR)], None),
 }  # fmt: skip
 
 
@@ -163,5 +179,19 @@ def lacks(text: str, messages: Messages, tools: Any) -> list[str]:
             ]
     for tool in tools or ():
         words += [tool["function"]["name"], *tool["function"]["parameters"]["properties"]]
+        words += re.findall(r"\w+", tool["function"]["description"])
     needed = Counter(words)
     return [word for word, count in needed.items() if text.count(word) < count and word not in {"null", "true"}]
+
+
+def learned(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
+    """The text of each run of 1s in the mask."""
+    runs: list[list[int]] = []
+    last = 0
+    for token, bit in zip(ids, mask, strict=True):
+        if bit and not last:
+            runs.append([])
+        if bit:
+            runs[-1].append(token)
+        last = bit
+    return [tokenizer.decode(run) for run in runs]

@@ -53,9 +53,18 @@ def test_sound_rows(data, tokenizer, tmp_path):
     assert shown.exit_code == 0 and "for rl and sft" in shown.output
     assert " R" not in shown.output
     page = (tmp_path / "r.html").read_text()
-    assert page.count("<svg") == 2 and "prompt tokens" in page and "http" not in page, (
-        "nothing is loaded from elsewhere"
-    )
+    assert (
+        page.count("<svg") == 3 and "prompt tokens" in page and "conversation tokens" in page and "http" not in page
+    ), "nothing is loaded from elsewhere"
+
+
+def test_conversations_that_the_template_does_not_show_are_found(tokenizer, tmp_path):
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
+    sound = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = write_rows(tmp_path / "d.jsonl", [{"messages": sound}, {"messages": [sound[0], thought]}])
+    result = run("check", file, "--tokenizer", tokenizer, "--json")
+    (finding,) = [finding for finding in json.loads(result.stdout)["findings"] if finding["code"] == "R39"]
+    assert result.exit_code == 2 and finding["where"].endswith("row 1") and "'hm'" in finding["what"]
 
 
 def test_everything_wrong_at_once(tmp_path):

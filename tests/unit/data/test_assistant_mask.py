@@ -7,6 +7,7 @@ from support import chat_templates as chats
 from support.chat_templates import assistant, user
 from support.examples import examples
 from support.messages import raises
+from support.shapes import learned
 
 from hone.data.assistant_mask import render_conversations, rewritten
 from hone.data.chat import render_prompt, render_prompts
@@ -25,18 +26,6 @@ ANSWER = st.text("ab 7?é\n", min_size=1, max_size=8).map(str.strip).filter(bool
 DIALOGUE = st.lists(st.tuples(st.text("ab 7<|>\n", max_size=8), ANSWER), min_size=1, max_size=3)
 
 
-def written(tokenizer, ids, mask):
-    """The text of each run of 1s in the mask."""
-    runs, last = [], 0
-    for token, bit in zip(ids, mask, strict=True):
-        if bit and not last:
-            runs.append([])
-        if bit:
-            runs[-1].append(token)
-        last = bit
-    return [tokenizer.decode(run) for run in runs]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(dialogue=DIALOGUE)
@@ -45,7 +34,7 @@ def test_every_turn_is_marked_exactly(with_template, family, dialogue):
     tokenizer = with_template(template)
     messages = [message for ask, answer in dialogue for message in (user(ask), assistant(answer))]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
-    assert written(tokenizer, ids, mask) == [turn.format(answer) for _, answer in dialogue]
+    assert learned(tokenizer, ids, mask) == [turn.format(answer) for _, answer in dialogue]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     for i, message in enumerate(messages):  # the tokens before a turn are those of its generation prompt
         if message["role"] == "assistant" and "generation" not in template:
@@ -59,7 +48,7 @@ def test_texts_become_parts_for_a_template_that_shows_nothing_else(with_template
     parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(parts, tokenize=False)
-    assert written(tokenizer, ids, mask) == [" a b<|eot|>", " 7<|eot|>"]
+    assert learned(tokenizer, ids, mask) == [" a b<|eot|>", " 7<|eot|>"]
     assert render_prompt(tokenizer, messages[:1]) == ids[: mask.index(1)] == render_prompt(tokenizer, parts[:1])
 
 
@@ -67,7 +56,7 @@ def test_a_system_message_and_two_turns_in_a_row(with_template):
     tokenizer = with_template(chats.LLAMA3)
     messages = [{"role": "system", "content": "s"}, user("a"), assistant("b"), assistant("c"), user("d")]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
-    assert written(tokenizer, ids, mask) == ["b<|eot|>", "c<|eot|>"]
+    assert learned(tokenizer, ids, mask) == ["b<|eot|>", "c<|eot|>"]
 
 
 @pytest.mark.parametrize("template", [chats.CHATML_SYSTEM, chats.MARKED], ids=["prefixes", "marked"])
@@ -80,22 +69,24 @@ def test_answers_that_begin_with_a_line_break_keep_the_tokens_of_the_prompt(with
     ((ids, mask),) = render_conversations(tokenizer, [messages])
     assert ids[: len(prompt)] == prompt
     assert tokenizer.decode(ids) == tokenizer.decode(whole)
-    assert written(tokenizer, ids, mask) == ["\n\nb<|im_end|>", "\nd<|im_end|>"]
+    assert learned(tokenizer, ids, mask) == ["\n\nb<|im_end|>", "\nd<|im_end|>"]
 
 
 def test_a_template_that_varies_only_the_wrapping_of_earlier_turns_counts_the_final_rendering(with_template):
     tokenizer = with_template(chats.THINK)
     messages = [user("a"), assistant("b"), user("c"), assistant("<think>\nhm\n</think>\n\nd")]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
-    assert written(tokenizer, ids, mask) == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
+    assert learned(tokenizer, ids, mask) == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
 
 
 def test_earlier_thoughts_that_the_template_drops_are_counted(with_template, caplog):
-    tokenizer = with_template(chats.THINK)
+    tokenizer = with_template(chats.THINK + "{# a template that no other test has #}")
     messages = [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c"), assistant("d")]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
-    assert written(tokenizer, ids, mask) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
-    assert any(record.args == (1,) for record in caplog.records)
+    assert learned(tokenizer, ids, mask) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
+    assert [record.args for record in caplog.records] == [(1, 1)]
+    render_conversations(tokenizer, [messages])
+    assert len(caplog.records) == 1  # it is said once
 
 
 def test_a_last_turn_without_its_thoughts_is_refused(with_template):
@@ -109,7 +100,7 @@ def test_a_template_that_rewrites_what_came_before_is_named(with_template):
     tokenizer = with_template(chats.NUMBERED)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
-    assert written(tokenizer, ids, mask) == ["4 assistant b<|im_end|>", "4 assistant d<|im_end|>"]
+    assert learned(tokenizer, ids, mask) == ["4 assistant b<|im_end|>", "4 assistant d<|im_end|>"]
     number, at, alone, whole = rewritten(tokenizer, messages)
     assert (number, at, alone[0], whole[0]) == (1, 0, "1", "4")
     assert rewritten(with_template(chats.THINK), messages) is None
@@ -160,11 +151,47 @@ def test_odd_texts_in_templates_of_every_make(with_template, template, odd):
     messages = [chat(text) for chat, text in zip([user, assistant] * 2, texts, strict=True)]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
     end = "<|eot|>" if template == chats.LAST_END else "<|im_end|>"
-    assert written(tokenizer, ids, mask) == [f"{texts[1]}<|im_end|>", f"{texts[3]}{end}"]
+    assert learned(tokenizer, ids, mask) == [f"{texts[1]}<|im_end|>", f"{texts[3]}{end}"]
 
 
 @pytest.mark.parametrize("template", [chats.CHATML, chats.MACRO, chats.LAST_END])
 def test_the_header_of_a_first_answer_is_not_learned(with_template, template):
     tokenizer = with_template(template)
     ((ids, mask),) = render_conversations(tokenizer, [[assistant("hello"), user("q"), assistant("a")]])
-    assert written(tokenizer, ids, mask)[0] == "hello<|im_end|>"
+    assert learned(tokenizer, ids, mask)[0] == "hello<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.GATHERED, chats.MACRO, chats.LAST_END])
+def test_what_a_template_shows_after_the_last_turn_is_not_learned(with_template, template):
+    tokenizer = with_template(template + "{% if not add_generation_prompt %}Be careful with answers.{% endif %}")
+    ((ids, mask),) = render_conversations(tokenizer, [[user("q"), assistant("a b")]])
+    assert tokenizer.decode(ids).endswith("Be careful with answers.")
+    assert learned(tokenizer, ids, mask) == ["a b<|eot|>" if template == chats.LAST_END else "a b<|im_end|>"]
+
+
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | default({}) | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "missing"),
+    [
+        (assistant("b") | {"tool_calls": [{"function": {"name": "f", "parameters": {"city": "Rome"}}}]}, "city"),
+        (assistant("f it is") | {"tool_calls": [{"function": {"name": "g", "arguments": {}}}]}, None),
+        (assistant("f it is") | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, None),
+        (assistant([{"type": "image"}, {"type": "text", "text": "b"}]), "b"),
+        (assistant("Well. <think>hm</think>b"), None),
+    ],
+)
+def test_parts_that_hide_in_others_are_missed(with_template, message, missing):
+    tokenizer = with_template(CALLS)
+    if missing is None:
+        ((ids, mask),) = render_conversations(tokenizer, [[user("q"), message]])
+        (run,) = learned(tokenizer, ids, mask)
+        assert run.startswith(message["content"]) and run.endswith("<|im_end|>")
+    else:
+        with raises(DataError, 1, f"'{missing}'", code="E-left-out"):
+            render_conversations(tokenizer, [[user("q"), message]])

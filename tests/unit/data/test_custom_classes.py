@@ -59,6 +59,37 @@ def test_an_unknown_role_names_the_command(write_rows):
         read_rows(path, required=("messages",))
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"from": "gpt", "value": None},
+        {"from": "gpt", "value": 0},
+        {"from": "human", "value": {"text": "x"}},
+        {"from": "gpt"},
+        {"from": "function_call", "value": "f(1)"},
+        {"from": "function_call", "value": "[]"},
+        {"from": "Function_Call", "value": '{"arguments": {}}'},
+    ],
+)
+def test_turns_without_a_text_or_a_call_are_refused(write_rows, turn):
+    with raises(DataError, "row 0", "messages", code="R42"):
+        read_rows(write_rows([{"conversations": [*TURNS, turn]}]), required=("messages",))
+
+
+def test_calls_and_results_may_be_objects(write_rows):
+    called = {"name": "f", "arguments": {"a": 1}}
+    turns = [
+        TURNS[0],
+        {"from": "Function_Call", "value": called},
+        {"from": "observation", "value": {"b": "é"}},
+        TURNS[1],
+    ]
+    (row,) = read_rows(write_rows([{"conversations": turns}]), required=("messages",))
+    _, call, result, _ = row.values["messages"]
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'} and call["content"] == ""
+    assert (result["role"], result["content"]) == ("tool", '{"b": "é"}')
+
+
 # columns for rewards -------------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,14 @@ def test_files_are_read_in_order_and_uids_are_unique(write_rows, tmp_path):
     assert read_rows(first, required=("x",), max_rows=0) == []
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_mark_of_the_byte_order_is_not_text(tmp_path, name):
+    (tmp_path / name).write_bytes(
+        b'\xef\xbb\xbf{"prompt": "x"}' if name.endswith("l") else b'\xef\xbb\xbf[{"prompt": "x"}]'
+    )
+    assert [row.values for row in read_rows(tmp_path / name, required=("prompt",))] == [{"prompt": "x"}]
+
+
 def test_only_line_feeds_end_a_row(tmp_path):
     """A model writes every character, line separators of Unicode among them; JSON need not escape them."""
     path, texts = tmp_path / "rows.jsonl", ["a\u2028b", "c\u0085d", "e\x1cf", ""]
@@ -157,6 +165,15 @@ def test_nulls_that_arrow_adds_are_removed_and_those_of_the_user_stay(write_rows
         ([{"content": "x"}], ("prompt[0]", "'role'")),
         ([{"role": "user", "content": "x"}, {"role": "user"}], ("prompt[1]", "user", "'content'")),
         ([{"role": "user", "content": 3}], ("prompt[0]", "'content'")),
+        ([{"role": "model", "content": "x"}], ("prompt[0]", "'model'", "assistant")),
+        ([{"role": "User", "content": "x"}], ("prompt[0]", "'User'", "user")),
+        ([{"role": "user", "content": [{"type": "text"}]}], ("content[0]", "'text'")),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}], ("content[0]", "'thinking'")),
+        ([{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}], ("content[0]", "tool_calls")),
+        ([{"role": "assistant", "tool_calls": '[{"name": "f"}]'}], ("prompt[0].tool_calls",)),
+        ([{"role": "assistant", "tool_calls": ["f"]}], ("prompt[0].tool_calls",)),
+        ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], ("function_call", "tool_calls")),
+        ([{"role": "assistant", "content": "x", "reasoning": ["a"]}], ("prompt[0].reasoning", "list")),
         (3.5, ("float",)),
         (None, ("NoneType",)),
     ],
@@ -279,6 +296,23 @@ def test_long_conversations(write_rows, conversations):
     whole = conversations(path, 99)[2]
     assert middle[2].input_ids == whole.input_ids[:10] + whole.input_ids[-10:]
     assert middle[2].loss_mask == whole.loss_mask[:10] + whole.loss_mask[-10:]
+
+
+@pytest.mark.parametrize("left_out", [{"weight": 0}, {"train": False}])
+def test_turns_that_are_left_out_are_not_learned(write_rows, conversations, tokenizer, left_out):
+    messages = chat("a", "b", "c", "d")["messages"]
+    messages[1] |= left_out
+    one = conversations(write_rows([{"messages": messages}]))[0]
+    kept = [token for token, bit in zip(one.input_ids, one.loss_mask, strict=True) if bit]
+    assert tokenizer.decode(kept) == "d<|im_end|>"
+
+
+@pytest.mark.parametrize("wrong", [{"weight": 0.5}, {"weight": "0"}, {"train": 0}, {"train": "false"}])
+def test_a_weight_that_is_neither_is_refused(write_rows, conversations, wrong):
+    messages = chat("a", "b", "c", "d")["messages"]
+    messages[1] |= wrong
+    with raises(DataError, "train.jsonl, row 0", 1, *wrong, code="R42"):
+        conversations(write_rows([{"messages": messages}]))
 
 
 def test_a_conversation_without_an_answer_names_its_row(write_rows, conversations):

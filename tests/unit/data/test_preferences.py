@@ -149,6 +149,24 @@ def test_templates(with_template, write_rows, template):
     assert not any(mask[len(whole) :])
 
 
+@pytest.mark.parametrize("template", [LLAMA3, MARKED, PLAIN])
+def test_earlier_turns_are_in_the_prompt_also_where_turns_adjoin(with_template, write_rows, template):
+    tokenizer = with_template(template)
+    asked = [*ASK, assistant("One moment."), assistant("I count.")]
+    row = {"prompt": asked, "chosen": [assistant("19"), assistant("yes")], "rejected": [assistant("7+12")]}
+    data = PreferenceDataset(write_rows([row]), tokenizer, None, max_length=200, truncation="error")
+    (_, chosen), (_, rejected) = data[0].responses
+    assert chosen.prompt_ids == rejected.prompt_ids
+    assert "I count." in tokenizer.decode(chosen.prompt_ids) and "19" not in tokenizer.decode(chosen.prompt_ids)
+    written = [tokenizer.decode(side.response_ids) for side in (chosen, rejected)]
+    assert "19" in written[0] and "yes" in written[0] and "7+12" in written[1] and "I count." not in written[0]
+
+
+def test_a_response_that_begins_with_a_turn_left_out_is_refused(dataset):
+    with raises(DataError, "train.jsonl, row 0", "weight"):
+        dataset([{**PAIR, "chosen": [assistant("19") | {"weight": 0}, assistant("yes")]}])
+
+
 def test_tools_reach_the_template_row_by_row(tokenizer, write_rows):
     tokenizer.chat_template = WITH_TOOLS
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
