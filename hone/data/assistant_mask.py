@@ -29,7 +29,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hone.data.chat import Messages, Rendering, encode_texts, render, render_as_is, special_tokens
-from hone.data.proof import THOUGHT_OPENS, said_within, texts_of
+from hone.data.proof import THOUGHT_MARK, said_within, texts_of
 from hone.errors import DataError
 
 _QUESTION: Messages = [{"role": "user", "content": "1 + 1 = ?"}]
@@ -205,20 +205,25 @@ class _Turns:
         begins = before is not None and text.startswith(before) and reached <= len(before) <= self._bound(number)
         if before is not None and begins and self._said(number, len(before)) is not None:
             return len(before)
-        if own is None:
+        if own is None and number:
             return None
+        own = own or 0
         # the header of this turn, or that of an answer to a question: the first message has no context that a template renders
         for context in (self.rendering.messages[:number], _QUESTION):
             header = self._header(context)
+            if header and not number:  # the end of the question may be before it
+                ends = (header[at:] for at in range(len(header)) if text.startswith(header[at:], own))
+                header = next((end for end in ends if end.strip()), header)
             if header == "" and self._said(number, own) is not None:
                 return own
             for end in range(len(header or ""), 0, -1):
+                rest = (header or "")[end:]
                 if (
                     header is None
-                    or (end < len(header) and header[end - 1] not in _EDGES)
-                    or _THOUGHTS.sub("", header[end:]).strip()
+                    or THOUGHT_MARK.sub("", rest).strip()
+                    or (rest.strip() and header[end - 1] not in _EDGES)
                 ):
-                    continue  # a header is shown whole, but for an opened thought
+                    continue  # a header is shown whole, but for an opened thought and white space
                 at = text.find(header[:end], own, self._bound(number))
                 if at >= 0 and self._said(number, at + end) is not None:
                     return at + end
@@ -254,14 +259,13 @@ class _Turns:
 
 
 _EDGES = ">]\n "
-_THOUGHTS = re.compile(rf"{THOUGHT_OPENS}|</think>")
+_PARTIAL = re.compile(r"(<[^<>\s]*|\[[^\[\]\s]*|\w+)$")
 
 
 def _shared(one: str, other: str) -> int:
-    """Return the length of a common beginning; a token is shared whole or not at all."""
+    """Return the length of a common beginning; a token or word is shared whole or not at all."""
     shared = os.path.commonprefix([one, other])
-    whole = len(shared) in (len(one), len(other))
-    return len(shared) if whole else max((shared.rfind(last) + 1 for last in _EDGES), default=0)
+    return len(shared if len(shared) in (len(one), len(other)) else _PARTIAL.sub("", shared))
 
 
 def _trimmed(text: str, said: int, end: int, special: re.Pattern[str]) -> int:

@@ -20,10 +20,11 @@ Messages = list[dict[str, Any]]
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold its reasoning."""
 _TAGS = r"(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning|reflection|scratchpad)>"
-THOUGHT_OPENS = rf"<{_TAGS}|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel>thought\b"
+_OPENS = rf"<{_TAGS}|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel>thought\b"
 _CLOSES = rf"</{_TAGS}|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<channel\|>"
-_THOUGHT = re.compile(rf"\s*(?:{THOUGHT_OPENS})(.*?)(?:{_CLOSES})", re.DOTALL)
-_THOUGHT_MARK = re.compile(rf"{THOUGHT_OPENS}|{_CLOSES}")
+_THOUGHT = re.compile(rf"\s*(?:{_OPENS})(.*?)(?:{_CLOSES})", re.DOTALL)
+THOUGHT_MARK = re.compile(rf"{_OPENS}|{_CLOSES}")
+"""What begins or ends reasoning in a text."""
 _SHOWN = 80
 
 
@@ -154,7 +155,7 @@ def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "reasoning", thought[1]
         rest = text[thought.end() :] if thought is not None else text
         # a mark of reasoning that nothing opened: templates may write white space around it
-        pieces = _THOUGHT_MARK.split(rest) if thought is None and message.get("role") == "assistant" else [rest]
+        pieces = THOUGHT_MARK.split(rest) if thought is None and message.get("role") == "assistant" else [rest]
         yield from (("text", piece) for piece in pieces)
 
 

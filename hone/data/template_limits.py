@@ -183,8 +183,10 @@ def _starts(messages: list[dict[str, Any]]) -> tuple[list[int | None], int | Non
             made = position - min(starts.values(), default=position)
             if made and list(starts) == sorted(starts) and (len(starts), made) > best[0]:
                 best = ((len(starts), made), starts, position)
-        elif (place := places.get(id(entry))) is not None:
-            starts[place] = position
+        else:  # some loop over the numbers of the messages
+            place = places.get(id(entry)) if type(entry) is not int else entry if 0 <= entry < len(messages) else None
+            if place is not None:
+                starts[place] = position
     return [best[1].get(place) for place in range(len(messages))], best[2] if best[1] else None
 
 

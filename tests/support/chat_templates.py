@@ -58,6 +58,7 @@ MACRO = (
     "{% macro turn(m) %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endmacro %}"
     "{% for m in messages %}{{ turn(m) }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+INDEXED = CHATML.replace("for m in messages %}", "for i in range(messages | length) %}{% set m = messages[i] %}")
 LAST_END = CHATML.replace("<|im_end|>\n", "{% if loop.last %}<|eot|>{% else %}<|im_end|>\n{% endif %}", 1)
 NUMBERED = "{% for m in messages %}{{ messages | length }} {{ m.role }} {{ m.content }}<|im_end|>\n{% endfor %}"
 

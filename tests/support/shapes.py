@@ -157,7 +157,7 @@ def texts(tokenizer: Any, messages: Messages, tools: Any) -> list[str]:
             rendered.append(tokenizer.apply_chat_template(form, tools=tools, tokenize=False))
         except Exception:  # noqa: BLE001  whatever a template raises is a refusal
             continue
-    return rendered
+    return [text for text in rendered if "{'type': 'text'" not in text]  # the parts in Python's notation are no text
 
 
 def lacks(text: str, messages: Messages, tools: Any) -> list[str]:
@@ -181,7 +181,9 @@ def lacks(text: str, messages: Messages, tools: Any) -> list[str]:
         words += [tool["function"]["name"], *tool["function"]["parameters"]["properties"]]
         words += re.findall(r"\w+", tool["function"]["description"])
     needed = Counter(words)
-    return [word for word, count in needed.items() if text.count(word) < count and word not in {"null", "true"}]
+    missing = [word for word, count in needed.items() if text.count(word) < count and word not in {"null", "true"}]
+    spoken = [m["content"] for m in messages if m["role"] in ("user", "assistant") and isinstance(m["content"], str)]
+    return missing + [content for content in spoken if "think" not in content and content.strip() not in text]
 
 
 def learned(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:

@@ -144,7 +144,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("template", [chats.CHATML, chats.GATHERED, chats.MACRO, chats.LAST_END])
+@pytest.mark.parametrize("template", [chats.CHATML, chats.GATHERED, chats.MACRO, chats.INDEXED, chats.LAST_END])
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_texts_in_templates_of_every_make(with_template, template, odd):
     tokenizer, texts = with_template(template), ODD[odd]
@@ -154,11 +154,18 @@ def test_odd_texts_in_templates_of_every_make(with_template, template, odd):
     assert learned(tokenizer, ids, mask) == [f"{texts[1]}<|im_end|>", f"{texts[3]}{end}"]
 
 
-@pytest.mark.parametrize("template", [chats.CHATML, chats.MACRO, chats.LAST_END])
+UNLIKE = chats.CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n</think>\n{% endif")
+"""Its generation prompt has an empty thought that answers lack, in the manner of Gemma 4."""
+SLOPPY = "{% for m in messages %}\n    {{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}\n  assistant:\n{% endif %}"
+"""White space around headers is another one in the generation prompt, in the manner of Vicuna."""
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.MACRO, chats.INDEXED, chats.LAST_END, UNLIKE, SLOPPY])
 def test_the_header_of_a_first_answer_is_not_learned(with_template, template):
     tokenizer = with_template(template)
     ((ids, mask),) = render_conversations(tokenizer, [[assistant("hello"), user("q"), assistant("a")]])
-    assert learned(tokenizer, ids, mask)[0] == "hello<|im_end|>"
+    assert learned(tokenizer, ids, mask)[0].strip() == "hello<|im_end|>"
+    assert learned(tokenizer, ids, mask)[1].strip() in ("a<|im_end|>", "a<|eot|>")
 
 
 @pytest.mark.parametrize("template", [chats.CHATML, chats.GATHERED, chats.MACRO, chats.LAST_END])

@@ -28,6 +28,8 @@ HEADER = re.compile(
     r"\s*(<\|start\|>|<\|turn>|<start_of_turn>|<[|｜]?(im_start|start_header_id|Assistant)[|｜]?>|assistant\b|model\n)"
 )
 """How headers of turns begin, which the model is given."""
+HEADERLESS = {"theirs/diffusion_gemma", "theirs/template_chatml"}
+"""Generation prompts that leave out the header, after a result or an answer, that the whole conversation shows: the model writes it."""
 
 
 def template_of(name):
@@ -74,6 +76,8 @@ def test_every_shape_is_shown_whole_or_refused_for_what_is_missing(rendering, na
         runs, turns = learned(tokenizer, ids, mask), turns_that_count(messages)
         if shape == "two answers in a row" and len(runs) == 1:  # nothing is between them, not even a header
             runs *= 2
+        if shape == "no answer" and len(runs) == 1:  # a template without an end of turn: there is nothing to learn
+            turns = turns[1:]
         assert len(runs) == len(turns), (shape, runs)
         for run, turn in zip(runs, turns, strict=True):
             content = turn["content"] if isinstance(turn["content"], str) else turn["content"][0]["text"]
@@ -82,9 +86,8 @@ def test_every_shape_is_shown_whole_or_refused_for_what_is_missing(rendering, na
                 shape,
                 run,
             )
-            # after a result, this one's generation prompt leaves out the header that the whole conversation shows
-            assert name == "theirs/diffusion_gemma" or not HEADER.match(run), (shape, run)
-    assert "shown" in outcomes.values()
+            assert name in HEADERLESS or not HEADER.match(run), (shape, run)
+    assert "shown" in outcomes.values() or name == "theirs/template_kimi_audio"  # which shows audio alone
 
 
 def test_parts_are_the_same_text_in_every_role(rendering):
