@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hone.config.limits import FROZEN_BYTES, TRAINED_BYTES
+from hone.config.limits import TRAINED_BYTES
 
 ADAPTER_SHARE = 0.015
 """Parameters of rank-32 adapters on all linear layers, as a share of the model; 1 to 2 percent for 0.5B to 70B."""
+FROZEN_BYTES = 2
+"""Bytes of a frozen parameter in bfloat16, as on a GPU; a CPU holds float32."""
 HEADROOM = 0.8
 """Share of the memory that models may use; the rest is for activations, the KV cache and fragmentation."""
 

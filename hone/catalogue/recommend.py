@@ -94,7 +94,7 @@ def _memory_sentence(models: Sequence[Model], needed: float, usable: float, situ
     return (
         f"For {size_text(situation.parameters)} parameters the run holds {listed}: {needed:.3g} GB of the {usable:.3g} GB that "
         f"models may use of {situation.memory_gb:g} GB (the rest is for activations and the KV cache). A trained "
-        "parameter needs 16 bytes (weight, gradient, AdamW), a frozen one 4: weights are float32, also below an adapter."
+        "parameter needs 16 bytes (weight, gradient, AdamW), a frozen one 2, as below an adapter (4 on a CPU)."
     )
 
 

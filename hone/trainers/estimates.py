@@ -81,8 +81,10 @@ def reward_components(scores: Sequence[Score], keys: Sequence[str]) -> dict[str,
     Raises:
         ConfigError: there are no keys, or a score lacks one.
     """
-    names = sorted({"score"}.union(*(score.terms for score in scores)))
-    where, fix = "algorithm.gdpo_reward_keys", f"algorithm.gdpo_reward_keys=[{','.join(names)}]"
+    terms_of = [{"score": score.quality} | score.terms for score in scores]
+    valued = [terms.keys() for score, terms in zip(scores, terms_of, strict=True) if score.error is None]
+    names, everywhere = sorted(set().union(*valued)), sorted(set.intersection(*map(set, valued)) if valued else ())
+    where, fix = "algorithm.gdpo_reward_keys", f"algorithm.gdpo_reward_keys=[{','.join(everywhere)}]"
     if not keys:
         raise ConfigError(
             "algorithm.gdpo_reward_keys is empty",
@@ -90,14 +92,13 @@ def reward_components(scores: Sequence[Score], keys: Sequence[str]) -> dict[str,
             fix=fix,
             where=where,
         )
-    terms_of = [{"score": score.quality} | score.terms for score in scores]
     for key in keys:
         lacking = sum(score.error is None and key not in terms for score, terms in zip(scores, terms_of, strict=True))
         if lacking:
             raise ConfigError(
                 f"{lacking} of {len(scores)} scores have no term '{key}'; terms: {names}",
                 why="each component is normalised separately, so every response needs its value",
-                fix=fix,
+                fix=f"return '{key}' for every response, or {fix}, the terms that all have",
                 where=where,
             )
     return {key: torch.tensor([terms.get(key, 0.0) for terms in terms_of]) for key in keys}

@@ -19,7 +19,7 @@ _MAX_DEPTH = 64
 
 @TOOL_PARSERS.register("gemma")
 class GemmaParser(ToolParser):
-    """tool_call>|tool_call>call:f{x:1,text:<|"|>a<|"|>}<tool_call|>`` (Gemma 4); FunctionGemma has other marks.
+    """Parser of ``<|tool_call>call:f{x:1,text:<|"|>a<|"|>}<tool_call|>`` (Gemma 4); FunctionGemma has other marks.
 
     Reasoning is between ``<|channel>thought`` and ``<channel|>``.
     """

@@ -21,7 +21,7 @@ class _HarmonyMessage(NamedTuple):
 
 @TOOL_PARSERS.register("harmony")
 class HarmonyParser(ToolParser):
-    """channel|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{...}<|call|>``.
+    """Parser of ``<|channel|>commentary to=functions.f<|message|>{...}<|call|>``, a message of a turn.
 
     The channel ``analysis`` is reasoning; ``final`` is content, and so is ``commentary`` without a recipient. A message with a
     recipient is a call; the recipient may be before or after the channel's name.

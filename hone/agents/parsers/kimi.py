@@ -8,7 +8,7 @@ from hone.agents.parsers.sections import SectionParser
 
 @TOOL_PARSERS.register("kimi")
 class KimiParser(SectionParser):
-    """tool|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>`` within a section of calls.
+    """Parser of ``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>`` in a section of calls.
 
     ``functions.f:0`` is the call's id, which the answering tool message repeats.
     """

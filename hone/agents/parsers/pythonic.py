@@ -17,7 +17,7 @@ _FALLBACK: Mapping[str, Any] = {}
 
 @TOOL_PARSERS.register("pythonic")
 class PythonicParser(ToolParser):
-    """python_start|python_start|>`` and ``<|python_end|>`` or without.
+    """Parser of ``[f(x=1), g()]``, between ``<|python_start|>`` and ``<|python_end|>`` or without them.
 
     Values are literals; nothing is evaluated. Positional arguments get the schema's names in order.
     """

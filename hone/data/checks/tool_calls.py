@@ -55,7 +55,7 @@ PROBLEMS: dict[str, Problem] = {
         "begin both with the same messages, up to the first answer",
     ),
     "mute_tool": Problem(
-        "R81", "a tool has no description", "the model cannot know when to call it",
+        "R81", f"a tool has no description, or one of less than {SHORTEST_DESCRIPTION} characters", "the model cannot know when to call it",
         "describe in a sentence what the tool does", stops=False,
     ),
 }  # fmt: skip
