@@ -264,7 +264,7 @@ def _shape(model: ModelConfig) -> dict[str, float]:
             where="actor_rollout_ref.model.lora_adapter_path",
         )
     saved = json.loads(file.read_text())
-    unusual = [name for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if saved.get(name)]
+    unusual = [name for name in ("use_rslora", "rank_pattern", "alpha_pattern") if saved.get(name)]
     if unusual:
         raise ConfigError(
             f"the adapter in '{model.lora_adapter_path}' has {unusual[0]}",

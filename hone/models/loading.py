@@ -421,8 +421,30 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: 
         return _add_adapter(model, config, seed, task)
 
 
+def _check_adapter(folder: Path) -> None:
+    """Refuse an adapter that is more than ``W + scale * B @ A``: engines would sample from weights that were not trained."""
+    file = folder / "adapter_config.json"
+    try:
+        saved = json.loads(file.read_text()) if file.is_file() else {"peft_type": "LORA"}  # PEFT says what is missing
+    except ValueError:
+        saved = {}
+    more = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "target_parameters", "trainable_token_indices")
+    unusual = [name for name in (*more, "layer_replication", "alora_invocation_tokens") if saved.get(name)]
+    unusual += ["bias"] if saved.get("bias", "none") != "none" else []
+    kind = saved.get("peft_type")
+    if kind != "LORA" or unusual:
+        what = f"has {unusual[0]}" if kind == "LORA" else f"has peft_type {kind!r}, not 'LORA'"
+        raise ModelError(
+            f"the adapter in '{folder}' {what}",
+            where="model.lora_adapter_path",
+            why="engines get W + scale * B @ A, so rollouts would come from other weights than those that train",
+            fix="merge it into the model (PEFT's merge_and_unload), and train a new adapter with model.lora_rank",
+        )
+
+
 def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: str) -> nn.Module:
     if config.lora_adapter_path:
+        _check_adapter(Path(config.lora_adapter_path))
         try:
             return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -1,5 +1,6 @@
 """Loading: weights of one's own, adapters that begin at zero and can be switched off, value models that begin at zero."""
 
+import json
 from typing import Any
 
 import pytest
@@ -148,6 +149,21 @@ def test_directories_without_a_model_are_refused(directory, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with raises(ModelError, 1, "model.layers.1.mlp.up_proj.weight"):
         load_policy(ModelConfig(str(tmp_path)), device=CPU, seed=0)
+
+
+@pytest.mark.parametrize(
+    "more", [{"use_dora": True}, {"bias": "all"}, {"lora_bias": True}, {"peft_type": "IA3"}, {"peft_type": None}]
+)
+def test_adapters_that_engines_would_not_get_whole_are_refused(directory, tmp_path, more):
+    policy = load_policy(ModelConfig(str(directory), lora_rank=4, lora_alpha=8), device=CPU, seed=0)
+    policy.save_pretrained(tmp_path)
+    load_policy(ModelConfig(str(directory), lora_adapter_path=str(tmp_path)), device=CPU, seed=0)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    with raises(
+        ModelError, tmp_path, *(name for name, value in more.items() if value), where="model.lora_adapter_path"
+    ):
+        load_policy(ModelConfig(str(directory), lora_adapter_path=str(tmp_path)), device=CPU, seed=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
