@@ -393,7 +393,7 @@ _TIME = (
         _LAST,
         "Share of the step in which the model of a role (actor, reference, critic) does not compute, in its busiest process.",
     ),
-    MetricSpec("perf/cpu_memory_used_gb", "GB", _MAX, "Resident memory of the process."),
+    MetricSpec("perf/cpu_memory_used_gb", "GB", _MAX, "Resident memory of the process and those that it started."),
     MetricSpec("perf/max_memory_allocated_gb", "GB", _MAX, "Most device memory allocated so far."),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,10 +130,19 @@ def update_metrics(metrics: MetricStore, results: Sequence[UpdateResult], role: 
 
 
 def memory_metrics(metrics: MetricStore) -> None:
-    """Add the memory of this process and of the GPU."""
-    metrics.add("perf/cpu_memory_used_gb", psutil.Process().memory_info().rss / 2**30)
+    """Add the memory of this process, with the reward workers and tools that it started, and of the GPU."""
+    metrics.add("perf/cpu_memory_used_gb", _resident_bytes() / 2**30)
     if torch.cuda.is_available():
         metrics.add("perf/max_memory_allocated_gb", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def _resident_bytes() -> int:
+    here = psutil.Process()
+    total = 0
+    for process in (here, *here.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            total += process.memory_info().rss
+    return total
 
 
 def overhead_metrics(metrics: MetricStore, seconds: float, models: Mapping[str, float]) -> None:

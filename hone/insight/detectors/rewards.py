@@ -77,7 +77,7 @@ class FlatReward(Detector):
         hard = "too hard" if place < 0.5 else "too easy"
         yield Cause(
             f"problems are {hard}: the mean reward is at {place:.0%} of the range {low:g} to {high:g}",
-            "data.sampler.name=stages, or rows of another difficulty; algorithm.filter_groups.enable=true replaces dead groups",
+            "rows of another difficulty, or a curriculum (data.sampler with stages); algorithm.filter_groups.enable=true replaces dead groups",
         )
         yield Cause(f"a group has {n} responses", f"actor_rollout_ref.rollout.n={2 * n}")
         if settings_kl(self.settings) > 0.01:  # arXiv 2203.02155 uses 0.02, tuned runs 0.001 to 0.05

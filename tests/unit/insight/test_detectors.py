@@ -144,7 +144,7 @@ KEYS = {
     "response_length": "data.max_response_length=1024",
     "gradient_spike": "optim.clip_grad=0.25",
     "engine_mismatch": "rollout_is=token",
-    "critic_lag": "critic.optim.lr=3e-05",
+    "critic_lag": "critic.optim.lr=3.33e-06",
     "advantage_shift": "algorithm.norm_adv_by_std_in_grpo=true",
     "reward_hacking": "use_kl_loss=true",
     "tool_calls": "multi_turn.format",
@@ -182,25 +182,15 @@ def test_a_fault_fires_its_detector_once_within_thirty_steps(name: str):
     assert any(character.isdigit() for character in alert.what)
 
 
-@pytest.mark.parametrize(
-    ("loss", "factor"),
-    [
-        (lambda since: 0.5, 3),
-        (lambda since: 0.5 * 0.98**since, 3),
-        (lambda since: 0.5 * 1.3**since, 1 / 3),
-        (lambda since: 0.1 + 2.0 * (since % 2), 1 / 3),
-        (lambda since: math.nan, 1 / 3),
-    ],
-    ids=["flat", "falling", "growing", "swinging", "nan"],
-)
-def test_a_critic_that_is_unstable_gets_a_smaller_learning_rate_and_a_slow_one_a_larger(loss, factor):
-    rows = [row | {"critic/vf_loss": 0.5} for row in healthy(0)]
+@pytest.mark.parametrize(("explained", "factor"), [(-0.2, 3), (-0.9, 10), (-0.05, None), (0.0, None)])
+def test_a_critic_worse_than_a_constant_gets_a_smaller_learning_rate(explained, factor):
+    rows = healthy(0)
     for row in rows[FAULT:]:
-        row |= {"critic/vf_explained_var": -0.5, "critic/vf_loss": loss(row["step"] - FAULT)}
-    (alert,) = [alert for alert in alerts_of(rows) if alert.detector == "critic_lag"]
-    (advised,) = [cause.fix for cause in alert.causes if "critic.optim.lr=" in cause.fix]
-    rate = float(advised.partition("critic.optim.lr=")[2].partition(",")[0])
-    assert rate == pytest.approx(1e-5 * factor, rel=0.01)
+        row["critic/vf_explained_var"] = explained
+    found = [alert for alert in alerts_of(rows) if alert.detector == "critic_lag"]
+    advised = [cause.fix for alert in found for cause in alert.causes if "critic.optim.lr=" in cause.fix]
+    rates = [float(fix.partition("critic.optim.lr=")[2].partition(",")[0]) for fix in advised]
+    assert rates == ([] if factor is None else [pytest.approx(1e-5 / factor, rel=0.01)])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -135,7 +135,11 @@ def test_turns_are_runs_of_sampled_tokens() -> None:
 
 
 def test_reward_components() -> None:
-    scores = [Score(1.0, terms={"acc": 1.0, "some": 1.0}), Score(0.2, terms={"acc": 0.0}, unshaped=0.5), Score(0.0, error="raised")]
+    scores = [
+        Score(1.0, terms={"acc": 1.0, "some": 1.0}),
+        Score(0.2, terms={"acc": 0.0}, unshaped=0.5),
+        Score(0.0, error="raised"),
+    ]
     found = reward_components(scores, ["acc", "score"])
     assert {name: values.tolist() for name, values in found.items()} == {"acc": [1, 0, 0], "score": [1, 0.5, 0]}
     with raises(ConfigError, "2 of 3", "format", where="algorithm.gdpo_reward_keys") as caught:

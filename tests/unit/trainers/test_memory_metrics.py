@@ -1,0 +1,25 @@
+"""The memory of a run is that of all its processes."""
+
+import subprocess
+import sys
+
+from hone.insight.metrics import MetricStore
+from hone.trainers.reporting import memory_metrics
+
+
+def used() -> float:
+    store = MetricStore()
+    memory_metrics(store)
+    return store.reduce()["perf/cpu_memory_used_gb"]
+
+
+def test_memory_counts_the_processes_that_a_run_started() -> None:
+    """A reward worker that keeps objects would not be seen otherwise."""
+    before = used()
+    code = "import sys; kept = b'x' * (300 << 20); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        during = used()
+        child.communicate()
+    assert during - before > 0.25 > used() - before
