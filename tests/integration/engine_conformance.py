@@ -19,14 +19,17 @@ from typing import cast
 import psutil
 import pytest
 import torch
+import transformers
 from support.engine_cases import (
     EOS,
     MAX_MODEL_LEN,
+    SHAPE,
     VOCABULARY,
     Subject,
     assert_greedy,
     byte_tokenizer,
     collect,
+    decided,
     expected_log_probs,
     make_model,
     requests,
@@ -630,6 +633,19 @@ def assert_takes_new_weights(subject, old, new, asked):
         assert_greedy(old, one, before[one.request_id])
         assert_greedy(new, one, after[one.request_id])
     return after
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled(kind, tmp_path):
+    if kind in ("sglang", "trtllm"):
+        pytest.skip("has no bias whose log-probs are the policy's")
+    model = decided(transformers.Qwen3Config(**{**SHAPE, "vocab_size": VOCABULARY + 64}), 0)
+    subject = start(kind, save(model, tmp_path / "padded"), tmp_path / "padded.log")
+    try:
+        asked = requests(SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), 8)
+        sampled = [token for answer in serve(subject.engine, asked).values() for token in answer.token_ids]
+    finally:
+        subject.engine.close()
+    assert len(sampled) == 8 * 24 and max(sampled) < VOCABULARY  # a fifth of the ids are beyond
 
 
 def test_an_untied_head_takes_new_weights_too(kind, models, tmp_path):

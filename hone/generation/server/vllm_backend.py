@@ -10,11 +10,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hone.data.image_processor import load_image_processor
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.grammars import lark_of
+from hone.generation.native.sampler import outside_tokenizer
 from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
 from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import (
@@ -47,13 +50,16 @@ _CPU_CACHE_BYTES = 2 * 2**30
 _CPU_BLOCK = 32
 """Tokens of a cache block on a CPU: prefixes are cached by block, and vLLM's 128 exceed most prompts."""
 
+_NEVER = -1e4
+"""Bias of a token that is never sampled."""
+
 
 class VllmBackend:
     """vLLM's asynchronous engine, whose workers run in separate processes."""
 
     def __init__(self, settings: BackendSettings) -> None:
         import vllm
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
         from vllm.platforms import current_platform
 
         processor = load_image_processor(settings.model, load_tokenizer(settings.tokenizer))
@@ -67,7 +73,11 @@ class VllmBackend:
             self._stats |= {"drafted_tokens": 0, "accepted_tokens": 0}
         self._engine = self._start(self._options(settings))
         self._images = ImagePrompts(processor, self._engine.renderer) if processor and processor.in_grid else None
-        self._end: int | None = AutoTokenizer.from_pretrained(settings.tokenizer).eos_token_id
+        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+        self._end: int | None = tokenizer.eos_token_id
+        vocabulary = AutoConfig.from_pretrained(settings.model).get_text_config().vocab_size
+        outside = None if self._drafts else outside_tokenizer(tokenizer, vocabulary, torch.device("cpu"))
+        self._outside = {} if outside is None else dict.fromkeys(outside.nonzero()[:, 0].tolist(), _NEVER)
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks
         self.max_cache_tokens: int | None = blocks * cache.block_size if blocks else None
@@ -172,7 +182,7 @@ class VllmBackend:
             if request.images and self._images is not None:
                 prompt = self._images.prompt(request)
             answers = self._engine.generate(
-                prompt, _sampling_params(request), request.request_id, lora_request=self._lora
+                prompt, _sampling_params(request, self._outside), request.request_id, lora_request=self._lora
             )
             async for output in answers:
                 final = output
@@ -277,8 +287,13 @@ def _check_drafts(options: Mapping[str, Any]) -> None:
             )
 
 
-def _sampling_params(request: GenerationRequest) -> Any:
-    """Return the request's sampling parameters for vLLM. Only its stop tokens count, not those in the model's files."""
+def _sampling_params(request: GenerationRequest, outside: Mapping[int, float]) -> Any:
+    """Return the request's sampling parameters for vLLM. Only its stop tokens count, not those in the model's files.
+
+    Args:
+        request: what is asked for.
+        outside: bias of the ids that the tokenizer lacks.
+    """
     import vllm
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -299,7 +314,7 @@ def _sampling_params(request: GenerationRequest) -> Any:
         skip_special_tokens=False,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias) or None,
+        logit_bias={**dict(sampling.logit_bias), **outside} or None,
         structured_outputs=None
         if sampling.constraint is None
         else StructuredOutputsParams(grammar=lark_of(sampling.constraint)),
