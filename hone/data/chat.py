@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class Rendering:
         trace: where the template's loop begins each message; None where the rendering does not tell.
         spans: where the first part of each message begins and its last part ends.
         dropped: turns before the last whose reasoning the template leaves out.
+        missing: what else the template leaves out, if that is allowed.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Rendering:
     trace: Trace | None
     spans: list[tuple[int, int]]
     dropped: int
+    missing: Missing | None = None
 
 
 def render_prompt(
@@ -190,13 +192,13 @@ def render_with(
         shown = missing_part(text, starts, form, settings.get("tools") or ())
         if isinstance(shown, Shown):
             return Rendering(text, form, trace, shown.spans, shown.dropped)
-        first = first or Rendering(text, form, trace, [], 0)
+        first = first or Rendering(text, form, trace, [], 0, shown)
         if missing is None or (shown.message or 0) > (missing.message or 0):
             missing = shown
     if first is not None and not whole:
         return first
     if missing is not None:
-        raise _left_out(missing, messages, name)
+        raise left_out(missing, messages, name)
     raise DataError(
         f"the chat template refuses the messages: {refusal}",
         where=name,
@@ -268,7 +270,8 @@ def _as_json(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def _left_out(missing: Missing, messages: Messages, name: str) -> DataError:
+def left_out(missing: Missing, messages: Sequence[Mapping[str, Any]], name: str) -> DataError:
+    """Return the error of a conversation that a template does not show whole; ``name`` is its source."""
     role = "" if missing.message is None else f" (role {messages[missing.message]['role']})"
     fixes = {
         "tool": "use a template that shows tools",

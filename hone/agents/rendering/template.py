@@ -8,7 +8,9 @@ tokens are exactly those of ``apply_chat_template``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,9 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
 from hone.agents.parsers.base import named_tokens
-from hone.data.chat import as_mapping, render_with, special_tokens, template_of, with_arguments
+from hone.data.chat import as_mapping, left_out, render_with, special_tokens, template_of, with_arguments
+from hone.data.proof import Missing
 from hone.errors import DataError
 from hone.text import check_valid, is_valid
+
+log = logging.getLogger(__name__)
 
 _TRUSTED = ("system", "developer")
 """Roles whose contents may contain special tokens, since the operator of the model writes them."""
@@ -32,12 +37,16 @@ class Template:
         tokenizer: tokenizer with a chat template.
         kwargs: extra arguments of the template (``enable_thinking`` and the like).
 
+    Attributes:
+        strict: True to refuse a conversation whose tools, or texts of others than the assistant, the template leaves out.
+
     Raises:
         DataError: the tokenizer has no chat template, or it exceeds a limit of time or memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
+        self.tokenizer, self.kwargs, self.strict = tokenizer, dict(kwargs or {}), False
+        self._told: set[str] = set()
         self.source, self._source_with_tools = template_of(tokenizer), template_of(tokenizer, tools=True)
         self.special = special_tokens(tokenizer)
         self._special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
@@ -84,7 +93,26 @@ class Template:
         ]
         shown = [hidden.message(message) for message in plain]
         rendering = render_with(self.tokenizer, source, shown, settings, whole=False)
+        if self.strict and rendering.missing is not None:
+            self._refuse(rendering.missing, messages, hidden)
         return HiddenText(rendering.text, hidden.literals)
+
+    def _refuse(self, missing: Missing, messages: Sequence[Message], hidden: _Hidden) -> None:
+        """Refuse what the template leaves out; of an assistant's message it is said once.
+
+        Many templates leave out the words before a call, and agents send them again with every request.
+        """
+        said = missing.message is not None and messages[missing.message]["role"] == "assistant"
+        plain = dataclasses.replace(missing, text=str(HiddenText(missing.text, hidden.literals)))
+        problem = left_out(plain, messages, str(self.tokenizer.name_or_path))
+        if missing.message is None:
+            fix = "show tools as text with actor_rollout_ref.rollout.multi_turn.renderer=text_tools, or use another template"
+            raise DataError(problem.what, where=problem.where, why=problem.why, fix=fix, code=problem.code)
+        if not said:
+            raise problem
+        if missing.what not in self._told:
+            self._told.add(missing.what)
+            log.warning("%s", problem.what)
 
     def encode(self, text: HiddenText) -> list[int]:
         """Return the token ids of a rendering, hidden text as ordinary tokens."""

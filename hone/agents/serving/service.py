@@ -108,6 +108,7 @@ class Service:
         if renderer is None:
             used = TEXT_TOOLS if self.tools_as_text else self.renderer
             renderer = renderer_for(self.tokenizer, used, parser=self.parser, template_kwargs=template_kwargs)
+            renderer.template.strict = self.standalone
         with self._lock:
             self._renderers[name] = renderer
             if len(self._renderers) > MAX_RENDERERS:

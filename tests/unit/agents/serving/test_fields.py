@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import openai
@@ -134,3 +135,27 @@ def test_echo_begins_with_the_prompt_once(prompt: Any) -> None:
     assert [choice.text for choice in whole.choices] == [said, said]
     assert "".join(piece.text for piece in pieces if piece.index == 1) == said
     assert caught.value.param == "echo"
+
+
+def test_a_request_whose_texts_the_template_leaves_out_is_refused() -> None:
+    """But an assistant's words are only said to be lost: agents send them again with every request."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    engine = ScriptedEngine(lambda request: ids("Yes."))
+    with served(engine, tokenizer) as (url, _):
+        with pytest.raises(openai.BadRequestError, match="Be kind"):
+            client(url).chat.completions.create(
+                model="tiny", messages=[{"role": "system", "content": "Be kind."}, QUESTION]
+            )
+        function = {"name": "weather", "arguments": "{}"}
+        called = {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        }
+        result = {"role": "tool", "tool_call_id": "a", "content": "clear"}
+        client(url).chat.completions.create(model="tiny", messages=[QUESTION, called, result])
+    assert "clear" in tokenizer.decode(engine.asked[0].prompt_ids)
