@@ -69,7 +69,7 @@ class PreferenceRefConfig:
     mode: str = choice("auto", "auto", "copy", "adapter_off", "precompute")
     """copy holds a second model; adapter_off computes with the LoRA adapter switched off (no memory); precompute runs the
     reference over all data before training and keeps only log-probs. auto: with LoRA the model at the start, which is
-    adapter_off, or with lora_adapter_path that adapter; else copy."""
+    adapter_off, or with lora_adapter_path that adapter (which copy and precompute use then too); else copy."""
     model_path: str | None = model_path()
     """Model directory of the reference, or a name of the hub; null means the weights that training starts from (with LoRA: with the adapter of lora_adapter_path, or none)."""
     log_prob_max_token_len_per_gpu: int | None = number(None, low=1)

@@ -48,12 +48,14 @@ class OfflineSpec:
 
     @property
     def adapter_is_reference(self) -> bool:
-        """True when the reference is the trained model without its adapter."""
+        """True when the reference is the trained model, without its adapter or with the one that it began with."""
         if not isinstance(self.config, PreferenceConfig):
             return False
         ref, model = self.config.ref, self.config.model
-        lora = model.lora_rank > 0 or model.lora_adapter_path is not None
-        return ref.mode == "adapter_off" or (ref.mode == "auto" and lora and ref.model_path is None)
+        if ref.mode == "adapter_off":
+            return True
+        continued = model.lora_adapter_path is not None  # a copy would be the base alone
+        return ref.model_path is None and (continued or (ref.mode == "auto" and model.lora_rank > 0))
 
     @property
     def precomputes_reference(self) -> bool:

@@ -209,14 +209,14 @@ def adapter_of(directory, tmp_path) -> str:
     return str(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("mode", ["auto", "adapter_off"])
+@pytest.mark.parametrize("mode", ["auto", "adapter_off", "copy", "precompute"])
 def test_the_reference_of_a_continued_adapter_is_the_start_unless_it_is_off(directory, tmp_path, mode):
     batch, adapter = preferences(5, seed=7), adapter_of(directory, tmp_path)
     learner, reference = learner_and_reference(directory, mode, adapter=adapter)
     start = learner.outputs(batch).ragged("log_probs").values
     base = engine_of(tiny_model()).infer_batch(batch)["log_probs"].values
     assert not torch.allclose(start, base, atol=0.1)
-    expected = start if mode == "auto" else base
+    expected = base if mode == "adapter_off" else start
     for _ in range(2):
         before = learner.outputs(batch).ragged("log_probs").values
         known = batch.updated(reference.log_probs(batch))
