@@ -3,10 +3,12 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support import image_models
 from support.families import model_of, tiny_config
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from hone.data.tokenizer import load_tokenizer
 from hone.models.registry import ARCHITECTURES
 from hone.training.export import export
 
@@ -44,3 +46,23 @@ def test_an_export_has_the_logits_of_the_trained_model(tmp_path, name, tied, way
     with torch.no_grad():
         written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()(ids).logits
         torch.testing.assert_close(written, model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", image_models.ARCHITECTURES)
+def test_an_export_of_a_model_that_reads_images_has_the_trained_logits(tmp_path, arch):
+    directory = image_models.image_model(tmp_path, arch)
+    torch.manual_seed(1)
+    base = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=7, target_modules=r".*\.(q_proj|down_proj)"))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.1 * value.requires_grad * torch.randn_like(value))
+    load_tokenizer(directory).save_pretrained(tmp_path / "actor")
+    model.save_pretrained(str(tmp_path / "actor"))
+    export(tmp_path / "actor", tmp_path / "out")
+    written = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens, _, images = image_models.rows_of(directory)[0]
+    with torch.no_grad():
+        logits = [image_models.plain_logits(one, directory, tokens, images) for one in (written, model.eval())]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
