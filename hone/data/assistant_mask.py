@@ -28,8 +28,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hone.data.chat import Messages, Rendering, encode_texts, render, render_as_is, special_tokens
-from hone.data.proof import THOUGHT_MARK, said_within, texts_of
+from hone.data.chat import Messages, Rendering, encode_texts, render, render_as_is, special_pattern, special_tokens
+from hone.data.proof import THOUGHT_MARK, said_within, texts_of, without_tokens
 from hone.errors import DataError
 
 _QUESTION: Messages = [{"role": "user", "content": "1 + 1 = ?"}]
@@ -61,12 +61,13 @@ def render_conversations(
     names = names or [f"conversation {index}" for index in range(len(conversations))]
     learned = [_learned_turns(messages, name) for messages, name in zip(conversations, names, strict=True)]
     renderings = render(tokenizer, conversations, False, chat_template_kwargs, names)
-    special = re.compile("|".join(map(re.escape, _texts_of(tokenizer, special_tokens(tokenizer)))) or r"(?!)")
+    special = special_pattern(tokenizer)
+    header = _header(tokenizer, _QUESTION, chat_template_kwargs) or ""
     spans, contexts = [], []
     for rendering, turns, name in zip(renderings, learned, names, strict=True):
         before = _contexts(tokenizer, rendering, chat_template_kwargs)
-        derived = _Turns(tokenizer, rendering, before, chat_template_kwargs, special, name)
-        marks = _marked(tokenizer, rendering)
+        derived = _Turns(tokenizer, rendering, before, chat_template_kwargs, special, name, header)
+        marks = _marked(tokenizer, rendering, special)
         marks = derived.spans() if marks is None else derived.without_headers(marks)
         _check_order(rendering, marks, name)
         spans.append([span for turn in turns for span in marks[turn]])
@@ -154,6 +155,8 @@ class _Turns:
     kwargs: dict[str, Any] | None
     special: re.Pattern[str]
     name: str
+    header: str
+    """Of an answer to a question."""
 
     def spans(self) -> dict[int, list[Span]]:
         """Return where each turn is.
@@ -196,7 +199,8 @@ class _Turns:
 
     def _said(self, number: int, start: int) -> int | None:
         """Return where the last part of a turn ends that begins at ``start``; None if a part is not there."""
-        said = said_within(self.rendering.text[start : self._bound(number)], self.rendering.messages[number])
+        within = self.rendering.text[start : self._bound(number)]
+        said = said_within(within, self.rendering.messages[number], self.special)
         return None if said is None else start + said
 
     def _start(self, number: int, reached: int) -> int | None:
@@ -209,12 +213,15 @@ class _Turns:
             return None
         own = own or 0
         # the header of this turn, or that of an answer to a question: the first message has no context that a template renders
-        for context in (self.rendering.messages[:number], _QUESTION):
-            header = self._header(context)
+        for context in (self.rendering.messages[:number], None):
+            header = self.header if context is None else _header(self.tokenizer, context, self.kwargs)
+            if header == "" and not number:  # the template shows it at the end of the question
+                asked = render_as_is(self.tokenizer, _QUESTION, False, self.kwargs) or ""
+                header = asked.rpartition(str(_QUESTION[0]["content"]))[2]
             if header and not number:  # the end of the question may be before it
                 ends = (header[at:] for at in range(len(header)) if text.startswith(header[at:], own))
                 header = next((end for end in ends if end.strip()), header)
-            if header == "" and self._said(number, own) is not None:
+            if header == "" and context is not None and self._said(number, own) is not None:
                 return own
             for end in range(len(header or ""), 0, -1):
                 rest = (header or "")[end:]
@@ -230,32 +237,63 @@ class _Turns:
         # without a header: a beginning with an answer, or the second of two answers in a row
         bare = number == 0 or self.rendering.messages[number - 1]["role"] == "assistant"
         words = "".join(texts_of(self.rendering.messages[number].get("content"))).strip()
-        return own if bare and words and text.startswith(words, own) else None
-
-    def _header(self, context: Messages) -> str | None:
-        """Return what a generation prompt adds to a context; None where the template refuses it."""
-        wanted = render_as_is(self.tokenizer, context, True, self.kwargs)
-        plain = render_as_is(self.tokenizer, context, False, self.kwargs)
-        return None if wanted is None or plain is None else wanted[_shared(plain, wanted) :]
+        return own if bare and words and text[own:].lstrip().startswith(words) else None
 
     def _end(self, number: int, start: int) -> int | None:
         """Return where a turn ends, its end-of-turn token included; None where the rendering does not tell."""
-        text, said = self.rendering.text, self._said(number, start)
+        text, messages, said = self.rendering.text, self.rendering.messages, self._said(number, start)
         if said is None:
             return None
-        if number + 1 == len(self.rendering.messages):
-            closed = self.rendering.trace.end if self.rendering.trace else None
-            if closed is None or closed < said:
-                closed = len(text)
-            elif not self.special.search(text, said, closed) and (more := self.special.match(text, closed)):
-                closed = more.end()
-            first = self.special.search(text, said, closed)
-            run = re.compile(rf"(?:\s*(?:{self.special.pattern}))*").match(text, first.end(), closed) if first else None
-            return run.end() if run else closed
-        after = render_as_is(self.tokenizer, self.rendering.messages[: number + 1], False, self.kwargs)
-        if after is not None and text.startswith(after) and len(after) >= said:
-            return _trimmed(text, said, len(after), self.special)
-        return _trimmed(text, said, self._bound(number), self.special) if self._traced else None
+        closed = self.rendering.trace.end if self.rendering.trace else None
+        if number + 1 < len(messages):
+            after = render_as_is(self.tokenizer, messages[: number + 1], False, self.kwargs)
+            if after is not None and text.startswith(after) and len(after) >= said:
+                end = len(after)
+            elif self._traced:
+                end = self._bound(number)
+            else:
+                return None
+        elif closed is not None and closed >= said:
+            more = None if self.special.search(text, said, closed) else self.special.match(text, closed)
+            end = more.end() if more else closed
+        else:
+            end = self._closed(self._words_end(number, start, len(text)) or said)
+        words = self._words_end(number, start, end)
+        begins = self.special.match(self.header.lstrip())
+        if words is not None and begins and (next_turn := text.find(begins[0], words, end)) >= 0:
+            end = next_turn  # the header of an answer that follows
+        return _trimmed(text, said if words is None else words, end, self.special)
+
+    def _words_end(self, number: int, start: int, end: int) -> int | None:
+        """Return where the words of a turn without calls end: reasoning before them, or a header, may have the same words."""
+        message = self.rendering.messages[number]
+        words = "".join(texts_of(message.get("content"))).strip()
+        if message.get("tool_calls") or not words:
+            return None
+        text = without_tokens(self.rendering.text[:end], self.special)
+        ends: list[int] = []
+        at = text.find(words, start)
+        while at >= 0:
+            ends.append(at + len(words))
+            at = text.find(words, at + 1)
+        closing = [at for at in ends if not text[at:].strip() or text[at:].lstrip().startswith("\0")]
+        return (closing or ends or [None])[-1]
+
+    def _closed(self, said: int) -> int:
+        """Return the end of the special tokens that follow the next one: a footer may follow."""
+        first = self.special.search(self.rendering.text, said)
+        run = (
+            re.compile(rf"(?:\s*(?:{self.special.pattern}))*").match(self.rendering.text, first.end())
+            if first
+            else None
+        )
+        return run.end() if run else len(self.rendering.text)
+
+
+def _header(tokenizer: PreTrainedTokenizerBase, context: Messages, kwargs: dict[str, Any] | None) -> str | None:
+    """Return what a generation prompt adds to a context; None where the template refuses it."""
+    wanted, plain = render_as_is(tokenizer, context, True, kwargs), render_as_is(tokenizer, context, False, kwargs)
+    return None if wanted is None or plain is None else wanted[_shared(plain, wanted) :]
 
 
 _EDGES = ">]\n "
@@ -306,7 +344,9 @@ def _check_order(rendering: Rendering, turns: dict[int, list[Span]], name: str) 
                 )
 
 
-def _marked(tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> dict[int, list[Span]] | None:
+def _marked(
+    tokenizer: PreTrainedTokenizerBase, rendering: Rendering, special: re.Pattern[str]
+) -> dict[int, list[Span]] | None:
     """Return the spans that the template marks in each turn; None without marks, or where they lack a part of a turn."""
     trace, text = rendering.trace, rendering.text
     if trace is None or not trace.marks:
@@ -314,6 +354,10 @@ def _marked(tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> dict[in
     marks = [mark for mark in trace.marks if mark[1] > mark[0]]
     known = any(start is not None for start in trace.starts)
     end = str(tokenizer.eos_token or "")
+
+    def closed(span: Span) -> bool:
+        return any(token.end() == span[1] for token in special.finditer(text, *span))
+
     turns: dict[int, list[Span]] = {}
     for number, message in enumerate(rendering.messages):
         if message["role"] != "assistant":
@@ -328,9 +372,14 @@ def _marked(tokenizer: PreTrainedTokenizerBase, rendering: Rendering) -> dict[in
             kept and kept[0][0] < (trace.starts[number] or 0)
         ):
             return None
-        turns[number] = [
-            (a, b + len(end) if end and text.startswith(end, b) and not text[a:b].endswith(end) else b) for a, b in kept
-        ]
+        spans: list[Span] = []
+        for a, b in kept:
+            if spans and closed(spans[-1]) and not special.sub("", text[a:b]).strip():
+                continue  # tokens that follow the end of the turn
+            spans.append((a, _trimmed(text, a, b, special)))
+        if spans and end and not closed(spans[-1]) and text.startswith(end, spans[-1][1]):
+            spans[-1] = (spans[-1][0], spans[-1][1] + len(end))
+        turns[number] = spans
     return turns
 
 
@@ -375,8 +424,3 @@ def _mask(offsets: list[Span], marks: list[Span], edges: set[int]) -> list[int] 
         first, last = bisect.bisect_left(begins, begin), bisect.bisect_left(begins, end)
         mask[first:last] = [1] * (last - first)
     return mask
-
-
-def _texts_of(tokenizer: PreTrainedTokenizerBase, ids: set[int]) -> list[str]:
-    """Return the texts of tokens, the longest first."""
-    return sorted((str(tokenizer.convert_ids_to_tokens(token)) for token in ids), key=len, reverse=True)

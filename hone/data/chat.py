@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,8 @@ def render(
     names = names or [""] * len(conversations)
     _name_unread_keys(template, conversations)
     pairs = zip(conversations, names, strict=True)
-    renderings = [render_with(tokenizer, template, messages, settings, name) for messages, name in pairs]
+    special = special_pattern(tokenizer)
+    renderings = [render_with(tokenizer, template, messages, settings, special, name) for messages, name in pairs]
     dropped = sum(rendering.dropped for rendering in renderings)
     if dropped and template not in _TOLD:
         _TOLD.add(template)
@@ -161,6 +163,7 @@ def render_with(
     template: str,
     messages: Messages,
     settings: dict[str, Any],
+    special: re.Pattern[str],
     name: str = "",
     *,
     whole: bool = True,
@@ -172,6 +175,7 @@ def render_with(
         template: text of the template.
         messages: the conversation.
         settings: all arguments of the template.
+        special: see :func:`special_pattern`.
         name: source of the conversation.
         whole: False to allow that parts are left out; the first form that the template takes is then rendered.
     """
@@ -189,7 +193,7 @@ def render_with(
             continue
         trace = trace if trace is not None and trace.text == text else None
         starts = trace.starts if trace else [None] * len(form)
-        shown = missing_part(text, starts, form, settings.get("tools") or ())
+        shown = missing_part(text, starts, form, settings.get("tools") or (), special)
         if isinstance(shown, Shown):
             return Rendering(text, form, trace, shown.spans, shown.dropped)
         first = first or Rendering(text, form, trace, [], 0, shown)
@@ -203,7 +207,13 @@ def render_with(
         f"the chat template refuses the messages: {refusal}",
         where=name,
         why="they cannot be rendered to one text",
-        fix="check the roles and their order (user and assistant in turn), or set model.custom_chat_template",
+        fix="check the roles and their order (user and assistant in turn)"
+        + (
+            ", and that each call has an id, function.name and function.arguments"
+            if any(m.get("tool_calls") for m in messages)
+            else ""
+        )
+        + ", or set model.custom_chat_template",
     ) from refusal
 
 
@@ -307,6 +317,12 @@ def token_counts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids))
+
+
+def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return the pattern of all special tokens, the longest first."""
+    texts = sorted((str(tokenizer.convert_ids_to_tokens(token)) for token in special_tokens(tokenizer)), key=len)
+    return re.compile("|".join(map(re.escape, reversed(texts))) or r"(?!)")
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

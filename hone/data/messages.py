@@ -66,7 +66,9 @@ def _message(item: Any, name: str, where: str) -> dict[str, Any]:
         raise DataError(what, where=where, fix=f'write "role": "{meant}"', code="R42")
     if not isinstance(message.get("content"), str | list):
         if not message.get("tool_calls"):
-            raise DataError(f"{name} (role {message['role']}) has no 'content'", where=where, fix=_FIX, code="R42")
+            given = f", but a {type(item['content']).__name__}" if item.get("content") is not None else ""
+            what = f"{name} (role {message['role']}) has no 'content' that is a text or a list of parts{given}"
+            raise DataError(what, where=where, fix=_FIX, code="R42")
         message["content"] = ""  # an assistant turn that only calls tools
     if isinstance(message["content"], list):
         for index, part in enumerate(message["content"]):

@@ -138,6 +138,8 @@ class PreferenceDataset:
             Preference([(side.label, next(rendered)) for side in row_sides], _margin(row, columns), row.uid)
             for row, row_sides in zip(rows, sides, strict=True)
         ]
+        for preference, row in zip(preferences, rows, strict=True):
+            _check_prompts(preference, row.where)
         kept = _within(preferences, max_length, truncation)
         different = [row for row in kept if not self.paired or _differ(row)]
         self.dropped, self.equal = len(preferences) - len(kept), len(kept) - len(different)
@@ -281,6 +283,19 @@ def _within(rows: list[Preference], max_length: int, truncation: str) -> list[Pr
         if all(any(response.response_mask) for _, response in row.responses):
             kept.append(row)
     return kept
+
+
+def _check_prompts(row: Preference, where: str) -> None:
+    """Check that the sides of a pair answer the same tokens: a template may open a thought for one of them only."""
+    prompts = [response.prompt_ids for _, response in row.responses]
+    if prompts[0] != prompts[-1]:
+        shared = next((n for n, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b), min(map(len, prompts)))
+        raise DataError(
+            f"the chat template shows the prompt differently before the two responses, from token {shared} of {len(prompts[0])}",
+            where=where,
+            why="the loss would compare answers to two prompts",
+            fix="give both responses reasoning, or neither, or set model.custom_chat_template",
+        )
 
 
 def _differ(row: Preference) -> bool:

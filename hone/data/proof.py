@@ -61,7 +61,11 @@ class Shown:
 
 
 def missing_part(
-    text: str, starts: Sequence[int | None], messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
+    text: str,
+    starts: Sequence[int | None],
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]] = (),
+    special: re.Pattern[str] | None = None,
 ) -> Missing | Shown:
     """Return the first part that a rendering lacks, or where the parts are.
 
@@ -71,9 +75,15 @@ def missing_part(
             the parts are then looked for in the order of the messages.
         messages: the conversation.
         tools: function schemas that the rendering shows.
+        special: special tokens. A short text is not looked for in them, but for one that has their names.
     """
+    if special is not None:
+        without = missing_part(without_tokens(text, special), starts, messages, tools)
+        if isinstance(without, Shown):
+            return without
     shown, cursor = Shown([]), 0
     known = any(start is not None for start in starts)
+    systems: list[int] = []
     for number, message in enumerate(messages):
         begin, end = _region(starts, number, len(text)) if known else (cursor, len(text))
         regions = [(begin, end)]
@@ -81,54 +91,112 @@ def missing_part(
             caller = next((n for n in range(number, -1, -1) if messages[n]["role"] == "assistant"), 0)
             first, until = _of_calls(starts, messages, number, len(text)) if known else (0, len(text))
             regions += [(shown.spans[caller][1] if caller < number else first, until), (first, until)]
-        elif message["role"] in ("system", "developer"):
-            # anywhere, but a text that is said again is shown again
-            same = [shown.spans[n][1] for n in range(number) if messages[n] == message]
-            regions = [(max([first, *same]), until) for first, until in (*regions, (0, len(text)))]
-        places: list[tuple[int, int]] = []
-        for what, part in _parts(message):
-            at_place = next((at for region in regions if (at := _find(text, part, *region)) is not None), None)
-            if at_place is not None:
-                places.append(at_place)
-            elif what == "reasoning" and number + 1 < len(messages):
-                shown.dropped += 1
-            else:
-                return Missing(number, what, part)
+        found = _places(text, message, regions)
+        if message["role"] in ("system", "developer") and (isinstance(found, Missing) or not known):
+            systems.append(number)  # it may be anywhere, but not in what others say
+            found = [], 0
+        if isinstance(found, Missing) and found.what == "reasoning" and number + 1 < len(messages):
+            found = _places(text, message, regions, reasoning=False)
+        if isinstance(found, Missing):
+            return Missing(number, found.what, found.text)
         content = message.get("content")
         if isinstance(content, list) and content and str(content) in text:
             return Missing(number, "text", texts_of(content)[0] if texts_of(content) else str(content))
-        said_begin, said_end = places[-1] if places else (begin, begin)
-        after, before = (said_end, end), (begin, said_begin)  # words may name the tool that is called
-        for call in message.get("tool_calls") or ():
-            place = _find_call(text, call, *after)
-            if isinstance(place, Missing) and not isinstance(earlier := _find_call(text, call, *before), Missing):
-                place = earlier
-                before = (place[1], before[1])
-            elif isinstance(place, Missing):
-                return Missing(number, place.what, place.text)
-            else:
-                after = (place[1], end)
-            places.append(place)
+        places, dropped = found
+        shown.dropped += dropped
         reached = [at for at in places if at[0] < at[1]] or [(begin, begin)]
         shown.spans.append((min(at for at, _ in reached), max(at for _, at in reached)))
         if not known and message["role"] not in ("system", "developer"):
             cursor = max(cursor, shown.spans[-1][1])
-    rest = list(text)  # the tools are shown outside of what the messages say
-    for first, end in shown.spans if tools else ():
+    rest = list(text)
+    for first, end in shown.spans:
         rest[first:end] = " " * (end - first)
     outside = "".join(rest)
-    for tool in tools:
+    for number in systems:
+        found = _places(outside, messages[number], [(0, len(outside))])
+        if isinstance(found, Missing):
+            return Missing(number, found.what, found.text)
+        reached = [at for at in found[0] if at[0] < at[1]] or [(0, 0)]
+        shown.spans[number] = min(at for at, _ in reached), max(at for _, at in reached)
+        outside = (
+            outside[: shown.spans[number][0]]
+            + " " * (shown.spans[number][1] - shown.spans[number][0])
+            + outside[shown.spans[number][1] :]
+        )
+    for tool in tools:  # they are shown outside of what the messages say
         for part in _parts_of_tool(tool):
             if _find(outside, part, 0, len(outside)) is None:
                 return Missing(None, "tool", part)
     return shown
 
 
-def said_within(text: str, message: Mapping[str, Any]) -> int | None:
+Place = tuple[int, int]
+
+
+def _places(
+    text: str, message: Mapping[str, Any], regions: Sequence[Place], *, reasoning: bool = True
+) -> tuple[list[Place], int] | Missing:
+    """Return where the parts of a message are, and how often its reasoning is left out; or the first part that is missing.
+
+    Args:
+        text: the rendering.
+        message: the message.
+        regions: spans to look in, the likeliest first.
+        reasoning: False to let reasoning be missing.
+    """
+    places: list[Place] = []
+    dropped = 0
+    for what, part in _parts(message):
+        place = next((at for region in regions if (at := _find(text, part, *region)) is not None), None)
+        if place is not None:
+            places.append(place)
+        elif what == "reasoning" and not reasoning:
+            dropped = 1
+        else:
+            return Missing(None, what, part)
+    calls = list(message.get("tool_calls") or ())
+    begin, end = regions[0]
+    said = places[-1] if places else (begin, begin)
+    found = _places_of_calls(text, calls, said, (begin, end))  # words may name the tool that is called
+    if isinstance(found, Missing) and places:
+        first = _places_of_calls(text, calls, (begin, begin), (begin, end))  # and a call may have the words
+        if not isinstance(first, Missing):
+            kept = list(text)
+            for start, stop in first:
+                kept[start:stop] = " " * (stop - start)
+            words = _places("".join(kept), {**message, "tool_calls": None}, regions, reasoning=reasoning)
+            if not isinstance(words, Missing):
+                return [*words[0], *first], words[1]
+    return found if isinstance(found, Missing) else ([*places, *found], dropped)
+
+
+def _places_of_calls(text: str, calls: Sequence[Any], said: Place, region: Place) -> list[Place] | Missing:
+    """Return where calls are: one after another, after the words of the message or before them; or what is missing."""
+    after, before = (said[1], region[1]), (region[0], said[0])
+    places = []
+    for call in calls:
+        place = _find_call(text, call, *after)
+        if isinstance(place, Missing) and not isinstance(earlier := _find_call(text, call, *before), Missing):
+            place = earlier
+            before = (place[1], before[1])
+        elif isinstance(place, Missing):
+            return place
+        else:
+            after = (place[1], region[1])
+        places.append(place)
+    return places
+
+
+def without_tokens(text: str, special: re.Pattern[str]) -> str:
+    """Return a text of the same length without its special tokens."""
+    return special.sub(lambda token: "\0" * len(token[0]), text)
+
+
+def said_within(text: str, message: Mapping[str, Any], special: re.Pattern[str] | None = None) -> int | None:
     """Return where the last part of a message ends in a text; None if the text lacks one, reasoning apart."""
     plain = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
     # before another message, reasoning may be left out
-    shown = missing_part(text, [0, len(text)], [plain, {"role": "user", "content": ""}])
+    shown = missing_part(text, [0, len(text)], [plain, {"role": "user", "content": ""}], special=special)
     return shown.spans[0][1] if isinstance(shown, Shown) else None
 
 
@@ -183,7 +251,8 @@ def _parts_of_tool(tool: Mapping[str, Any]) -> Iterator[str]:
 def _find(text: str, part: str, begin: int, end: int) -> tuple[int, int] | None:
     """Return where a part is in a span of the rendering, or None. A part without text is at the begin."""
     part = part.strip()
-    for form in dict.fromkeys((part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1])):
+    forms = (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1], part.replace("'", "\\'"))
+    for form in dict.fromkeys(forms):
         at = text.find(form, begin, end)
         if at >= 0:
             return at, at + len(form)

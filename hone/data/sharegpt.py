@@ -65,10 +65,10 @@ def messages_of_turns(turns: list[Any], system: Any) -> Messages:
         message["role"] = _role(turn)
         if str(turn.get("from")).lower() == "function_call":
             message |= {"content": "", "tool_calls": _calls(content, len(messages))}
+        elif message["role"] == "tool" and (isinstance(content, dict) or _is_data(content)):
+            message["content"] = json.dumps(content, ensure_ascii=False)
         elif isinstance(content, list):
             message["content"] = "".join(_text(part) for part in content)
-        elif isinstance(content, dict) and message["role"] == "tool":
-            message["content"] = json.dumps(content, ensure_ascii=False)
         elif isinstance(content, str) or (content is None and message.get("tool_calls")):
             message["content"] = content or ""
         else:
@@ -151,8 +151,20 @@ def _role(turn: Any) -> str | None:
     return ROLES.get(str(turn.get("from") if name is None else name).lower())
 
 
+def _is_data(content: Any) -> bool:
+    """Return whether a list has something else than the parts of a message."""
+    return isinstance(content, list) and not all(
+        isinstance(part, str) or (isinstance(part, dict) and ("text" in part or part.get("type") in PARTS))
+        for part in content
+    )
+
+
 def _text(part: Any) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    kind = PARTS.get(str(part.get("type")))
-    return str(part.get("text") or "") if kind is None else f"<{kind}>"
+    if isinstance(part, str):
+        return part
+    kind = PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    if kind is not None:
+        return f"<{kind}>"
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        raise ValueError(f"a part of a turn is no text: {part!r:.80}")
+    return part["text"]

@@ -119,6 +119,25 @@ SHAPES: dict[str, tuple[Messages, list[dict[str, Any]] | None]] = {
         [user("2 + 0 = ?"), said("", tool_calls=[call(0, city="2", days=0)]), result(0, "2"), said("It makes 2.")],
         TOOLS,
     ),
+    "reasoning that has the answer": (
+        [user("What is the capital of Italy?"), said("Rome", reasoning_content="The capital is Rome, I am sure.")],
+        None,
+    ),
+    "a thought that has the answer": ([user("The capital of Italy?"), said("<think>\nRome, I am sure.\n</think>\n\nRome")], None),
+    "letters that tokens have": ([LIMA, said("e"), user("o"), said("a")], None),
+    "a system that the question repeats": (
+        [{"role": "system", "content": "Answer in French."}, user("Answer in French. Where is Lima?"), said(PERU)],
+        None,
+    ),
+    "a quote in an argument": ([ROME, said("", tool_calls=[call(0, city="L'Aquila")]), result(0, "a"), SUNNY], TOOLS),
+    "words that an argument has": (
+        [ROME, said("Rome", tool_calls=[call(0, city="Rome, Italy")]), result(0, "clear sky"), SUNNY],
+        TOOLS,
+    ),
+    "reasoning that has the call": (
+        [ROME, said("", reasoning_content='I call get_weather with {"city": "Rome"}.', tool_calls=[call(0, city="Rome")])],
+        TOOLS,
+    ),
     "words that name the tool": (
         [ROME, said("I use get_weather for Rome.", tool_calls=[call(0, city="Rome")]), result(0, "clear sky"), SUNNY],
         TOOLS,

@@ -9,7 +9,7 @@ from support.examples import examples
 from support.messages import raises
 from support.shapes import learned
 
-from hone.data.assistant_mask import render_conversations, rewritten
+from hone.data.assistant_mask import end_of_turn, render_conversations, rewritten
 from hone.data.chat import render_prompt, render_prompts
 from hone.errors import DataError
 
@@ -104,6 +104,22 @@ def test_a_template_that_rewrites_what_came_before_is_named(with_template):
     number, at, alone, whole = rewritten(tokenizer, messages)
     assert (number, at, alone[0], whole[0]) == (1, 0, "1", "4")
     assert rewritten(with_template(chats.THINK), messages) is None
+
+
+MARKED_HEADER = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}"
+    "{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_MORE = chats.MARKED.replace("{% endgeneration %}<|im_end|>\n", "<|im_end|>\n{% endgeneration %}")
+
+
+@pytest.mark.parametrize("template", [chats.MARKED, MARKED_HEADER, MARKED_MORE], ids=["usual", "header", "line break"])
+def test_marks_are_cut_to_what_the_model_writes(with_template, template):
+    tokenizer = with_template(template)
+    ((ids, mask),) = render_conversations(tokenizer, [[user("q"), assistant("a"), user("q"), assistant("b")]])
+    assert learned(tokenizer, ids, mask) == ["a<|im_end|>", "b<|im_end|>"]
+    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_rows_of_many_conversations_do_not_mix(with_template):

@@ -69,6 +69,7 @@ def test_an_unknown_role_names_the_command(write_rows):
         {"from": "function_call", "value": "f(1)"},
         {"from": "function_call", "value": "[]"},
         {"from": "Function_Call", "value": '{"arguments": {}}'},
+        {"from": "gpt", "value": [{"type": "document", "source": "x"}]},
     ],
 )
 def test_turns_without_a_text_or_a_call_are_refused(write_rows, turn):
@@ -81,13 +82,13 @@ def test_calls_and_results_may_be_objects(write_rows):
     turns = [
         TURNS[0],
         {"from": "Function_Call", "value": called},
-        {"from": "observation", "value": {"b": "é"}},
+        {"from": "observation", "value": [{"b": "é"}, 5]},
         TURNS[1],
     ]
     (row,) = read_rows(write_rows([{"conversations": turns}]), required=("messages",))
     _, call, result, _ = row.values["messages"]
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'} and call["content"] == ""
-    assert (result["role"], result["content"]) == ("tool", '{"b": "é"}')
+    assert (result["role"], result["content"]) == ("tool", '[{"b": "é"}, 5]')
 
 
 # columns for rewards -------------------------------------------------------------------------------------------------

@@ -162,6 +162,25 @@ def test_earlier_turns_are_in_the_prompt_also_where_turns_adjoin(with_template, 
     assert "19" in written[0] and "yes" in written[0] and "7+12" in written[1] and "I count." not in written[0]
 
 
+OPENED = (  # in the manner of Nemotron: the generation prompt opens a thought, an answer without one has an empty thought
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}</think>{% else %}<think></think>{% endif %}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_sides_with_different_prompts_are_refused(with_template, write_rows):
+    tokenizer = with_template(OPENED)
+    thought = assistant("19") | {"reasoning_content": "hm"}
+    for chosen, refused in ((thought, True), (assistant("19"), False)):
+        rows = write_rows([{**PAIR, "chosen": [chosen]}])
+        if refused:
+            with raises(DataError, "train.jsonl, row 0", "reasoning"):
+                PreferenceDataset(rows, tokenizer, None, max_length=200, truncation="error")
+        else:
+            assert len(PreferenceDataset(rows, tokenizer, None, max_length=200, truncation="error")) == 1
+
+
 def test_a_response_that_begins_with_a_turn_left_out_is_refused(dataset):
     with raises(DataError, "train.jsonl, row 0", "weight"):
         dataset([{**PAIR, "chosen": [assistant("19") | {"weight": 0}, assistant("yes")]}])

@@ -22,10 +22,10 @@ FOREIGN = {
 }
 """Templates of other projects, read as input: HONE_TEMPLATES names their folder."""
 TOKENS = re.compile(
-    r"<\|[A-Za-z_/.]{1,40}\|>|</?s>|<｜[^｜]{1,40}｜>|<(?:start|end)_of_turn>|<end_of_utterance>|<\|?turn\|?>|\[/?[A-Z_]{3,20}\]"
+    r"<\|[A-Za-z_/.]{1,40}\|>|</?s>|<｜[^｜]{1,40}｜>|<(?:start|end)_of_turn>|<end_of_utterance>|<\|?turn\|?>|\[/?[A-Z_]{3,20}\]|\[\|[a-z]+\|\]"
 )
 HEADER = re.compile(
-    r"\s*(<\|start\|>|<\|turn>|<start_of_turn>|<[|｜]?(im_start|start_header_id|Assistant)[|｜]?>|assistant\b|model\n)"
+    r"\s*(<\|start\|>|<\|turn>|<start_of_turn>|<\|START_OF_TURN_TOKEN\|>|<[|｜]?(im_start|start_header_id|Assistant)[|｜]?>|assistant\b|model\n)"
 )
 """How headers of turns begin, which the model is given."""
 HEADERLESS = {"theirs/diffusion_gemma", "theirs/template_chatml"}
@@ -81,7 +81,17 @@ def test_every_shape_is_shown_whole_or_refused_for_what_is_missing(rendering, na
         assert len(runs) == len(turns), (shape, runs)
         for run, turn in zip(runs, turns, strict=True):
             content = turn["content"] if isinstance(turn["content"], str) else turn["content"][0]["text"]
-            assert content.split("</think>")[-1].strip() in run, (shape, run)
+            answer = content.split("</think>")[-1].strip()
+            apart = not turn.get("tool_calls") and not (shape == "two answers in a row" and runs[0] == runs[-1])
+            assert answer in run and (not apart or re.search(rf"{re.escape(answer)}\s*({TOKENS.pattern}|$)", run)), (
+                shape,
+                run,
+            )
+            thought = turn.get("reasoning_content")
+            assert not turn.get("tool_calls") or "get_weather" in (run.split(thought)[-1] if thought else run), (
+                shape,
+                run,
+            )
             assert not any(word in run for word in ("Where is", "And ", "How is", "clear sky", "Be brief")), (
                 shape,
                 run,
