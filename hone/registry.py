@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hone.errors import UnknownMethod, did_you_mean
+from hone.user_code import require_admitted
 from hone.user_objects import is_user_object, user_object
 
 T = TypeVar("T")
@@ -101,6 +102,7 @@ def imported(path: str, key: str = "") -> Any:
 
     Raises:
         ConfigError: the module, attribute or object does not exist, or importing the module failed.
+        HoneError: somebody looks at runs (:func:`hone.user_code.looking`).
     """
     if is_user_object(path):
         return user_object(path).value
@@ -109,6 +111,7 @@ def imported(path: str, key: str = "") -> Any:
         raise UnknownMethod(
             f"'{path}' is not an import path", where=key, fix="write module:attribute, such as my_file:my_function"
         )
+    require_admitted(module_name)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # after installed packages, so that a file called random.py shadows nothing

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hone.errors import did_you_mean
+from hone.errors import HoneError, did_you_mean
 
 
 class UserCodeError(Exception):
@@ -29,6 +30,48 @@ class UserCodeError(Exception):
         self.what, self.fix, self.trace = what, fix, trace
 
 
+_admitted: set[str] | None = None
+"""Files and modules that may be run while somebody looks at runs; None: all."""
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Run no code of a user inside, in any thread, but what :func:`admit` names."""
+    global _admitted
+    before, _admitted = _admitted, set()
+    try:
+        yield
+    finally:
+        _admitted = before
+
+
+def admit(names: Collection[str] | None) -> None:
+    """Let files, and modules of import paths, be run inside of :func:`looking`; None: all."""
+    global _admitted
+    if names is None or _admitted is None:
+        _admitted = None
+        return
+    for name in names:
+        module = name.removeprefix("pkg://")
+        file = Path(module if module.endswith((".py", ".pyc", ".so")) else module.partition(":")[0])
+        _admitted |= {module.partition(":")[0], module.rpartition(".")[0], str(file.expanduser().resolve())}
+
+
+def require_admitted(name: str) -> None:
+    """Check that a file or module may be run.
+
+    Raises:
+        HoneError: somebody looks at runs, and it was not admitted (code E-trust).
+    """
+    if _admitted is not None and name not in _admitted and not name.startswith("hone."):
+        raise HoneError(
+            f"'{name}' is code, which this command does not run",
+            why="looking at a run that somebody sent would run a program of theirs with your rights",
+            fix="read it, then add --trust once where the command has it",
+            code="E-trust",
+        )
+
+
 def load_file(path: Path, name: str | None = None) -> ModuleType:
     """Execute a Python file as a module, called like the file unless a name is given; its folder becomes importable.
 
@@ -36,6 +79,7 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
         UserCodeError: the file is not Python, or raises.
     """
     name = name or path.stem
+    require_admitted(str(path.expanduser().resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserCodeError(f"{path} is not a Python file", "name a file that ends in .py")
@@ -131,6 +175,7 @@ def _load(path: str) -> ModuleType:
             )
         return load_file(file)
     module = path.removeprefix("pkg://")
+    require_admitted(module)
     try:
         return importlib.import_module(module)
     except Exception as error:  # importing executes the user's code

@@ -49,9 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tokenized datasets of the tests are kept apart from the user's."""
+    """Tokenized datasets and trusted runs of the tests are kept apart from the user's."""
     folder = tempfile.TemporaryDirectory(prefix="hone-cache-")
-    os.environ["HONE_CACHE"] = folder.name
+    os.environ["HONE_CACHE"] = os.environ["XDG_STATE_HOME"] = folder.name
     config.add_cleanup(folder.cleanup)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from hone.cli.config_check import check
 from hone.cli.config_import import import_
-from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset
+from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset, Trust
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -36,6 +36,7 @@ def show(
             "--derived", help="facts derived from the keys: roles, pools, source of old log-probs, each with a reason"
         ),
     ] = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Print the configuration that a run with these arguments would have."""
@@ -47,11 +48,14 @@ def show(
     from hone.config.environment import written_tree
     from hone.config.sources import explained
     from hone.insight.redaction import redact_entry, redact_tree
+    from hone.user_code import admit
 
     config, provenance = load_with_provenance(
         _tree(kind), overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
     )
     if derived:
+        if trust:
+            admit(None)
         _show_derived(config, as_json=as_json)
         return
     if not why and not changed:

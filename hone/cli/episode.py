@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hone.cli.options import Json
+from hone.cli.options import Json, Trust
 
 if TYPE_CHECKING:
     from hone.trainers.forks import ForkedEpisode
@@ -44,6 +44,7 @@ def fork(
     seed: Annotated[int, typer.Option(help="of the continuations")] = 1,
     png: Annotated[Path | None, typer.Option(help="draw the success by turn into this picture")] = None,
     root: Annotated[Path, typer.Option("--root", help="folder that holds the runs")] = Path("runs"),
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Continue a recorded episode from its exact tokens, and show the success before and after each turn.

@@ -65,10 +65,22 @@ COMMANDS = {
 }
 
 
+LOOKING = ("runs", "archive", "profile", "export", "audit")
+"""Commands that run no code of a run; those with `--trust` run what is trusted."""
+
+
 class HoneGroup(LazyGroup):
     """The top-level commands."""
 
     table = COMMANDS
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import and return the command that ``args`` names."""
+        if args[0] in LOOKING:
+            from hone.user_code import looking
+
+            ctx.with_resource(looking())
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(cls=HoneGroup, add_completion=False, no_args_is_help=True)

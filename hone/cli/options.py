@@ -46,4 +46,17 @@ Of = Annotated[Kind, typer.Option("--of", help="command whose keys to use")]
 ComputeDtype = Annotated[
     Dtype, typer.Option("--dtype", help="compute dtype; auto is bfloat16 on a GPU that computes in it, else float32")
 ]
+
+
+def _trust(context: typer.Context, asked: bool) -> None:
+    from hone.config.trust import trusting
+    from hone.user_code import looking
+
+    context.with_resource(looking())
+    context.with_resource(trusting(asked))
+
+
+Trust = Annotated[
+    bool, typer.Option("--trust", callback=_trust, help="run the code that the configuration names, now and later")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.options import Json
+from hone.cli.options import Json, Trust
 
 app = typer.Typer(add_completion=False)
 
@@ -16,6 +16,7 @@ app = typer.Typer(add_completion=False)
 def command(
     run: Annotated[Path, typer.Argument(help="run directory")],
     step: Annotated[int, typer.Option("--step", help="a step of trainer.save_microbatch_steps", min=1)],
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Recompute a micro-batch that a run saved, and print where the run diverges from it.

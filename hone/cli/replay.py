@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.options import Json
+from hone.cli.options import Json, Trust
 from hone.cli.run_output import RootOption
 
 app = typer.Typer(add_completion=False)
@@ -27,6 +27,7 @@ def command(
         ),
     ] = None,
     root: RootOption = Path("runs"),
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Run a stored step again from the checkpoint before it, and compare tokens, rewards, advantages, metrics and weights.

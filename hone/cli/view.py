@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hone.cli.options import Trust
+
 app = typer.Typer(add_completion=False)
 
 
@@ -32,6 +34,7 @@ def command(
     query: Annotated[
         str, typer.Option("--filter", help="groups to export, such as 'score<0.5'; by default those of the newest step")
     ] = "",
+    trust: Trust = False,
 ) -> None:
     """Look at runs in a browser: curves, groups of answers, tokens, episodes, comparisons.
 

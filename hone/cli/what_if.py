@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hone.cli.options import Json
+from hone.cli.options import Json, Trust
 
 if TYPE_CHECKING:
     from hone.trainers.replay.what_if import WhatIf
@@ -27,6 +27,7 @@ def command(
     weights: Annotated[
         bool, typer.Option("--weights/--no-weights", help="compare gradients by the weights that the step began with")
     ] = True,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Compute a stored step again with other keys, or with every registered estimator and policy loss, and compare.

@@ -15,7 +15,8 @@ from hone.agents.chat import ChatLoop
 from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
 from hone.agents.replay import RecordedTurn, ReplayClient, change_last_message, recorded_turns
-from hone.config import RLConfig, load_config
+from hone.config import RLConfig
+from hone.config.trust import run_config
 from hone.data.image_processor import load_image_processor
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample, Trajectory, row_of
@@ -23,7 +24,6 @@ from hone.errors import ConfigError, HoneError
 from hone.generation.protocol import Engine, SamplingParams
 from hone.insight.archive.images import images_of
 from hone.insight.compare import find_run
-from hone.insight.run_files import CONFIG
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.rewards.score import Score
@@ -126,7 +126,7 @@ def fork(request: ForkRequest) -> ForkedEpisode:
         HoneError: the run has no such episode, its loop cannot be continued, or the conversation does not repeat.
     """
     folder = find_run(request.run, request.root).path
-    config = load_config(RLConfig, config_path=folder, config_name=Path(CONFIG).stem)
+    config = run_config(folder)
     step, record, segments = _recorded(folder, config, request)
     turns = recorded_turns(segments)
     chosen = list(range(len(turns))) if request.turn is None else [request.turn]

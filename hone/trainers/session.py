@@ -19,12 +19,14 @@ from hone.config.environment import environment_variables, written_tree
 from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.run import RunConfig, TrainerConfig
 from hone.config.trees import AnyConfig
+from hone.config.trust import remember
 from hone.errors import EXIT_STOPPED, HoneError
 from hone.insight import activity, timeline
 from hone.insight.compare import flatten
 from hone.insight.detectors.watch import Watch
 from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory
+from hone.insight.run_files import CONFIG
 from hone.insight.run_lock import RunLock
 from hone.insight.stop_requests import StopRequest, StopWatch, check_may_start, clear_stop, kill_children, read_stop
 from hone.insight.trackers import build_trackers
@@ -126,6 +128,7 @@ class RunSession:
             rewards=self.rewards,
             agent_contract=self.agent_contract,
         )
+        remember(self.directory.path / CONFIG, self.config)
         self.directory.rewind(-1 if last_step is None else last_step)
         self.trackers = build_trackers(
             self.trainer.logger,

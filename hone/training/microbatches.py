@@ -27,7 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hone.config import RLConfig, load_config, to_yaml
+from hone.config import RLConfig, to_yaml
+from hone.config.trust import remember, run_config
 from hone.data.batch import Batch
 from hone.errors import HoneError
 from hone.insight.redaction import redact_tree
@@ -140,6 +141,7 @@ class MicroBatchRecorder:
             )
             config = redact_tree(yaml.safe_load(to_yaml(self._target.config)))
             (temporary / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+            remember(temporary / _CONFIG, self._target.config)
             about = self._about(loss, totals, norms)
             (temporary / _ABOUT).write_text(json.dumps(about, indent=1))
             shutil.rmtree(final, ignore_errors=True)
@@ -212,7 +214,7 @@ def load_micro_batch(run: Path, step: int) -> SavedMicroBatch:
         raise HoneError(
             f"the saved micro-batch is damaged: {error}", where=str(directory), code="E-microbatch"
         ) from error
-    config = load_config(RLConfig, config_path=directory, config_name="config")
+    config = run_config(directory)
     return SavedMicroBatch(directory, about, config, Batch.load(directory / "batch"), computed)
 
 

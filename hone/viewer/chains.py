@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from hone.errors import HoneError
 
+log = logging.getLogger("hone.view")
 _ACTOR = "actor_rollout_ref.actor"
 KEYS = {
     "clip": f"{_ACTOR}.policy_loss.loss_mode",
@@ -53,7 +55,9 @@ def loss_factors(run: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     file = run / "rollouts" / f"step_{record['step']}.parquet"
     try:
         factors = _step_factors(run, int(record["step"]), file.stat().st_mtime_ns)
-    except (HoneError, OSError):
+    except (HoneError, OSError) as error:
+        if isinstance(error, HoneError) and error.code == "E-trust":
+            log.warning("the factors of the loss are left out: %s", error)
         return []
     mine = factors.get((record["uid"], record["index"], record["part"]))
     if mine is None:

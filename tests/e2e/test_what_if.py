@@ -9,10 +9,11 @@ import pytest
 from support.launch import hone
 from support.world import World, rl_command
 
+from hone.config.trust import run_config
 from hone.insight.archive.read import open_archive
 from hone.insight.run_files import read_metrics
 from hone.trainers.replay.direction import WeightGradients
-from hone.trainers.replay.stored import load_step, run_config
+from hone.trainers.replay.stored import load_step
 from hone.trainers.replay.what_if import recompute, what_if
 from hone.viewer.chains import loss_factors
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hone.cluster.any_batch import AnyBatch
+from hone.config.trust import run_config
 from hone.errors import HoneError
 from hone.insight.compare import read_whole_run
 from hone.insight.comparison.divergence import Bisection, RunTrace, bisect_runs
 from hone.insight.run_traces import read_trace
 from hone.trainers.callbacks import Callbacks, calling
 from hone.trainers.replay.direction import checkpoint_before, checkpoints
-from hone.trainers.replay.stored import StoredStep, load_step, require_stored_inputs, run_config
+from hone.trainers.replay.stored import StoredStep, load_step, require_stored_inputs
 from hone.trainers.rl import RLTrainer, train
 from hone.trainers.stages import SAMPLED, Stage
 from hone.trainers.update_view import KEPT

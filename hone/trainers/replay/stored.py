@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from hone.config import load_config
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
+from hone.config.trust import run_config
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.trajectories import to_batch
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
 from hone.insight.coverage.ledger import Fate
-from hone.insight.run_files import CONFIG
 from hone.rewards.score import Score
 from hone.rewards.stored import stored_trajectory
 from hone.trainers.update_view import KEPT
@@ -144,8 +143,3 @@ def as_batch(records: Sequence[dict[str, Any]], folder: Path) -> Batch:
     return to_batch([stored_trajectory(record, {}, folder) for record in records]).with_columns(
         **{name: column for name, column in columns.items() if column is not None}
     )
-
-
-def run_config(run: Path, overrides: Sequence[str] = ()) -> RLConfig:
-    """Read the configuration of a run, with some keys changed."""
-    return load_config(RLConfig, overrides, config_path=str(run), config_name=Path(CONFIG).stem)

@@ -12,6 +12,7 @@ from torch import Tensor
 from hone.algorithms import advantage_estimators, apply_kl_penalty, policy_losses
 from hone.config.derived import OldLogProbs, RunSpec
 from hone.config.tree import RLConfig
+from hone.config.trust import run_config
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.errors import HoneError
@@ -19,7 +20,7 @@ from hone.insight.metrics import MetricStore
 from hone.insight.run_files import read_metrics
 from hone.trainers.estimates import COLUMNS, estimate
 from hone.trainers.replay.direction import WeightGradients
-from hone.trainers.replay.stored import StoredStep, require_stored_inputs, run_config
+from hone.trainers.replay.stored import StoredStep, require_stored_inputs
 from hone.trainers.replay.token_gradients import TokenGradients, token_gradients
 from hone.trainers.update_view import KEPT, correct, update_view
 
