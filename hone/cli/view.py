@@ -34,6 +34,12 @@ def command(
     query: Annotated[
         str, typer.Option("--filter", help="groups to export, such as 'score<0.5'; by default those of the newest step")
     ] = "",
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward", help="FILE:NAME of a function that the page may score answers with; repeat for several"
+        ),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Look at runs in a browser: curves, groups of answers, tokens, episodes, comparisons.
@@ -42,4 +48,4 @@ def command(
     """
     from hone.viewer.command import ViewRequest, view
 
-    view(ViewRequest(runs or (), root, host, port, token, not no_browser, export, query))
+    view(ViewRequest(runs or (), root, host, port, token, not no_browser, export, query, reward or ()))

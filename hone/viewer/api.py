@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError
+from hone.rewards.scorers import SCORERS
 from hone.viewer import (
     chains,
     comparison,
@@ -31,9 +32,14 @@ class Workspace:
 
     Args:
         runs: name to run directory.
+        rewards: functions that score stored answers again, as ``FILE:NAME``.
+
+    Raises:
+        HoneError: a file of ``rewards`` does not exist (code E-view-reward).
     """
 
-    def __init__(self, runs: Mapping[str, Path]) -> None:
+    def __init__(self, runs: Mapping[str, Path], rewards: Sequence[str] = ()) -> None:
+        self.rewards = {name: rescoring.reward_config(name) for name in rewards}
         self.runs = {name: ViewedRun(path, name) for name, path in runs.items()}
 
     def run(self, parameters: Mapping[str, Any]) -> ViewedRun:
@@ -68,6 +74,7 @@ def integer(parameters: Mapping[str, Any], name: str, default: int = 0) -> int:
 def _runs(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return {
         "runs": [run.state() for run in workspace.runs.values()],
+        "rewards": [*workspace.rewards, *SCORERS],
         "columns": {"numbers": NUMBERS, "words": WORDS},
     }
 
@@ -183,7 +190,7 @@ def _label(workspace: Workspace, body: Any) -> Any:
 
 
 def _rescore(workspace: Workspace, body: Any) -> Any:
-    return rescoring.rescore(workspace.run(body), str(body.get("reward") or ""))
+    return rescoring.rescore(workspace.run(body), str(body.get("reward") or ""), workspace.rewards)
 
 
 READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {

@@ -27,6 +27,7 @@ class ViewRequest:
     open_browser: bool = True
     export: Path | None = None
     query: str = ""
+    rewards: Sequence[str] = ()
 
 
 def chosen_runs(names: Sequence[str], root: Path) -> dict[str, Path]:
@@ -72,7 +73,7 @@ def view(request: ViewRequest) -> None:
         ) from error
     from hone.viewer.api import Workspace
 
-    workspace = Workspace(chosen_runs(request.runs, request.root))
+    workspace = Workspace(chosen_runs(request.runs, request.root), request.rewards)
     token = request.token or secrets.token_urlsafe(24)
     server = HttpServer(Viewer(workspace, token).app, host=request.host, port=request.port)
     address = f"{server.url}/?token={token}"

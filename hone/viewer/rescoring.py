@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.errors import HoneError
 from hone.viewer.run import ViewedRun, plain
 
 SHOWN = 200
 
 
-def rescore(run: ViewedRun, reward: str) -> dict[str, Any]:
+def reward_config(named: str) -> RewardConfig:
+    """Return the configuration of a reward that `hone view --reward` names.
+
+    Args:
+        named: ``FILE:NAME`` of a function.
+
+    Raises:
+        HoneError: there is no such file (code E-view-reward).
+    """
+    file, _, name = named.strip().rpartition(":")
+    path = Path(file).expanduser()
+    if not file or not path.is_file():
+        raise HoneError(f"no file '{file}'", fix="--reward FILE:NAME of a function", code="E-view-reward")
+    return RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path.resolve()), name=name))
+
+
+def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> dict[str, Any]:
     """Score all stored answers again, as `hone reward diff stored REWARD` does.
 
     Args:
         run: the run.
-        reward: ``FILE:NAME`` of a function, or the name of a scorer.
+        reward: one of ``named``, or the name of a built-in scorer.
+        named: functions that `hone view` was started with.
 
     Returns:
         ``episodes``, ``groups``, shares of what would be different, and ``differences``, the largest change first.
 
     Raises:
-        HoneError: the reward cannot be loaded, or the run has no rollouts.
+        HoneError: the reward is neither (code E-view-reward), or the run has no rollouts.
     """
-    from hone.config.reward import RewardConfig
     from hone.rewards.comparison import compare
     from hone.rewards.rescoring import rescore_run
+    from hone.rewards.scorers import SCORERS
 
-    config = RewardConfig()
-    file, _, name = reward.strip().rpartition(":")
-    if file:
-        if not Path(file).expanduser().is_file():
-            raise HoneError(f"no file '{file}'", fix="FILE:NAME of a function on this machine", code="E-view-reward")
-        config.custom_reward_function.path, config.custom_reward_function.name = str(Path(file).expanduser()), name
-    elif name:
-        config.scorer = name
-    else:
+    config = RewardConfig(scorer=reward) if reward in SCORERS else named.get(reward)
+    if config is None:
         raise HoneError(
-            "no reward is named", fix="FILE:NAME of a function, or the name of a scorer", code="E-view-reward"
+            f"'{reward}' is no built-in scorer, and the viewer was not started with it",
+            why="whoever has the link could run any file of this machine",
+            fix="start it with hone view --reward FILE:NAME",
+            code="E-view-reward",
         )
     comparison = compare(rescore_run(str(run.path), run.path.parent, None, config))
     differences = [difference.as_json() for difference in comparison.differences[:SHOWN]]

@@ -1,6 +1,6 @@
 // Two runs, steps or filters compared: numbers, paired prompts, phrases, tools and ends; and a run under an edited reward.
 import { html, useState, useEffect } from "./vendor/preact.js";
-import { useData, link, go, fmt, signed, tone, post, plural } from "./lib.js";
+import { useData, link, go, fmt, signed, tone, get, post, plural } from "./lib.js";
 import { Failure, Nothing } from "./widgets.js";
 
 const NUMBERS = [["answers", "answers"], ["score", "mean score"], ["right", "right"], ["tokens", "tokens"], ["entropy", "entropy"], ["turns", "turns"], ["calls", "tool calls"], ["toolerrors", "tool errors"]];
@@ -65,6 +65,8 @@ function Phrases({ title, rows }) {
 const SHARES = [["flipped", "verdicts that flip"], ["reordered_pairs", "pairs in another order"], ["reordered_groups", "groups with such a pair"], ["advantage_signs", "advantages with another sign"], ["tokens", "tokens with another advantage"], ["gradient", "past gradient that would differ"]];
 
 export function Rescore({ route }) {
+  const [rewards, setRewards] = useState([]);
+  useEffect(() => { get("runs").then((data) => setRewards(data.rewards), () => {}); }, []);
   const [reward, setReward] = useState("");
   const [result, setResult] = useState({});
   const start = async (event) => {
@@ -77,9 +79,9 @@ export function Rescore({ route }) {
     }
   };
   const { data, error, busy } = result;
-  return html`<form class="bar" onSubmit=${start}><label class="row grow"><span class="muted">reward</span><input class="input mono" placeholder="my_reward.py:compute_score, or the name of a scorer" value=${reward} onInput=${(event) => setReward(event.target.value)} /></label><button class="button primary" disabled=${busy || !reward}>${busy ? "scoring …" : "score again"}</button></form>
+  return html`<form class="bar" onSubmit=${start}><label class="row grow"><span class="muted">reward</span><input class="input mono" list="rewards" placeholder="a function of hone view --reward FILE:NAME, or the name of a scorer" value=${reward} onInput=${(event) => setReward(event.target.value)} /><datalist id="rewards">${rewards.map((name) => html`<option value=${name}></option>`)}</datalist></label><button class="button primary" disabled=${busy || !reward}>${busy ? "scoring …" : "score again"}</button></form>
     ${error && html`<${Failure} error=${error} />`}
-    ${!data && !error && html`<${Nothing} title="Edit the reward, then score the stored answers again">What would have been different is shown here; the run is not changed. The function runs in worker processes on this machine.</${Nothing}>`}
+    ${!data && !error && html`<${Nothing} title="Edit the reward, then score the stored answers again">What would have been different is shown here; the run is not changed. It runs in worker processes on this machine. Whoever has the link of this page reads the runs, adds labels and starts these functions and scorers; no others.</${Nothing}>`}
     ${data && html`<div class="scroll"><div class="pad"><p style=${{ marginBottom: "12px" }}>${plural(data.episodes, "answer")} in ${plural(data.groups, "group")}, ${plural(data.changed, "answer")} would differ.</p>
       <table class="table" style=${{ maxWidth: "460px" }}><tbody>${SHARES.map(([name, title]) => html`<tr key=${name}><td>${title}</td><td class="right num">${percent(data[name])}</td></tr>`)}</tbody></table>
       <table class="table" style=${{ marginTop: "16px" }}><thead><tr><th>step</th><th>answer</th><th class="right">score</th><th class="right">new</th><th class="right">advantage</th><th class="right">new</th></tr></thead><tbody>

@@ -17,6 +17,7 @@ from hone.insight.archive.read import open_archive
 from hone.insight.detectors.watch import Watch
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_files import read_alerts
+from hone.user_code import looking
 from hone.viewer.api import READS, WRITES, Workspace
 from hone.viewer.comparison import phrases
 from hone.viewer.export import PAGE, bundle, export, page_with
@@ -230,8 +231,9 @@ def test_an_edited_reward_scores_the_stored_answers_again(run_path: Path, tmp_pa
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(ground_truth in solution_str)\n"
     )
-    workspace = Workspace({"demo": run_path})
-    result = WRITES["rescore"](workspace, {"reward": f"{reward}:compute_score"})
+    workspace = Workspace({"demo": run_path}, [f"{reward}:compute_score"])
+    with looking():  # as `hone view` does
+        result = WRITES["rescore"](workspace, {"reward": f"{reward}:compute_score"})
     assert (result["episodes"], result["groups"]) == (192, 48) and result["changed"] >= len(result["differences"]) > 0
     for one in result["differences"]:
         record = workspace.archived({}).record(one["step"], one["uid"], one["index"], 0)
@@ -240,8 +242,21 @@ def test_an_edited_reward_scores_the_stored_answers_again(run_path: Path, tmp_pa
             float(record["ground_truth"] in record["text"]),
         )
     with pytest.raises(HoneError) as error:
-        WRITES["rescore"](workspace, {"reward": f"{tmp_path}/none.py:f"})
+        Workspace({"demo": run_path}, [f"{tmp_path}/none.py:f"])
     assert error.value.code == "E-view-reward"
+
+
+def test_answers_are_scored_by_functions_named_at_the_start_only(run_path: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "another.py"
+    reward.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(data_source, solution_str, ground_truth, extra_info): return 0\n"
+    )
+    for rewards in ([], [[f"{__file__}:ask"]]):
+        workspace = Workspace({"demo": run_path}, *rewards)
+        for name in (f"{reward}:f", f"{reward}", "another:f", "", f"{__file__}:test"):
+            with pytest.raises(HoneError) as error:
+                WRITES["rescore"](workspace, {"reward": name})
+            assert error.value.code == "E-view-reward" and not (tmp_path / "ran").exists()
 
 
 def test_the_alerts_are_those_of_the_detectors_and_the_end_of_the_run(tmp_path: Path) -> None:
