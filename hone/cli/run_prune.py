@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hone.cli.options import Json
 from hone.cli.run_output import RootOption, new_console, new_table, print_json
+
+if TYPE_CHECKING:
+    from hone.training.retention import Surplus
 
 
 def prune(
@@ -44,10 +48,18 @@ def prune(
         )
     rules = Rules(checkpoints, rollout_days, tuple(shelves or ()))
     paths = [find_run(name, root).path for name in runs] if runs else list(run_names(root).values())
-    every = [surplus_of(path, rules) for path in paths]
+    below = [path for path in paths if runs or path.resolve().is_relative_to(root.resolve())]
+    every = [surplus_of(path, rules) for path in below]
+    _print(every, as_json=as_json)
     if delete:
         for surplus in every:
             delete_surplus(surplus, rules)
+    if not as_json:
+        mib = sum(surplus.size for surplus in every) / 2**20
+        typer.echo(f"{'deleted' if delete else 'would delete'}: {mib:.1f} MiB{'' if delete else '; --delete does it'}")
+
+
+def _print(every: Sequence[Surplus], *, as_json: bool) -> None:
     if as_json:
         print_json(
             [
@@ -68,7 +80,4 @@ def prune(
         table.add_row(
             str(surplus.run), steps, str(len(surplus.rollouts)), f"{surplus.size / 2**20:.1f}", surplus.kept_because
         )
-    out = new_console()
-    out.print(table)
-    mib = sum(surplus.size for surplus in every) / 2**20
-    out.print(f"{'deleted' if delete else 'would delete'}: {mib:.1f} MiB{'' if delete else '; --delete does it'}")
+    new_console().print(table)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hone.errors import HoneError
 from hone.insight.run_files import CONFIG, read_run
 from hone.insight.run_lock import is_held
+from hone.text import read_yaml
 from hone.training.checkpoints.store import CheckpointStore
-from hone.training.releases import Shelf
+from hone.training.releases import Shelf, model_digest
 
 _STEP = re.compile(r"step_(\d+)\.(?:parquet|txt)")
 DAY = 86400.0
@@ -62,21 +64,26 @@ def surplus_of(run: Path, rules: Rules, *, at: float | None = None) -> Surplus:
         rules: rules of retention.
         at: time in seconds since the epoch from which ages count; None is now.
     """
-    if is_held(run) or read_run(run)["status"] == "running":
-        return Surplus(run, "it is running")
-    released = [f"{shelf} {number}" for shelf, number in _released(rules.shelves) if _is_of(shelf, number, run)]
-    if released:
-        return Surplus(run, f"release {', '.join(released)} comes from it")
-    config: dict[str, Any] = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    store = _store(run, config, rules)
-    checkpoints = tuple(store.surplus())
+    try:
+        if is_held(run) or read_run(run)["status"] == "running":
+            return Surplus(run, "it is running")
+        config: dict[str, Any] = read_yaml((run / CONFIG).read_text(encoding="utf-8"))
+        store = _store(run, config, rules)
+        checkpoints = tuple(store.surplus())
+        kept = _is_elsewhere(run, store, checkpoints) or _released(run, store, checkpoints, rules.shelves)
+    except (HoneError, OSError, LookupError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return Surplus(run, f"it cannot be read: {str(error).splitlines()[0]}")
+    if kept:
+        return Surplus(run, kept)
     now = time.time() if at is None else at
     needed = {f"step_{step}" for step in (config.get("trainer") or {}).get("save_steps_for_replay") or ()}
     rollouts = tuple(
         file
         for folder in ("rollouts", "validation")
+        if not (run / folder).is_symlink()
         for file in sorted((run / folder).glob("step_*"))
         if rules.rollout_days is not None
+        and not file.is_symlink()
         and _STEP.fullmatch(file.name)
         and file.stem not in needed
         and now - file.stat().st_mtime > rules.rollout_days * DAY
@@ -86,14 +93,13 @@ def surplus_of(run: Path, rules: Rules, *, at: float | None = None) -> Surplus:
 
 
 def delete(surplus: Surplus, rules: Rules) -> None:
-    """Delete what the rules do not keep of a run."""
-    if surplus.kept_because:
+    """Delete what the rules do not keep of a run, unless a process trains in it meanwhile."""
+    if surplus.kept_because or is_held(surplus.run):
         return
     for file in surplus.rollouts:
         file.unlink(missing_ok=True)
     if surplus.checkpoints:
-        config = yaml.safe_load((surplus.run / CONFIG).read_text(encoding="utf-8"))
-        _store(surplus.run, config, rules).retire()
+        _store(surplus.run, read_yaml((surplus.run / CONFIG).read_text(encoding="utf-8")), rules).retire()
 
 
 def _store(run: Path, config: dict[str, Any], rules: Rules) -> CheckpointStore:
@@ -103,12 +109,39 @@ def _store(run: Path, config: dict[str, Any], rules: Rules) -> CheckpointStore:
     return CheckpointStore(root, rules.checkpoints, best=best, always=replays)
 
 
-def _released(shelves: Sequence[Path]) -> Iterator[tuple[Path, int]]:
-    for path in shelves:
-        for release in Shelf(path).releases():
-            yield path, release.number
+def _is_elsewhere(run: Path, store: CheckpointStore, checkpoints: Sequence[int]) -> str:
+    """Return why checkpoints may be those of another run; empty where they are below the run, or name it in their configuration."""
+    root = store.root
+    if root.is_local and is_held(root.local_path):
+        return f"a process trains in {root}"
+    folders = [root.local_path, *(root.local_path / f"step_{step}" for step in checkpoints)] if root.is_local else []
+    if links := [str(folder) for folder in folders if folder.is_symlink()]:
+        return f"{links[0]} is a link"
+    if root.is_local and root.local_path.resolve() == run.resolve() / "checkpoints":
+        return ""
+    for step in checkpoints:
+        owner = read_yaml((root / f"step_{step}").read_text(CONFIG))["trainer"]["default_local_dir"]
+        if Path(owner).resolve() != run.resolve():
+            return f"{root}/step_{step} is a checkpoint of {owner}"
+    return ""
 
 
-def _is_of(shelf: Path, number: int, run: Path) -> bool:
-    source = Shelf(shelf).release(number).record.get("run") or {}
-    return source.get("path") is not None and Path(source["path"]).resolve() == run.resolve()
+def _released(run: Path, store: CheckpointStore, checkpoints: Sequence[int], shelves: Sequence[Path]) -> str:
+    """Return which releases come from the run; those whose source is not known are compared by their weights."""
+    folders = [run.resolve(), *([store.root.local_path.resolve()] if store.root.is_local else [])]
+    actors = [store.root.local_path / f"step_{step}" / "actor" for step in checkpoints] if store.root.is_local else []
+    found = []
+    for shelf in shelves:
+        for release in Shelf(shelf).releases():
+            record = release.record
+            sources = [
+                (record.get("run") or {}).get("path"),
+                record.get("model"),
+                (record.get("base") or {}).get("path"),
+            ]
+            known = [Path(source).resolve() for source in sources if source is not None and Path(source).exists()]
+            if any(source.is_relative_to(folder) for source in known for folder in folders) or (
+                not known and any(record.get("digest") == model_digest(actor) for actor in actors)
+            ):
+                found.append(f"{shelf} {release.number}")
+    return f"release {', '.join(found)} comes from it" if found else ""

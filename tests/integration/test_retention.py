@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from hone.cli.main import main
+from hone.insight.run_lock import RunLock
 from hone.training.checkpoints.store import CheckpointStore
+from hone.training.releases import model_digest
 from hone.training.retention import DAY, Rules, delete, surplus_of
 
 
@@ -94,3 +97,74 @@ def test_the_command_deletes_only_when_asked(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         main(words[:4])
     assert ended.value.code == 2
+
+
+def _contents(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "way", ["checkpoint_dir", "checkpoints", "step_1", "rollouts", "rollouts/step_1.parquet", "the run"]
+)
+def test_nothing_outside_the_run_is_deleted(way: str, tmp_path: Path) -> None:
+    """A received run names the checkpoints or samples of another one by its configuration or by links."""
+    mine, received = make_run(tmp_path / "mine"), make_run(tmp_path / "runs" / "received")
+    if way == "checkpoint_dir":
+        (received / "config.yaml").write_text(f"trainer: {{checkpoint_dir: {mine / 'checkpoints'}}}\n")
+    else:
+        replaced = {"step_1": "checkpoints/step_1", "the run": ""}.get(way, way)
+        shutil.rmtree(received / replaced) if (received / replaced).is_dir() else (received / replaced).unlink()
+        (received / replaced).symlink_to(mine / replaced)
+    before = _contents(mine)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "runs",
+                "prune",
+                "--root",
+                str(tmp_path / "runs"),
+                "--keep-checkpoints",
+                "1",
+                "--keep-rollouts",
+                "0",
+                "--delete",
+            ]
+        )
+    assert not ended.value.code and _contents(mine) == before
+
+
+def test_a_checkpoint_folder_elsewhere_is_pruned_where_it_names_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    shutil.move(run / "checkpoints", tmp_path / "elsewhere")
+    (run / "config.yaml").write_text(f"trainer: {{checkpoint_dir: {tmp_path / 'elsewhere'}}}\n")
+    rules = Rules(checkpoints=1)
+    for owner, deleted in ((tmp_path / "other", ()), (run, (1, 3, 4))):
+        for file in (tmp_path / "elsewhere").glob("step_*/config.yaml"):
+            file.write_text(f"trainer: {{default_local_dir: {owner}}}\n")
+        assert surplus_of(run, rules).checkpoints == deleted
+        assert bool(surplus_of(run, rules).kept_because) == (not deleted)
+    with RunLock(tmp_path / "elsewhere"):
+        assert surplus_of(run, rules).kept_because
+
+
+@pytest.mark.parametrize("lost", ["run", "both"])
+def test_a_release_without_its_run_keeps_its_checkpoint(lost: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    actor, shelf = run / "checkpoints" / "step_1" / "actor", tmp_path / "shelf" / "0001"
+    shelf.mkdir(parents=True)
+    record = {
+        "release": 1,
+        "run": None,
+        "model": str(actor) if lost == "run" else "gone",
+        "digest": model_digest(actor),
+    }
+    (shelf / "release.json").write_text(json.dumps(record))
+    assert surplus_of(run, Rules(checkpoints=1, shelves=(tmp_path / "shelf",))).kept_because
+
+
+def test_a_damaged_run_keeps_everything_and_the_others_are_pruned(tmp_path: Path) -> None:
+    for number, damage in enumerate(("status: [", "- 1", "trainer: 3")):
+        (make_run(tmp_path / f"damaged{number}") / "config.yaml").write_text(damage)
+    (make_run(tmp_path / "damaged") / "run.json").write_text("{")
+    found = [surplus_of(path, Rules(checkpoints=1)) for path in sorted(tmp_path.iterdir())]
+    assert all(surplus.kept_because and not surplus.checkpoints for surplus in found)
