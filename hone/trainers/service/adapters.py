@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -34,6 +35,11 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _NONE = "hone_none"
 """The adapter that is active when the base model is: of rank 1, and zero."""
+_ADAM_BOUNDS = {"learning_rate": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "eps": (1e-30, 1), "weight_decay": (0, 1e4),
+                "clip": (0, 1e30)}  # fmt: skip
+"""Smallest and largest value of each setting of AdamW, beyond which weights become infinite."""
+_LARGEST_NORM = 1e18
+"""Norm of a gradient from which its squares leave float32."""
 _SHAPE, _WEIGHTS, _OPTIMIZER = "shape.json", "adapter_model.safetensors", "optimizer.safetensors"
 
 
@@ -81,6 +87,26 @@ class AdamSettings:
     clip: float = 0.0
 
 
+def adam_settings(params: Mapping[str, Any]) -> AdamSettings:
+    """Return the settings of a step from the client's parameters.
+
+    Raises:
+        RequestError: one is unknown or out of bounds.
+    """
+    names = {item.name: item.name for item in dataclasses.fields(AdamSettings)} | {"grad_clip_norm": "clip"}
+    settings: dict[str, float] = {}
+    for name, value in params.items():
+        least, most = _ADAM_BOUNDS.get(names.get(name, ""), (1, 0))
+        if not least <= float(value) <= most:
+            bounds = f", {least:g} to {most:g}" if name in names else ""
+            raise RequestError(f"{name}={value} is not a setting of AdamW{bounds}", field="adam_params")
+        settings[names[name]] = float(value)
+    chosen = AdamSettings(**settings)
+    if chosen.learning_rate * chosen.weight_decay > 1:
+        raise RequestError("learning_rate * weight_decay is more than 1, and weights would grow", field="adam_params")
+    return chosen
+
+
 @dataclass(frozen=True)
 class Passed:
     """Result of a forward pass.
@@ -107,10 +133,13 @@ class AdapterSet:
 
     Attributes:
         model: the model with its adapters, which an engine may sample from.
+        vocabulary: number of token ids.
     """
 
     def __init__(self, model: nn.Module, *, device: torch.device, dtype: str, max_tokens: int = 16384) -> None:
         model.requires_grad_(False)
+        embeddings: Any = causal_lm(model).get_input_embeddings()
+        self.vocabulary = int(embeddings.num_embeddings)
         self._tied = bool(getattr(causal_lm(model).config, "tie_word_embeddings", False))
         self.model = PeftModel(model, LoraConfig(r=1, target_modules=["q_proj"]), adapter_name=_NONE)  # type: ignore[arg-type]
         self.model.requires_grad_(False)
@@ -202,13 +231,13 @@ class AdapterSet:
         """Return the log-probs of the targets of each datum."""
         self.activate(name)
         self.model.eval()
-        batch = _batch_of(data, ())
+        batch = _batch_of(data, (), self.vocabulary)
         return _rows(self._loop.infer(batch, self._head)["log_probs"])
 
     def forward_backward(
         self, name: str, data: Sequence[Datum], loss: Loss, settings: Mapping[str, float], *, backward: bool = True
     ) -> Passed:
-        """Compute the loss, and add its gradient to that of the adapter.
+        """Compute the loss, and add its gradient to that of the adapter; a call that fails leaves that as it was.
 
         Args:
             name: of the adapter.
@@ -218,11 +247,11 @@ class AdapterSet:
             backward: whether gradients are computed.
 
         Raises:
-            RequestError: a datum lacks an input, or its targets are not the tokens that follow.
+            RequestError: a datum lacks an input, has ids that the model lacks, or its targets are not the tokens that follow.
         """
+        batch = _batch_of(data, loss.needs, self.vocabulary)
         self.activate(name)
         self.model.train(backward)
-        batch = _batch_of(data, loss.needs)
 
         def weighted(log_probs: Tensor, columns: Batch) -> Tensor:
             inputs = {key: columns.ragged(key).values.to(log_probs) for key in (*loss.needs, "weights")}
@@ -233,7 +262,13 @@ class AdapterSet:
 
         outputs = Outputs(batch.ragged("response_ids"))
         if backward:
-            self._loop.accumulate_gradients(batch, self._head, objective, outputs_seen=outputs)
+            held = [(each, None if each.grad is None else each.grad.clone()) for each in self.parameters(name)]
+            try:
+                self._loop.accumulate_gradients(batch, self._head, objective, outputs_seen=outputs)
+            except BaseException:
+                for parameter, gradient in held:
+                    parameter.grad = gradient
+                raise
             log_probs = outputs.columns()["log_probs"]
         else:
             log_probs = self._loop.infer(batch, self._head)["log_probs"]
@@ -243,7 +278,8 @@ class AdapterSet:
     def step(self, name: str, settings: AdamSettings) -> dict[str, float]:
         """Update an adapter by its gradient, and clear that; return metrics.
 
-        A gradient that is not finite leaves the adapter as it is, which ``skipped`` counts.
+        A gradient that is not finite, or whose squares are not, leaves the adapter as it is, which ``skipped`` counts; its norm is left
+        out, because JSON has no such numbers.
         """
         parameters, optimizer = self.parameters(name), self._optimizers[name]
         limit = settings.clip if settings.clip > 0 else math.inf
@@ -255,15 +291,22 @@ class AdapterSet:
                 "eps": settings.eps,
                 "weight_decay": settings.weight_decay,
             }
-        if math.isfinite(norm):
+        usable = math.isfinite(norm) and min(norm, limit) < _LARGEST_NORM
+        if usable:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
+        return ({"grad_norm": norm} if math.isfinite(norm) else {}) | {"skipped": float(not usable)}
 
     # files -----------------------------------------------------------------------------------------------------------
 
     def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Write an adapter to a new folder as a PEFT directory, with the state of its optimizer if wanted."""
+        """Write an adapter to a new folder as a PEFT directory, with the state of its optimizer if wanted.
+
+        Raises:
+            RequestError: a weight is not finite.
+        """
+        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters(name)):
+            raise RequestError("weights of this model are not finite, and are not saved", fix="load earlier weights")
         folder.mkdir(parents=True)
         weights = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
         save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, folder / _WEIGHTS)
@@ -287,36 +330,58 @@ class AdapterSet:
         shape = shape_of(folder)
         if shape != self._shapes[name]:
             raise RequestError(f"the weights are of {shape}, the adapter is of {self._shapes[name]}", field="path")
-        set_peft_model_state_dict(self.model, load_file(folder / _WEIGHTS), adapter_name=name)
+        if optimizer and not (folder / _OPTIMIZER).exists():
+            raise RequestError("these weights were saved without the state of an optimizer", field="optimizer")
+        weights, state = _tensors(folder / _WEIGHTS), _tensors(folder / _OPTIMIZER) if optimizer else {}
+        current = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
+        if {key: value.shape for key, value in weights.items()} != {key: value.shape for key, value in current.items()}:
+            raise RequestError("the weights are not those of an adapter of this model", field="path")
+        set_peft_model_state_dict(self.model, weights, adapter_name=name)
         if name not in self._optimizers:
             return
         fresh = self._optimizers[name] = torch.optim.AdamW(self.parameters(name), fused=True)
-        if not optimizer:
-            return
-        if not (folder / _OPTIMIZER).exists():
-            raise RequestError("these weights were saved without the state of an optimizer", field="optimizer")
-        tensors = load_file(folder / _OPTIMIZER)
         for key, parameter in self._named(name):
+            parameter.grad = None
             stem = key.replace(f".{name}.", ".")
             parts = {
-                part: tensors[f"{stem}.{part}"]
-                for part in ("step", "exp_avg", "exp_avg_sq")
-                if f"{stem}.{part}" in tensors
+                part: state[f"{stem}.{part}"] for part in ("step", "exp_avg", "exp_avg_sq") if f"{stem}.{part}" in state
             }
             if parts:
                 fresh.state[parameter] = {part: value.to(self._device) for part, value in parts.items()}
 
 
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """Return the finite tensors of a file.
+
+    Raises:
+        RequestError: it is damaged, or has other numbers.
+    """
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise RequestError(f"saved weights cannot be read: {error}", field="path") from None
+    if not all(bool(value.isfinite().all()) for value in tensors.values()):
+        raise RequestError("the saved weights are not finite", fix="load earlier weights", field="path")
+    return tensors
+
+
 def shape_of(folder: Path) -> AdapterShape:
-    """Return the shape of the adapter in a folder of :meth:`AdapterSet.save`."""
-    return AdapterShape(**json.loads((folder / _SHAPE).read_text()))
+    """Return the shape of the adapter in a folder of :meth:`AdapterSet.save`.
+
+    Raises:
+        RequestError: its file is missing or damaged.
+    """
+    try:
+        return AdapterShape(**json.loads((folder / _SHAPE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise RequestError(f"saved weights cannot be read: {error}", field="path") from None
 
 
-def _batch_of(data: Sequence[Datum], needs: Sequence[str]) -> Batch:
+def _batch_of(data: Sequence[Datum], needs: Sequence[str], vocabulary: int) -> Batch:
     """Return the batch of a trainer: each datum is a prompt of its first token, and a response of its targets."""
     columns: dict[str, list[Tensor]] = {name: [] for name in (*needs, "weights")}
     for number, datum in enumerate(data):
-        _check(datum, number, needs)
+        _check(datum, number, needs, vocabulary)
         for name, rows in columns.items():
             values = datum.inputs.get(name, [1.0] * len(datum.targets))
             rows.append(torch.as_tensor(values, dtype=torch.float32))
@@ -331,7 +396,7 @@ def _batch_of(data: Sequence[Datum], needs: Sequence[str]) -> Batch:
     )
 
 
-def _check(datum: Datum, number: int, needs: Sequence[str]) -> None:
+def _check(datum: Datum, number: int, needs: Sequence[str], vocabulary: int) -> None:
     """Check the inputs of a datum.
 
     Raises:
@@ -340,6 +405,9 @@ def _check(datum: Datum, number: int, needs: Sequence[str]) -> None:
     count = len(datum.tokens)
     if not count:
         raise RequestError(f"datum {number} has no tokens", field="model_input")
+    for token in (*datum.tokens, *datum.targets):
+        if not 0 <= token < vocabulary:
+            raise RequestError(f"datum {number} has token {token}; the model has 0 to {vocabulary - 1}", field="data")
     if missing := [name for name in needs if name not in datum.inputs]:
         raise RequestError(f"datum {number} has no '{missing[0]}'", field="loss_fn_inputs")
     lengths = {"target_tokens": len(datum.targets)} | {name: len(values) for name, values in datum.inputs.items()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -15,12 +16,14 @@ from starlette.routing import Route
 
 from hone.errors import HoneError, RequestError
 from hone.trainers.service import wire
-from hone.trainers.service.adapters import AdapterShape
+from hone.trainers.service.adapters import AdapterShape, adam_settings
 from hone.trainers.service.futures import Failure
-from hone.trainers.service.service import TrainingService, adam_settings
+from hone.trainers.service.service import TrainingService
 
-MAX_BODY = 256 * 2**20
-"""Most bytes of a request."""
+MAX_BODY, MAX_JSON = 256 * 2**20, 16 * 2**20
+"""Most bytes of a request with sequences, and of another."""
+MAX_HELD = 2 * MAX_BODY
+"""Most bytes of all requests that are being received."""
 POLL_SECONDS = 20.0
 """How long a client waits for a result before it asks again."""
 T = TypeVar("T")
@@ -38,12 +41,13 @@ class TrainingEndpoint:
 
     def __init__(self, service: TrainingService, loop: asyncio.AbstractEventLoop, *, token: str | None) -> None:
         self._service, self._loop, self._token = service, loop, token
+        self._held = 0
         posts: dict[str, Callable[[Json], Any]] = {
             "client/config": lambda body: self._config(),
             "client/dynamic_config": lambda body: {},
             "telemetry": lambda body: {"status": "accepted"},
             "create_session": lambda body: {"type": "create_session", "session_id": service.create_session()},
-            "session_heartbeat": lambda body: {"type": "session_heartbeat"},
+            "session_heartbeat": lambda body: service.heard_of(body["session_id"]) or {"type": "session_heartbeat"},
             "create_model": self._create_model,
             "get_info": lambda body: service.info(body["model_id"]),
             "unload_model": lambda body: _future(service.unload(body["model_id"])),
@@ -98,13 +102,15 @@ class TrainingEndpoint:
         """Begin a forward and backward pass; the body is protobuf."""
         try:
             self._check(request)
-            message = wire.parse_forward_backward(await _body(request))
+            async with self._body(request, MAX_BODY) as body:
+                message = wire.parse_forward_backward(body)
+            data = wire.data_of(message)
 
             def begin() -> str:
                 return self._service.forward_backward(
                     message.model_id,
                     message.seq_id,
-                    wire.data_of(message),
+                    data,
                     message.loss_fn,
                     wire.settings_of(message),
                     backward=not message.forward_only,
@@ -113,13 +119,16 @@ class TrainingEndpoint:
             return JSONResponse(_future(await self._on_loop(begin), message.model_id))
         except HoneError as error:
             return _refusal(error)
+        except (ValueError, TypeError) as error:  # bytes that are no whole numbers
+            return _refusal(RequestError(f"the request is not complete: {error}"))
 
     async def retrieve(self, request: Request) -> Response:
         """Return the result of a request, or say that it is not there yet."""
         try:
             self._check(request)
-            name = json.loads(await _body(request))["request_id"]
-        except (ValueError, KeyError, TypeError):
+            async with self._body(request) as body:
+                name = str(json.loads(body)["request_id"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             return _refusal(RequestError("the body names no request_id"))
         except HoneError as error:
             return _refusal(error)
@@ -142,11 +151,12 @@ class TrainingEndpoint:
         async def route(request: Request) -> Response:
             try:
                 self._check(request)
-                body = json.loads(await _body(request) or b"{}") if request.method == "POST" else {}
+                async with self._body(request) as content:
+                    body = json.loads(content or b"{}") if request.method == "POST" else {}
                 return JSONResponse(await self._on_loop(lambda: answer(request, body)))
             except HoneError as error:
                 return _refusal(error)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
                 return _refusal(RequestError(f"the request is not complete: {type(error).__name__}: {error}"))
 
         return route
@@ -208,6 +218,27 @@ class TrainingEndpoint:
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             raise RequestError("the API key is not the token of this server", code=_UNAUTHORIZED)
 
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request, most: int = MAX_JSON) -> AsyncIterator[bytes]:
+        """Receive the body of a request; it counts among the bytes held until the block ends.
+
+        Raises:
+            RequestError: it is too long, or too many bytes are being received.
+        """
+        parts, length = [], 0
+        try:
+            async for part in request.stream():
+                length += len(part)
+                self._held += len(part)
+                if length > most:
+                    raise RequestError(f"a request has at most {most} bytes", fix="fewer sequences a request")
+                if self._held > MAX_HELD:
+                    raise RequestError("too many large requests at once", fix="send it again", code=_BUSY)
+                parts.append(part)
+            yield b"".join(parts)
+        finally:
+            self._held -= length
+
     async def _on_loop(self, call: Callable[[], T]) -> T:
         async def run() -> T:
             return call()
@@ -215,22 +246,7 @@ class TrainingEndpoint:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
 
 
-_UNAUTHORIZED = "E-unauthorized"
-
-
-async def _body(request: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        RequestError: it is too long.
-    """
-    parts, length = [], 0
-    async for part in request.stream():
-        length += len(part)
-        if length > MAX_BODY:
-            raise RequestError(f"a request has at most {MAX_BODY} bytes", fix="fewer sequences a request")
-        parts.append(part)
-    return b"".join(parts)
+_UNAUTHORIZED, _BUSY = "E-unauthorized", "E-busy"
 
 
 def _future(name: str, model: str | None = None) -> Json:
@@ -238,6 +254,6 @@ def _future(name: str, model: str | None = None) -> Json:
 
 
 def _refusal(error: HoneError) -> Response:
-    status = 401 if error.code == _UNAUTHORIZED else 422
+    status = {_UNAUTHORIZED: 401, _BUSY: 429}.get(error.code, 422)
     body: Mapping[str, Any] = {"detail": str(error), "code": error.code}
     return JSONResponse(body, status_code=status)

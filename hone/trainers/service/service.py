@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
+import logging
 import math
 import re
 import secrets
-import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +23,13 @@ from hone.trainers.service.adapters import AdamSettings, AdapterSet, AdapterShap
 from hone.trainers.service.futures import Futures, Result
 from hone.trainers.service.losses import loss_named
 from hone.trainers.service.sampling import Sampler
+from hone.trainers.service.saved_weights import SCHEME, SavedWeights
 
-_SCHEME = "tinker://"
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_SESSION, _MODEL = re.compile(r"[A-Za-z0-9_-]{1,64}"), re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,9}")
-_KINDS = ("weights", "sampler_weights")
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MOST_SAMPLES = 1024
+ABANDONED_SECONDS = 3600.0
+"""Time after which an adapter is dropped whose client was not heard of."""
+log = logging.getLogger("hone.serve")
 
 
 @dataclass
@@ -37,12 +39,14 @@ class TrainedModel:
     Attributes:
         adapter: its name in the model.
         rank: of the adapter.
+        used: when it, or its session, was last heard of.
         following: number of the next operation.
         arrived: events of operations that came before their turn, by number.
     """
 
     adapter: str
     rank: int
+    used: float
     following: int = 1
     arrived: dict[int, asyncio.Event] = field(default_factory=dict)
 
@@ -104,7 +108,7 @@ class TrainingService:
     ) -> None:
         self.tokenizer = tokenizer
         self.name, self.limits, self.futures = name, limits, Futures()
-        self._adapters, self._sampler, self._folder = adapters, sampler, folder.absolute()
+        self._adapters, self._sampler, self._saved = adapters, sampler, SavedWeights(folder)
         self._stop_token_ids = tuple(stop_token_ids)
         self._models: dict[str, TrainedModel] = {}
         self._sessions: dict[str, Path | None] = {}
@@ -145,6 +149,7 @@ class TrainingService:
     def _add(self, model: str, shape: AdapterShape, seed: int) -> None:
         if not 1 <= shape.rank <= self.limits.max_rank:
             raise RequestError(f"rank {shape.rank} is not in 1 to {self.limits.max_rank}", field="lora_config.rank")
+        self._drop_abandoned()
         if len(self._models) >= self.limits.max_adapters:
             raise RequestError(
                 f"{len(self._models)} adapters are in training, the most of this server",
@@ -153,7 +158,7 @@ class TrainingService:
         self._numbers += 1
         adapter = f"hone_training_{self._numbers}"
         self._adapters.add(adapter, shape, seed=seed % 2**63)
-        self._models[model] = TrainedModel(adapter, shape.rank)
+        self._models[model] = TrainedModel(adapter, shape.rank, time.monotonic())
 
     def info(self, model: str) -> dict[str, Any]:
         """Return what a client wants to know of a model.
@@ -169,6 +174,30 @@ class TrainingService:
         if name not in self._models:
             raise RequestError(f"there is no model '{name}' in training", field="model_id")
         return self._models[name]
+
+    def heard_of(self, session: str) -> None:
+        """Note that the client of a session lives."""
+        for name, model in self._models.items():
+            if name.startswith(f"{session}:"):
+                model.used = time.monotonic()
+
+    def _drop_abandoned(self) -> None:
+        """Save and drop the adapters of clients that were not heard of for an hour."""
+        for name, model in list(self._models.items()):
+            if time.monotonic() - model.used > ABANDONED_SECONDS:
+                path = f"abandoned-{model.following}"
+                with contextlib.suppress(RequestError):  # weights that are not finite, or saved under this name
+                    self._saved.write(self._adapters, model.adapter, name, "weights", path, overwrite=False)
+                log.warning("'%s' was not heard of for an hour: saved as '%s', and dropped", name, path)
+                self._drop(name)
+
+    def _drop(self, model: str) -> None:
+        trained = self._models.pop(model)
+        self._adapters.remove(trained.adapter)
+        self._sampler.activate()
+        self._saved.mark(model, unsaved=False)
+        for event in trained.arrived.values():
+            event.set()
 
     # operations ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +222,8 @@ class TrainingService:
             raise RequestError(f"operation {number} of this model has ended, its result is not kept", field="seq_id")
         if number > trained.following:
             await trained.arrived.setdefault(number, asyncio.Event()).wait()
+            self._model(model)
+        trained.used = time.monotonic()
         try:
             return compute(trained)
         finally:
@@ -217,6 +248,8 @@ class TrainingService:
             for place, datum in enumerate(data):
                 self._check_length(len(datum.tokens) + 1, f"datum {place}")
             chosen, complete = loss_named(loss, settings)
+            if backward:
+                self._saved.mark(model, unsaved=True)
             passed = self._adapters.forward_backward(trained.adapter, data, chosen, complete, backward=backward)
             return Result(protobuf=wire.forward_backward_output(passed))
 
@@ -226,6 +259,7 @@ class TrainingService:
         """Begin an update by AdamW."""
 
         def compute(trained: TrainedModel) -> Result:
+            self._saved.mark(model, unsaved=True)
             return Result({"metrics": self._adapters.step(trained.adapter, settings)})
 
         return self.submit(model, number, compute)
@@ -243,14 +277,9 @@ class TrainingService:
 
         def compute(trained: TrainedModel) -> Result:
             stored = name if name is not None else f"step-{number}"
-            folder = self._place(model, kind, stored)
-            if folder.exists():
-                if not overwrite:
-                    raise RequestError(f"{kind} '{stored}' of this model exist already", field="path")
-                shutil.rmtree(folder)
-                self._sampler.forget(folder)
-            self._adapters.save(trained.adapter, folder, optimizer=kind == "weights")
-            path = f"{_SCHEME}{model}/{kind}/{stored}"
+            folder = self._saved.write(self._adapters, trained.adapter, model, kind, stored, overwrite=overwrite)
+            self._sampler.forget(folder)
+            path = f"{SCHEME}{model}/{kind}/{stored}"
             if kind == "weights":
                 return Result({"path": path, "type": "save_weights"})
             answer: dict[str, Any] = {"path": path, "type": "save_weights_for_sampler"}
@@ -264,7 +293,7 @@ class TrainingService:
         """Begin to load saved weights into an adapter of the same shape."""
 
         def compute(trained: TrainedModel) -> Result:
-            self._adapters.load(trained.adapter, self._saved(path), optimizer=optimizer)
+            self._adapters.load(trained.adapter, self._saved.find(path), optimizer=optimizer)
             return Result({"path": path, "model_id": model, "type": "load_weights"})
 
         return self.submit(model, number, compute)
@@ -275,9 +304,13 @@ class TrainingService:
 
         async def create() -> Result:
             self._check_base(base)
-            folder = self._saved(path)
+            folder = self._saved.find(path)
             self._add(model, shape_of(folder), 0)
-            self._adapters.load(self._models[model].adapter, folder, optimizer=optimizer)
+            try:
+                self._adapters.load(self._models[model].adapter, folder, optimizer=optimizer)
+            except BaseException:
+                self._drop(model)
+                raise
             self._sampler.activate()
             return Result({"path": path, "model_id": model, "type": "load_weights"})
 
@@ -289,39 +322,12 @@ class TrainingService:
         name = f"{model}:unload"
 
         async def drop() -> Result:
-            self._adapters.remove(self._model(model).adapter)
-            del self._models[model]
-            self._sampler.activate()
+            self._model(model)
+            self._drop(model)
             return Result({"model_id": model, "type": "unload_model"})
 
         self.futures.start(name, drop())
         return name
-
-    def _place(self, model: str, kind: str, name: str) -> Path:
-        """Return the folder of weights, from names that a client gave: below the service's own, and through no link."""
-        if not _NAME.fullmatch(name) or set(name) == {"."}:
-            raise RequestError(f"'{name[:80]}' is not a name of letters, digits, '.', '_' and '-'", field="path")
-        if not _MODEL.fullmatch(model) or kind not in _KINDS:
-            raise RequestError(f"'{model[:80]}/{kind[:80]}' is not a model with saved weights", field="path")
-        folder = self._folder / model / kind / name
-        if any(part.is_symlink() for part in (folder, *list(folder.parents)[:2])):
-            raise RequestError(f"{kind} '{name}' of this model is a link, which is not followed", field="path")
-        return folder
-
-    def _saved(self, path: str) -> Path:
-        """Return the folder of saved weights.
-
-        Raises:
-            RequestError: there are none.
-        """
-        model, _, rest = path.removeprefix(_SCHEME).partition("/")
-        kind, _, name = rest.partition("/")
-        if not path.startswith(_SCHEME) or not rest:
-            raise RequestError(f"'{path}' is not a path of saved weights", field="path")
-        folder = self._place(model, kind, name)
-        if not folder.exists():
-            raise RequestError(f"there are no weights at '{path}'", field="path")
-        return folder
 
     # sampling --------------------------------------------------------------------------------------------------------
 
@@ -336,7 +342,7 @@ class TrainingService:
             RequestError: there is no such model, or there are no such weights.
         """
         self._check_base(base)
-        return self._open(None if path is None else self._saved(path))
+        return self._open(None if path is None else self._saved.find(path))
 
     def _open(self, weights: Path | None) -> str:
         self._numbers += 1
@@ -351,7 +357,7 @@ class TrainingService:
             RequestError: there is no such session.
         """
         weights = self._weights_of(name)
-        path = None if weights is None else _SCHEME + "/".join(weights.parts[-3:])
+        path = None if weights is None else SCHEME + "/".join(weights.parts[-3:])
         return {"sampler_id": name, "base_model": self.name, "model_path": path}
 
     def weights_info(self, path: str) -> dict[str, Any]:
@@ -360,7 +366,7 @@ class TrainingService:
         Raises:
             RequestError: there are none.
         """
-        shape = shape_of(self._saved(path))
+        shape = shape_of(self._saved.find(path))
         trains = {"train_attn": shape.attention, "train_mlp": shape.mlp, "train_unembed": shape.unembedding}
         return {"base_model": self.name, "is_lora": True, "lora_rank": shape.rank, **trains}
 
@@ -396,7 +402,7 @@ class TrainingService:
         if session is None:
             path = request.get("model_path")
             self._check_base(request.get("base_model"))
-            weights = None if path is None else self._saved(path)
+            weights = None if path is None else self._saved.find(path)
         else:
             weights = self._weights_of(session)
         for unserved in (
@@ -407,7 +413,7 @@ class TrainingService:
         ):
             if request.get(unserved):
                 raise RequestError(f"this server cannot serve '{unserved}'", field=unserved)
-        prompt = _tokens(request["prompt"])
+        prompt = _tokens(request["prompt"], self._adapters.vocabulary)
         params = self._params(request["sampling_params"], request.get("topk_sample_logprobs") or 0, len(prompt))
         seed = request["sampling_params"].get("seed")
         seed = secrets.randbits(62) if seed is None else int(seed)
@@ -463,26 +469,11 @@ class TrainingService:
             )
 
 
-def adam_settings(params: Mapping[str, Any]) -> AdamSettings:
-    """Return the settings of a step from the client's parameters.
-
-    Raises:
-        RequestError: one is unknown or not finite.
-    """
-    names = {item.name: item.name for item in dataclasses.fields(AdamSettings)} | {"grad_clip_norm": "clip"}
-    settings: dict[str, float] = {}
-    for name, value in params.items():
-        if name not in names or not math.isfinite(float(value)):
-            raise RequestError(f"{name}={value} is not a setting of AdamW", field="adam_params")
-        settings[names[name]] = float(value)
-    return AdamSettings(**settings)
-
-
-def _tokens(prompt: Mapping[str, Any]) -> list[int]:
+def _tokens(prompt: Mapping[str, Any], vocabulary: int) -> list[int]:
     """Return the tokens of a prompt.
 
     Raises:
-        RequestError: it has other chunks than text, or no token.
+        RequestError: it has other chunks than text, no token, or ids that the model lacks.
     """
     tokens: list[int] = []
     for chunk in prompt.get("chunks") or ():
@@ -491,4 +482,6 @@ def _tokens(prompt: Mapping[str, Any]) -> list[int]:
         tokens += [int(token) for token in chunk["tokens"]]
     if not tokens:
         raise RequestError("the prompt has no tokens", field="prompt")
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise RequestError(f"the prompt has ids that are not in 0 to {vocabulary - 1}", field="prompt")
     return tokens

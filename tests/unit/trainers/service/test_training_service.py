@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import math
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.routing import Route
+from starlette.testclient import TestClient
 from support.examples import examples
 from support.families import Letters, tiny_model
 from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -22,12 +28,15 @@ from hone.errors import HoneError, RequestError
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.routing import use_hone_attention
+from hone.trainers.service import app as service_app
 from hone.trainers.service import wire
-from hone.trainers.service.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, Passed
+from hone.trainers.service.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, Passed, adam_settings
+from hone.trainers.service.app import TrainingEndpoint
 from hone.trainers.service.futures import Failure, Result
 from hone.trainers.service.losses import LOSSES, loss_named
 from hone.trainers.service.sampling import Sampler
-from hone.trainers.service.service import ServiceLimits, TrainingService, adam_settings
+from hone.trainers.service.service import ServiceLimits, TrainingService
+from hone.trainers.serving import call_on_loop, engine_loop
 
 CPU = torch.device("cpu")
 SHAPES = {"one": AdapterShape(4), "two": AdapterShape(2, attention=False, unembedding=False)}
@@ -179,8 +188,60 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     row = sequence(1)
     broken = Datum(row.tokens, row.targets, {**row.inputs, "advantages": torch.full((9,), math.inf)})
     pass_through(held, "one", [broken], "importance_sampling")
-    assert held.step("one", RATES["one"])["skipped"] == 1
+    metrics = held.step("one", RATES["one"])
+    assert metrics["skipped"] == 1 and json.loads(json.dumps(metrics, allow_nan=False)) == metrics
     assert all(torch.equal(*pair) for pair in zip(before, weights(held, "one"), strict=True))
+
+
+@pytest.mark.parametrize("when", ["an id", "in the second micro-batch"])
+def test_a_refused_pass_leaves_the_gradient_as_it_was(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, alone = adapters(), adapters()
+    for place in (held, alone):
+        place.add("one", SHAPES["one"], seed=7)
+        pass_through(place, "one", data("one", 0))
+    rows = [sequence(number, 30) for number in range(4)]
+    with monkeypatch.context() as patch:
+        if when == "an id":
+            rows[-1] = Datum([3, 64], [64, 5], dict.fromkeys(rows[-1].inputs, torch.zeros(2)))
+        else:
+            calls, forward = iter([False, True]), held._forward
+            patch.setattr(held._loop, "_forward", lambda *given: 1 / 0 if next(calls) else forward(*given))
+        with pytest.raises(RequestError if when == "an id" else ZeroDivisionError):
+            pass_through(held, "one", rows)
+    for place in (held, alone):
+        place.step("one", RATES["one"])
+    assert all(torch.equal(*pair) for pair in zip(weights(held, "one"), weights(alone, "one"), strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"learning_rate": 1e300}, {"learning_rate": -1}, {"learning_rate": math.nan}, {"beta1": 1.0}, {"eps": 0.0},
+     {"learning_rate": 1.0, "weight_decay": 3.0}, {"grad_clip_norm": -1}],
+)  # fmt: skip
+def test_settings_that_make_weights_infinite_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(RequestError):
+        adam_settings(settings)
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    held = adapters()
+    held.add("one", SHAPES["one"])
+    held.save("one", tmp_path / "fine", optimizer=True)
+    before = weights(held, "one")
+    (tmp_path / "damaged").mkdir()
+    for name in ("shape.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "fine" / name, tmp_path / "damaged" / name)
+    with (tmp_path / "damaged" / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-64, 2)
+        file.write(b"\xff" * 64)
+    for folder, optimizer in (("damaged", False), ("damaged", True)):
+        with pytest.raises(RequestError):
+            held.load("one", tmp_path / folder, optimizer=optimizer)
+    assert all(torch.equal(*pair) for pair in zip(before, weights(held, "one"), strict=True))
+    held.parameters("one")[0].data.fill_(math.nan)
+    with pytest.raises(RequestError):
+        held.save("one", tmp_path / "nan", optimizer=False)
+    assert not (tmp_path / "nan").exists()
 
 
 # messages -------------------------------------------------------------------------------------------------------------
@@ -409,7 +470,7 @@ def test_a_cancelled_request_gives_its_turn_on(tmp_path: Path) -> None:
         sampler = service._sampler
         model = await model_of(service)
         await result(service, service.save(model, 1, "a", "sampler_weights"))
-        folder = service._saved(f"tinker://{model}/sampler_weights/a")
+        folder = service._saved.find(f"tinker://{model}/sampler_weights/a")
         request = GenerationRequest("r", [3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
         first = asyncio.create_task(sampler.complete(None, request))
         await asyncio.sleep(0)
@@ -449,7 +510,7 @@ def test_replaced_and_broken_weights(tmp_path: Path) -> None:
             torch.testing.assert_close(scored[-1][1:], expected, atol=1e-5, rtol=1e-5)
         assert scored[0] != scored[1]
         await result(service, service.save(model, 7, "broken", "weights"))
-        broken = service._saved(f"tinker://{model}/weights/broken")
+        broken = service._saved.find(f"tinker://{model}/weights/broken")
         (broken / "adapter_model.safetensors").write_bytes(b"")
         names = [
             service.sample({**body, **where})[0]
@@ -499,3 +560,107 @@ def test_errors_of_samples(tmp_path: Path) -> None:
             service.info("none")
 
     asyncio.run(play())
+
+
+def test_a_failed_load_keeps_no_adapter(tmp_path: Path) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        await result(service, service.save(model, 1, "w", "sampler_weights"))
+        (tmp_path / model / "sampler_weights" / "w" / "adapter_model.safetensors").write_bytes(b"damaged")
+        path = f"tinker://{model}/sampler_weights/w"
+        for number in (1, 2, 3):
+            outcome = await result(service, service.create_from("s", number, path, "tiny", optimizer=False))
+            assert isinstance(outcome, Failure) and outcome.user
+        assert list(service._models) == [model] and set(service._adapters._shapes) == {"hone_training_1"}
+
+    asyncio.run(play())
+
+
+def test_adapters_of_dead_clients_are_saved_and_make_room(tmp_path: Path) -> None:
+    async def play() -> None:
+        service = service_in(tmp_path)
+        dead, alive = await model_of(service), service.create_model("t", 0, "tiny", SHAPES["one"], 1)
+        assert isinstance(await result(service, alive), Result)
+        waiting = service.optim_step(dead, 9, RATES["one"])
+        for model in service._models.values():
+            model.used = time.monotonic() - 7200
+        service.heard_of("t")
+        new = service.create_model("u", 0, "tiny", SHAPES["one"], 1)
+        assert isinstance(await result(service, new), Result)
+        assert set(service._models) == {alive, new} and (tmp_path / dead / "weights" / "abandoned-1").is_dir()
+        assert isinstance(await result(service, waiting), Failure)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("rename", [1, 2])
+def test_after_a_kill_the_service_has_what_was_saved(
+    rename: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files at each rename of a replacement, as a kill leaves them."""
+
+    async def play() -> str:
+        service = service_in(tmp_path / "out")
+        model = await model_of(service)
+        await result(service, service.save(model, 1, "w", "weights"))
+        service.forward_backward(model, 2, data("one", 1), "cross_entropy", {}, backward=True)
+        await result(service, service.optim_step(model, 3, RATES["one"]))
+        renames, original = iter(range(1, 9)), Path.rename
+
+        def killed(path: Path, target: Path) -> Path:
+            if next(renames) == rename:
+                shutil.copytree(tmp_path / "out", tmp_path / "killed")
+            return original(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", killed)
+            assert isinstance(await result(service, service.save(model, 4, "w", "weights", overwrite=True)), Result)
+        return model
+
+    async def resume(model: str) -> None:
+        service = service_in(tmp_path / "killed")
+        path = f"tinker://{model}/weights/w"
+        assert isinstance(await result(service, service.create_from("s", 1, path, "tiny", optimizer=True)), Result)
+
+    model = asyncio.run(play())
+    with caplog.at_level(logging.WARNING, logger="hone.serve"):
+        asyncio.run(resume(model))
+    assert [record.args for record in caplog.records if record.name == "hone.serve"] == [(model,)]
+    assert [path.name for path in (tmp_path / "killed" / model / "weights").iterdir()] == ["w"]
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name != "unsaved"] == [model]
+    assert not list((tmp_path / "out" / "unsaved").iterdir())
+
+
+# addresses ------------------------------------------------------------------------------------------------------------
+
+
+def test_bodies_are_bounded_and_wrong_ones_are_the_client_s_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_loop() as loop:
+        service = call_on_loop(loop, lambda: service_in(tmp_path))
+        endpoint = TrainingEndpoint(service, loop, token=None)
+        client = TestClient(endpoint.app, raise_server_exceptions=False)
+        bodies: list[Any] = [
+            b"[]",
+            b"3",
+            b"null",
+            b"{",
+            b'{"request_id": []}',
+            b"[" * 100_000,
+            b'{"model_id": []}',
+            b"{}",
+        ]
+        for route in endpoint.app.routes:
+            assert isinstance(route, Route)
+            for body in bodies if "POST" in (route.methods or ()) else ():
+                status = client.post(route.path.replace("{session}", "s"), content=body).status_code
+                assert status < 500, (route.path, body[:30], status)
+        misaligned = wire._CLASSES["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="ppo")
+        misaligned.data.add().model_input.add().encoded_text.tokens = b"abc"
+        assert client.post("/api/v1/forward_backward", content=misaligned.SerializeToString()).status_code == 422
+        assert client.post("/api/v1/telemetry", content=b" " * (service_app.MAX_JSON + 1)).status_code == 422
+        monkeypatch.setattr(service_app, "MAX_HELD", 100)
+        assert client.post("/api/v1/telemetry", content=b" " * 101).status_code == 429
+        assert client.post("/api/v1/telemetry", content=b"{}").status_code == 200 and endpoint._held == 0
