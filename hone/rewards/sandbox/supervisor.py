@@ -34,6 +34,7 @@ POLL = 0.02
 CHUNK = 65536
 CONFINING_PROCESSES = 4
 """Maximum number of processes that only confine the program."""
+_DROP_BOUND, _CAPABILITIES = 24, 0x20080522  # of prctl(2), and the version of capset(2)
 _SUBREAPER, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 36, 38, 22, 2  # of prctl(2)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT, _BELOW_PATH = 444, 445, 446, 1  # system calls of Landlock
 _PAGE, _TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
@@ -157,6 +158,8 @@ class Supervised:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
+        elif os.geteuid() == 0:
+            _drop_capabilities()
         if self.filter is not None:
             _filter_system_calls(self.filter)
 
@@ -361,6 +364,14 @@ def _restrict_files(rules: dict[str, Any], folder: str) -> None:
             os.close(number)
     _checked(_libc.syscall(_RESTRICT, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
+
+
+def _drop_capabilities() -> None:
+    """Leave root its files alone: no capability now, and none after another program begins."""
+    for number in range(64):
+        if _libc.prctl(_DROP_BOUND, number, 0, 0, 0) < 0:
+            break  # after the last one
+    _checked(_libc.capset(struct.pack("=Ii", _CAPABILITIES, 0), bytes(24)), "capset")
 
 
 def _filter_system_calls(program: bytes) -> None:

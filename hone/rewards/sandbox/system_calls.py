@@ -1,8 +1,9 @@
 """Filter of system calls (seccomp) for sandboxed programs, as a program of the kernel's packet filter.
 
 It closes what no other limit covers: memory that belongs to no process (files in memory, message queues, file systems in a user
-namespace), other processes' memory, and kernel interfaces that no program for a reward needs. Where a program has no network
-namespace of its own, the filter also refuses sockets, except pairs within the program. Numbers: the kernel's tables of system calls.
+namespace), other processes and their memory, changes of the machine, and kernel interfaces that no program for a reward needs. Where
+a program has no network namespace of its own, the filter also refuses sockets, except pairs within the program. Numbers: the kernel's
+tables of system calls.
 """
 
 from __future__ import annotations
@@ -59,6 +60,45 @@ _REFUSED = {
     "io_uring_register": (427, 427),
     "open_by_handle_at": (304, 265),
 }
+_MACHINE = {
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "acct": (163, 89),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "chroot": (161, 51),
+    "fanotify_init": (300, 262),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
+"""Calls that change the machine, or other processes by their descriptors."""
+_OWN = {
+    "prlimit64": ((302, 261), {0: 0}),
+    "sched_setaffinity": ((203, 122), {0: 0}),
+    "sched_setparam": ((142, 118), {0: 0}),
+    "sched_setscheduler": ((144, 119), {0: 0}),
+    "sched_setattr": ((314, 274), {0: 0}),
+    "get_robust_list": ((274, 100), {0: 0}),
+    "setpriority": ((141, 140), {0: 0, 1: 0}),
+    "ioprio_set": ((251, 30), {0: 1, 1: 0}),
+}
+"""Calls that take a process, and the arguments with which they are allowed, by place: the caller itself, which is 0."""
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 
 
@@ -77,9 +117,16 @@ def system_call_filter(*, sockets: bool, machine: str | None = None) -> bytes | 
     steps = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), refuse, (_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         steps += [(_AT_LEAST, 0, 1, _X32), refuse]
-    refused = [*_REFUSED.values(), *([] if sockets else [_SOCKET])]
+    refused = [*_REFUSED.values(), *_MACHINE.values(), *([] if sockets else [_SOCKET])]
     for numbers in refused:
         steps += [(_EQUAL, 0, 1, numbers[column]), refuse]
+    for numbers, allowed in _OWN.values():
+        checks = [
+            step
+            for place, value in allowed.items()
+            for step in ((_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * place), (_EQUAL, 1, 0, value), refuse)
+        ]
+        steps += [(_EQUAL, 0, len(checks) + 1, numbers[column]), *checks, (_RETURN, 0, 0, _ALLOW)]
     # the C library falls back to clone, whose flags the filter can read
     steps += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
     steps += [(_EQUAL, 0, 3, _CLONE[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, _NAMESPACES), refuse]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import resource
 import secrets
 import shutil
 import socket
@@ -148,6 +149,43 @@ except OSError: pass
     finally:
         child.kill()
         child.communicate()
+
+
+OTHERS = """
+import ctypes, os, struct
+libc, x86 = ctypes.CDLL(None), os.uname().machine == 'x86_64'
+def call(numbers, *arguments): return libc.syscall(numbers[not x86], *arguments)
+limits, mask, lowest = (ctypes.c_uint64 * 2)(2**20, 2**20), ctypes.c_uint64(1), ctypes.c_int(0)
+print(call((302, 261), PID, 7, limits, None), call((203, 122), PID, 8, ctypes.byref(mask)), libc.setpriority(0, PID, 19),
+      call((144, 119), PID, 3, ctypes.byref(lowest)), call((251, 30), 1, PID, 3 << 13), libc.setpriority(2, os.getuid(), 0))
+name = os.uname().nodename.encode()
+print(libc.sethostname(name, len(name)), libc.acct(None), libc.chroot(b'/'), call((227, 112), 0, ctypes.byref((ctypes.c_long * 2)(-1, -1))))
+print(*{line.split()[1].strip('0') or '0' for line in open('/proc/self/status') if line.startswith(('CapE', 'CapP', 'CapA'))})
+"""
+OWN = """
+import os, resource, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)); os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.nice(1); os.mkfifo('f')
+thread = threading.Thread(target=print, args=(1,)); thread.start(); thread.join()
+if (child := os.fork()) == 0: os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_other_processes_and_the_machine_are_not_changed(name: str) -> None:
+    """Limits, processors and priorities of a process of the trainer; name and accounting of the machine, set to what they are."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        before = [resource.prlimit(child.pid, resource.RLIMIT_NOFILE), os.sched_getaffinity(child.pid)]
+        result = execute(WORKING[name], OTHERS.replace("PID", str(child.pid)), "", {}, LIMITS)
+        assert before == [resource.prlimit(child.pid, resource.RLIMIT_NOFILE), os.sched_getaffinity(child.pid)]
+        assert (os.sched_getscheduler(child.pid), os.getpriority(os.PRIO_PROCESS, child.pid)) == (
+            0,
+            os.getpriority(0, 0),
+        )
+    calls, capabilities = result.stdout.split()[:10], result.stdout.split()[10:]
+    assert calls == ["-1"] * 10, result
+    assert capabilities == ["0"], result
+    assert execute(WORKING[name], OWN, "", {}, LIMITS).stdout.split() == ["1", "0"]
 
 
 def test_without_filter_or_landlock_a_backend_says_what_it_lacks() -> None:
