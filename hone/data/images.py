@@ -18,6 +18,7 @@ import binascii
 import hashlib
 import io
 import itertools
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,12 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images, of transformers and of OpenAI's two APIs."""
 MAX_PIXELS = 64_000_000
 """Largest image that is opened, in pixels."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Formats that are read: others start programs (EPS: Ghostscript) or decoders that few files need."""
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, 5
+"""EXIF's key of the orientation, and the first of its values for an image on its side."""
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""Pillow's ``Transpose`` that makes an image of each orientation upright."""
 _END_OF_JPEG = b"\xff\xd9"
 
 
@@ -82,21 +89,22 @@ class ImageData:
             DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
         """
         if self.suffix == ".png" or (self.suffix == ".jpg" and _END_OF_JPEG in self.content[-64:]):
-            return self._opened(lambda image: (image.verify(), image.size)[1])
+            turned, size, _ = self._opened(lambda image: (_orientation(image), image.size, image.verify()))
+            return size[::-1] if turned >= _ON_ITS_SIDE else size
         return self.open().size
 
     def open(self) -> Image:
-        """Return the decoded image in RGB.
+        """Return the decoded image in RGB, upright by its EXIF data.
 
         Raises:
             DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
         """
-        return self._opened(lambda image: image.convert("RGB"))
+        return self._opened(lambda image: upright(image).convert("RGB"))
 
     def _opened(self, use: Callable[[Any], Any]) -> Any:
         image_module = pillow()
         try:
-            with image_module.open(io.BytesIO(self.content)) as image:
+            with image_module.open(io.BytesIO(self.content), formats=_FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise DataError(
                         f"an image has {image.width} x {image.height} pixels, the limit is {MAX_PIXELS}",
@@ -104,11 +112,11 @@ class ImageData:
                         fix="store it smaller: models scale it down anyway",
                     )
                 return use(image)
-        except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        except (OSError, SyntaxError, ValueError, struct.error, image_module.DecompressionBombError) as error:
             raise DataError(
                 f"an image cannot be decoded: {error}",
                 why="the model would not see what the text is about",
-                fix="store the content of a PNG, JPEG or WebP file",
+                fix="store the content of a PNG, JPEG, WebP or GIF file",
             ) from error
 
 
@@ -138,7 +146,7 @@ def read_image(value: Any, where: str, folder: Path | None = None, *, reads: boo
     if hasattr(value, "save") and hasattr(value, "convert"):
         picture: Any = value
         buffer = io.BytesIO()
-        picture.convert("RGB").save(buffer, "PNG")
+        upright(picture).convert("RGB").save(buffer, "PNG")
         return ImageData(buffer.getvalue())
     raise DataError(
         f"an image is a {type(value).__name__}",
@@ -240,6 +248,20 @@ def image_runs(ids: Sequence[int]) -> int:
     before = itertools.chain([0], ids)
     pairs = zip(before, ids, strict=False)
     return sum(token < 0 and not (previous < 0 and token == previous - 1) for previous, token in pairs)
+
+
+def upright(picture: Any) -> Any:
+    """Return a Pillow image turned as the EXIF data in its head says."""
+    turned = _orientation(picture)
+    return picture if turned == 1 else picture.transpose(_TURNS[turned])
+
+
+def _orientation(picture: Any) -> int:
+    """Return the orientation, 1 to 8, without decoding the image."""
+    exif = pillow().Exif()
+    exif.load(getattr(picture, "info", {}).get("exif") or b"")
+    turned = exif.get(_ORIENTATION)
+    return turned if turned in _TURNS else 1
 
 
 def pillow() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -439,3 +440,40 @@ def test_preflight_reads_each_file_at_most_once(tmp_path: Path) -> None:
     assert [image.content for image in reader.place(ASKED, there)[1]] == [b"", b""]
     with raises(DataError, "absent.png"):
         reader.place(ASKED, absent)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "PSD", "BMP", "TIFF", "PPM", "ICO"])
+def test_other_formats_are_not_opened(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EPS starts Ghostscript when it is decoded."""
+    from PIL import EpsImagePlugin, Image
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **options: pytest.fail("Ghostscript began"))
+    buffer = io.BytesIO()
+    if kind == "PSD":
+        buffer.write(b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 4, 4, 8, 3) + bytes(12) + bytes(2 + 48))
+    else:
+        Image.new("RGB", (4, 4)).save(buffer, kind)
+    for look in (lambda image: image.size, lambda image: image.open()):
+        with pytest.raises(DataError):
+            look(ImageData(buffer.getvalue()))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_upright(kind: str, orientation: int) -> None:
+    """A corner is bright: it is where the EXIF data says, and the size is that of the turned image."""
+    from PIL import Image, ImageOps
+
+    stored = Image.new("RGB", (24, 16))
+    stored.paste((255, 255, 255), (0, 0, 8, 8))
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    stored.save(buffer, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    image = ImageData(buffer.getvalue())
+    shown = image.open()
+    with Image.open(buffer) as opened:
+        assert list(shown.getdata()) == list(ImageOps.exif_transpose(opened).convert("RGB").getdata())
+    corners = [(2, 2), (shown.width - 3, 2), (shown.width - 3, shown.height - 3), (2, shown.height - 3)]
+    bright = [sum(shown.getpixel(place)) > 600 for place in corners].index(True)
+    assert bright == {1: 0, 2: 1, 3: 2, 4: 3, 5: 0, 6: 1, 7: 2, 8: 3}[orientation]
+    assert image.size == shown.size == ((24, 16) if orientation < 5 else (16, 24))
