@@ -70,11 +70,11 @@ app.command("diagnose")(run_alerts.diagnose)
 def list_runs(root: RootOption = Path("runs"), as_json: Json = False) -> None:
     """List the runs below a folder, oldest first."""
     from hone.errors import HoneError
-    from hone.insight.compare import read_whole_run, run_names
+    from hone.insight.compare import run_names, whole_runs
 
     if not root.is_dir():
         raise HoneError(f"no folder '{root}'", fix="--root DIR with the run directories", code="E-runs")
-    rows = [overview(read_whole_run(path, name)) for name, path in run_names(root).items()]
+    rows = [overview(run) for run in whole_runs(run_names(root))]
     if as_json:
         print_json(rows)
         return

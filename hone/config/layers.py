@@ -31,6 +31,7 @@ from hone.config.inspection import Inspection, typed_tree
 from hone.config.migration.command_line import translate_overrides
 from hone.config.overrides import apply, is_group, one_line, override_value, parse_overrides
 from hone.errors import ConfigError, did_you_mean
+from hone.text import read_yaml
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -231,6 +232,7 @@ def _plain_content(file: Path) -> dict[Any, Any] | None:
     """Return the content of a file that Hydra would leave as it is, which takes a tenth of a second; None for another one."""
     from omegaconf import DictConfig, OmegaConf
 
+    read_yaml(file.read_text("utf-8"))  # refuses aliases that grow
     loaded = OmegaConf.load(file)
     if not isinstance(loaded, DictConfig) or "defaults" in loaded or "hydra" in loaded:
         return None

@@ -2,7 +2,7 @@
 
 Whoever looks at a run runs none of its code (:func:`hone.user_code.looking`). What plays a run again needs its reward functions, tools
 and losses: they run if the run was trained here, or after `--trust`. A trusted run is the name of an empty file in the user's own
-folder: the hash of its configuration and of the files it names.
+folder: the hash of its configuration and of the files it names. A configuration that is composed of others is asked about each time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def require_trust(file: Path, config: AnyConfig) -> None:
     code, digest = _examined(file, config)
     if _asked:
         remember(file, config)
-    elif code and not (trust_folder() / digest).is_file():
+    elif code and ("defaults" in read_yaml(file.read_text("utf-8")) or not (trust_folder() / digest).is_file()):
         listed = ", ".join(name if path is None else f"{name} ({path})" for name, path in code.items())
         raise HoneError(
             f"the run names code that was not run here before: {listed}",

@@ -104,14 +104,30 @@ def read_whole_run(path: Path, name: str = "") -> Run:
     """Read a run directory.
 
     Raises:
-        HoneError: one of its files is damaged.
+        HoneError: one of its files is damaged (code E-runs).
     """
     config = path / CONFIG
     try:
-        tree = read_yaml(config.read_text(encoding="utf-8")) if config.exists() else {}
+        tree = read_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        record, metrics = read_run(path), read_metrics(path)
+        if not isinstance(record, dict) or not isinstance(tree, dict | None):
+            raise TypeError("it is not an object")
+        return Run(name or path.name, path, record, metrics, dict(flatten(tree)))
     except yaml.YAMLError as error:
         raise HoneError(f"the file is not YAML: {error}", where=str(config), fix="restore the file") from None
-    return Run(name or path.name, path, read_run(path), read_metrics(path), dict(flatten(tree)))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise HoneError(
+            f"a file of the run is damaged: {error}", where=str(path), fix="restore or remove it", code="E-runs"
+        ) from None
+
+
+def whole_runs(paths: Mapping[str, Path]) -> Iterator[Run]:
+    """Read run directories; one that is damaged has the status ``damaged``, and its reason."""
+    for name, path in paths.items():
+        try:
+            yield read_whole_run(path, name)
+        except HoneError as error:
+            yield Run(name, path, {"status": "damaged", "exit_reason": error.what}, [], {})
 
 
 def run_names(root: Path) -> dict[str, Path]:

@@ -61,11 +61,14 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
-    if not file.exists():
+    if not file.is_file():
         return []
     rows: dict[int, dict[str, float]] = {}
     for step, line in read_rows(file):
-        values = {name: float(value) if isinstance(value, str) else value for name, value in json.loads(line).items()}
+        values = {
+            name: float(value) if isinstance(value, str) else value and +value
+            for name, value in json.loads(line).items()
+        }
         rows[step] = rows.get(step, {}) | values
     return list(rows.values())
 
@@ -73,7 +76,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 def read_alerts(run: str | Path) -> list[dict[str, Any]]:
     """Return the alerts of a run directory by step, each with its ``step``; see :mod:`hone.insight.detectors`."""
     file = Path(run) / ALERTS_FILE
-    return [json.loads(line) for _, line in read_rows(file)] if file.exists() else []
+    return [json.loads(line) for _, line in read_rows(file)] if file.is_file() else []
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, str]]:

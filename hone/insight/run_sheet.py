@@ -44,7 +44,7 @@ def read_notes(path: Path) -> list[dict[str, str]]:
     """
     file = path / NOTES
     notes = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.exists() else (), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.is_file() else (), 1):
         try:
             note = json.loads(line)
             notes.append({"at": str(note["at"]), "text": str(note["text"])})

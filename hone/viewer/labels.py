@@ -25,9 +25,9 @@ _LONGEST = 4000
 
 def read_labels(path: Path) -> list[dict[str, Any]]:
     """Return the labels of a run directory, the newest last; lines that are damaged are left out."""
-    file = path / FILE
+    file = _own(path)
     entries = []
-    for line in json_lines(file.read_text(encoding="utf-8")) if file.exists() else ():
+    for line in json_lines(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else ():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
@@ -35,6 +35,24 @@ def read_labels(path: Path) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and {"step", "uid", "index", "part", "label", "comment", "at"} <= set(entry):
             entries.append(entry)
     return entries
+
+
+def _own(path: Path) -> Path:
+    """Return the file of labels of a run directory.
+
+    Raises:
+        HoneError: it is a link, or no file: what is written into it would be elsewhere (code E-view-label).
+    """
+    file = path / FILE
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise HoneError(
+            "labels are kept in a file of the run, and this is none",
+            why="a link would be followed, and another file read and changed",
+            where=str(file),
+            fix=f"remove {file}",
+            code="E-view-label",
+        )
+    return file
 
 
 def label_list(run: ViewedRun, kind: str) -> dict[str, Any]:
@@ -62,7 +80,7 @@ def add_label(run: ViewedRun, kind: str, entry: Mapping[str, Any]) -> dict[str, 
     }
     run.archived(kind).record(address["step"], address["uid"], address["index"], address["part"])
     line = {"at": now(), "kind": kind, **address, "label": label, "comment": comment}
-    file = run.path / FILE
+    file = _own(run.path)
     with disk_errors(file), file.open("a", encoding="utf-8", newline="\n") as out:
         out.write(valid_text(json.dumps(line, ensure_ascii=False)) + "\n")
     return line

@@ -76,7 +76,7 @@ def alerts(run: ViewedRun) -> list[Alert]:
     """Return the alerts of a run, the newest first."""
     read = run.read()
     result = []
-    if read.status in ("failed", "dead", "interrupted"):
+    if read.status in ("failed", "dead", "interrupted", "damaged"):
         reason = str(read.record.get("exit_reason") or "its process does not exist any more")
         result.append(Alert(read.steps, f"the run is {read.status}: {reason}"))
     for step, why in run.archived("rollouts").index.progress()["broken"].items():
@@ -98,7 +98,7 @@ def ledger(path: Path) -> dict[str, Any] | None:
     try:
         coverage = read_coverage(path)
     except HoneError as error:
-        return {"problem": error.what} if (path / "coverage.jsonl").exists() else None
+        return {"problem": error.what} if (path / "coverage.jsonl").is_file() else None
     reasons: dict[str, int] = {}
     for draw in coverage.draws:
         if draw.reason:

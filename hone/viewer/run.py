@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hone.errors import HoneError
 from hone.insight.archive.read import table_records
-from hone.insight.compare import Run, read_whole_run
+from hone.insight.compare import Run, whole_runs
 from hone.viewer.index import CODES, Rows, RunIndex
 from hone.viewer.queries import MASKS, Groups, Search, group_rows, matching
 
@@ -87,7 +87,7 @@ class Archived:
     def vocabulary(self) -> list[str] | None:
         """Return the text of every token id; None if the run has none. It is read again when the file changed."""
         file = self.index.archive.folder / "vocabulary.parquet"
-        stamp = file.stat().st_mtime_ns if file.exists() else 1
+        stamp = file.stat().st_mtime_ns if file.is_file() else 1
         if stamp != self._vocabulary_stamp:
             self._vocabulary, self._vocabulary_stamp = self.index.archive.vocabulary(), stamp
         return self._vocabulary
@@ -170,12 +170,12 @@ class ViewedRun:
     def read(self) -> Run:
         """Return ``run.json``, metrics and config; they are read again when a file changed."""
         stamp = tuple(
-            file.stat().st_mtime_ns if (file := self.path / name).exists() else 0
+            file.stat().st_mtime_ns if (file := self.path / name).is_file() else 0
             for name in ("run.json", "metrics.jsonl", "config.yaml")
         )
         if self._run is None or self._run[0] != stamp:
-            if (self.path / "run.json").exists():
-                self._run = stamp, read_whole_run(self.path, self.name)
+            if (self.path / "run.json").is_file():
+                self._run = stamp, next(whole_runs({self.name: self.path}))
             else:
                 self._run = stamp, Run(self.name, self.path, {"status": "archive"}, [], {})
         return self._run[1]
@@ -196,7 +196,7 @@ class ViewedRun:
             "broken": progress["broken"],
             "version": progress["version"],
             "range": self._range(),
-            "labels": labels.stat().st_mtime_ns if (labels := self.path / "labels.jsonl").exists() else 0,
+            "labels": labels.stat().st_mtime_ns if (labels := self.path / "labels.jsonl").is_file() else 0,
             "validation": self.archived("validation").index.archive.steps(),
         }
 

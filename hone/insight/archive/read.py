@@ -20,6 +20,8 @@ from hone.errors import HoneError
 from hone.insight.archive.schema import BY_NAME, COLUMNS, JSON, ROWS_KEY, VERSION, VERSION_KEY
 from hone.insight.archive.write import STEP_FILE, VOCABULARY
 
+_MOST_BYTES, _MOST_GROWTH, _ROWS = 2**26, 500, 16
+"""Bytes that a file of a step may become at least, as a multiple of its own, and the rows that are read between two looks."""
 _BATCH = 256
 """Rows that are held as Python objects at once."""
 
@@ -64,10 +66,11 @@ class Archive:
         """
         names = [column.name for column in COLUMNS] if columns is None else list(columns)
         with self._open(step) as file:
+            path = self._files().get(step, self.folder)
             try:
-                table = file.read(names if uid is None else list(dict.fromkeys([*names, "uid"])))
-            except (pa.ArrowException, OSError) as error:
-                raise _unreadable(self._files().get(step, self.folder), error) from None
+                table = _bounded(file, names if uid is None else list(dict.fromkeys([*names, "uid"])), path)
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise _unreadable(path, error) from None
         if uid is None:
             return table
         chosen = [row for row, name in enumerate(table["uid"].to_pylist()) if name == uid]
@@ -93,7 +96,7 @@ class Archive:
         if not self.folder.is_dir():
             return {}
         matches = ((STEP_FILE.fullmatch(file.name), file) for file in self.folder.iterdir())
-        return {int(match[1]): file for match, file in matches if match}
+        return {int(match[1]): file for match, file in matches if match and file.is_file()}
 
     def _open(self, step: int) -> pq.ParquetFile:
         files = self._files()
@@ -121,6 +124,22 @@ class Archive:
 
 
 _STORE_ALL = "trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `hone prefer` has none"
+
+
+def _bounded(file: pq.ParquetFile, names: list[str], path: Path) -> pa.Table:
+    """Return the columns of a file, some rows at a time.
+
+    Raises:
+        ValueError: they are many times the size of the file, as samples never are: a small file could exhaust the memory.
+    """
+    most, size, parts = max(_MOST_BYTES, _MOST_GROWTH * path.stat().st_size), 0, []
+    for part in file.iter_batches(_ROWS, columns=names):
+        parts.append(part)
+        size += part.nbytes
+        if size > most:
+            raise ValueError(f"its {path.stat().st_size} bytes become more than {most}")
+    schema = parts[0].schema if parts else pa.schema([file.schema_arrow.field(name) for name in names])
+    return pa.Table.from_batches(parts, schema).select(names)
 
 
 def _unreadable(file: Path, error: Exception) -> HoneError:

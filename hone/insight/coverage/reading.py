@@ -80,7 +80,7 @@ def read_coverage(path: str | Path) -> Coverage:
     steps: dict[int, dict[str, int]] = {}
     open_by_epoch: dict[int, dict[str, int]] = {}
     check = _Check()
-    for step, line in read_rows(file) if file.exists() else ():
+    for step, line in read_rows(file) if file.is_file() else ():
         record = json.loads(line)
         try:
             if "counts" not in record:
