@@ -15,11 +15,12 @@ from hone.config.launch.words import is_open, mark, open_names
 
 Part = tuple[list[str], bool]
 """Texts that a part of a word becomes, and whether they are split at blanks."""
+_TOO_LARGE = 2**63
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
-    "**": operator.pow,
+    "**": lambda a, b: a**b if abs(a) < 2 or b < 64 else _TOO_LARGE,
     ">": operator.gt,
     "<": operator.lt,
     ">=": operator.ge,
@@ -31,6 +32,10 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "/": lambda a, b: int(a / b),
     "%": lambda a, b: a - b * int(a / b),
 }
+
+
+_MOST_TEXT, _MOST_EDITED = 2**20, 2**14
+"""Characters that all expansions of a script may have together, and those of a value that is edited by a pattern."""
 
 
 class _OpenNumber(Exception):
@@ -52,6 +57,7 @@ class Variables:
     output: Callable[[Node], str]
     values: dict[str, str | list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
+    _room: int = _MOST_TEXT
 
     def fields(self, word: Iterable[Node]) -> list[str]:
         """Return the words that a word, given by its parts, becomes: none, one, or several."""
@@ -97,7 +103,7 @@ class Variables:
             case "concatenation":
                 return self._within(node, node.start_byte, node.end_byte, quoted=quoted)
             case "simple_expansion" | "expansion":
-                return self._parameter(node, quoted)
+                return self._charged(self._parameter(node, quoted))
             case "command_substitution" if is_arithmetic(node):
                 return self._parts(parse(f": {text}").children[0].children[-1], quoted)
             case "command_substitution":
@@ -119,6 +125,13 @@ class Variables:
             for piece in segments
             for part in (_literal(piece, quoted) if isinstance(piece, str) else self._parts(piece, quoted))
         ]
+
+    def _charged(self, parts: list[Part]) -> list[Part]:
+        """Count the characters and words that variables became so far: ``X=$X$X`` doubles them in each round of a loop."""
+        self._room -= sum(len(text) + 8 for texts, _ in parts for text in texts)
+        if self._room < 0:
+            raise ValueError(f"the script's variables become more than {_MOST_TEXT} characters")
+        return parts
 
     def _parameter(self, node: Node, quoted: bool) -> list[Part]:
         inner = node.children[1:-1] if node.type == "expansion" else node.children[1:]
@@ -176,7 +189,10 @@ class Variables:
                 return self._number(node.named_children[0])
             case "binary_expression":
                 left, how, right = node.children
-                return _OPERATIONS[how.type](self._number(left), self._number(right))
+                value = _OPERATIONS[how.type](self._number(left), self._number(right))
+                if abs(value) >= _TOO_LARGE:
+                    raise ValueError("the number has more than 64 bits")
+                return value
             case "unary_expression":
                 value = self._number(node.children[1])
                 return {"-": -value, "+": value, "!": int(not value)}[node.children[0].type]
@@ -220,6 +236,8 @@ def _edited(value: str, how: str, argument: str) -> str:
     """Apply ``${name#pattern}`` or another edit to a value."""
     if is_open(value):
         return value
+    if len(value) > _MOST_EDITED or (how == "//" and len(value) * len(argument) > _MOST_TEXT):
+        raise ValueError(f"a value of {len(value)} characters is edited")
     ends = range(len(value) + 1)
     match how:
         case ":":

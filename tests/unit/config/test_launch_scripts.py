@@ -184,6 +184,20 @@ def test_a_script_that_computes_for_ever_is_given_up() -> None:
     assert trouble.line == 2
 
 
+ROUNDS = "for i in a b c d e f g h i j k l m n o p q r s t u v w x y z 1 2 3 4 5 6 7 8 9; do {}; done\nrun 2"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["X=$X$X", 'X="$X$X"', "X+=$X", 'A=("${A[@]}" "${A[@]}")', "X=${X//a/aaaaaaaa}", "N=$((N * N))", "N=$((N ** N ** N ** N))",
+     "X=$(echo $X$X)", "X=${Y:-$X$X}", "X=$X$X; X=${X##*b}"],
+)  # fmt: skip
+def test_a_script_whose_values_grow_without_end_is_given_up(line: str) -> None:
+    trace = follow(f"X=aa; N=3; A=(1 2)\nrun 1\n{ROUNDS.format(line)}")
+    assert trace.troubles and {trouble.line for trouble in trace.troubles} == {3}
+    assert [command.words[1].text for command in trace.started] == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     ("line", "program", "command"),
     [
