@@ -117,10 +117,16 @@ class Viewer:
         async def answer(request: Request) -> Response:
             if not self._allowed(request) or WRITE_HEADER not in request.headers:
                 return _refusal()
-            if int(request.headers.get("content-length", _MAX_BODY + 1)) > _MAX_BODY:
+            length = request.headers.get("content-length", "")
+            if not length.isdecimal() or int(length) > _MAX_BODY:
                 return PlainTextResponse("too large", status_code=413)
-            result = await run_in_threadpool(write, self._workspace, await request.json())
-            return JSONResponse(result)
+            try:
+                body = await request.json()
+                if not isinstance(body, dict):
+                    raise TypeError("it is not an object")
+                return JSONResponse(await run_in_threadpool(write, self._workspace, body))
+            except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+                raise HoneError(f"the request cannot be read: {error!r:.200}", code="E-view-request") from None
 
         return answer
 

@@ -246,6 +246,23 @@ def test_an_edited_reward_scores_the_stored_answers_again(run_path: Path, tmp_pa
     assert error.value.code == "E-view-reward"
 
 
+BODIES = [b"", b"[]", b"3", b"null", b"{", b"[" * 100_000, b"\xff", b"{}", b'{"run": []}', b'{"step": "x", "label": "a"}', b'{"reward": []}',
+          b'{"label": "a", "step": 1e400, "uid": "u", "index": 0, "part": 0}',
+          b'{"label": "\\ud800", "step": 1, "uid": "train:0", "index": 0, "part": 0}']  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_a_wrong_body_is_the_client_s_mistake(body: bytes, run_path: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_path, tmp_path / "run")
+    client = TestClient(Viewer(Workspace({"run": tmp_path / "run"}), "token").app, raise_server_exceptions=False)
+    client.get("/?token=token")
+    for name in WRITES:
+        answer = client.post(f"/api/{name}", content=body, headers={"X-Hone-View": "1"})
+        assert answer.status_code in (200, 400, 404), (name, answer.status_code)
+    wrong = {"X-Hone-View": "1", "Content-Length": "abc"}
+    assert client.post("/api/label", content=body, headers=wrong).status_code == 413
+
+
 def test_answers_are_scored_by_functions_named_at_the_start_only(run_path: Path, tmp_path: Path) -> None:
     reward = tmp_path / "another.py"
     reward.write_text(
