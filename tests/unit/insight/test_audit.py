@@ -39,20 +39,41 @@ def test_lines_have_calls_and_their_ends_without_secrets_and_results(tmp_path: P
     ("change", "broken"),
     [
         (lambda lines: [lines[0].replace("q0", "q9"), *lines[1:]], [2]),
-        (lambda lines: lines[:2] + lines[3:], [3]),
-        (lambda lines: lines[1:], [1]),
-        (lambda lines: [lines[0], lines[0], *lines[1:]], [2]),
+        (lambda lines: lines[:2] + lines[3:], [3, 5]),
+        (lambda lines: lines[1:], [1, 5]),
+        (lambda lines: [lines[0], lines[0], *lines[1:]], [2, 7]),
         (lambda lines: [lines[1], lines[0], *lines[2:]], [1, 2, 3]),
         (lambda lines: [*lines, "{}\n"], [7]),
         (lambda lines: [*lines, "half"], [7]),
-        (lambda lines: lines[:4], []),  # an end that is missing cannot be seen
+        (lambda lines: lines[:4], [4]),
+        (lambda lines: [], [0]),
+        (lambda lines: [*lines[:5], lines[5].replace("ok", "no")], [6]),
     ],
 )
 def test_changes_break_the_chain(change: object, broken: list[int], tmp_path: Path) -> None:
     lines = written(tmp_path)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.jsonl")
     file.write_text("".join(change(lines)))  # type: ignore[operator]
     assert problems(tmp_path) == broken
+
+
+@pytest.mark.parametrize("removed", ["*.jsonl", "*.head", "files"])
+def test_a_removed_file_is_a_problem(removed: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    (file,) = tmp_path.glob(removed)
+    AuditLog(tmp_path).begin("search", {})
+    assert problems(tmp_path) == []
+    file.unlink()
+    assert len(problems(tmp_path)) == 1
+
+
+def test_a_kill_between_a_line_and_its_head_is_no_problem(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path)
+    log.begin("search", {})
+    before = log.path.with_suffix(".head").read_text()
+    log.begin("search", {})
+    log.path.with_suffix(".head").write_text(before)
+    assert problems(tmp_path) == []
 
 
 def test_threads_share_one_chain(tmp_path: Path) -> None:
