@@ -216,7 +216,9 @@ class Renderer:
     ) -> HiddenText:
         """Render the text of a conversation."""
         if self.tools_as_text:
-            return self.template.text(conversation_as_text(messages, tools, system=self._takes_system_message), ask=ask)
+            special = self.template.special_text
+            shown = conversation_as_text(messages, tools, system=self._takes_system_message, special=special)
+            return self.template.text(shown, ask=ask)
         return self.template.text(messages, tools, ask=ask)
 
     @cached_property

@@ -49,7 +49,7 @@ class Template:
         self._told: set[str] = set()
         self.source, self._source_with_tools = template_of(tokenizer), template_of(tokenizer, tools=True)
         self.special = special_tokens(tokenizer)
-        self._special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
+        self.special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
         self._named_text = _any_of(named_tokens(tokenizer))
 
     def text(
@@ -85,9 +85,9 @@ class Template:
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool
     ) -> HiddenText:
-        hidden = _Hidden(self._special_text, self._named_text)
+        hidden = _Hidden(self.special_text, self._named_text)
         source = self._source_with_tools if tools else self.source
-        settings = {"tools": list(tools) if tools else None, "add_generation_prompt": ask, **self.kwargs}
+        settings = {"tools": hidden.tools(tools) if tools else None, "add_generation_prompt": ask, **self.kwargs}
         plain = [
             with_arguments({**message, "content": message.get("content") or ""}, as_mapping) for message in messages
         ]
@@ -184,11 +184,15 @@ class _Hidden:
             key: self._value(value, self._named if key in strict else self._special) for key, value in message.items()
         }
 
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return function schemas with such text replaced: servers of others write them."""
+        return [self._value(tool, self._named) for tool in tools]
+
     def _value(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
             return pattern.sub(lambda match: self._character(match[0]), value)
         if isinstance(value, Mapping):
-            return {key: self._value(item, pattern) for key, item in value.items()}
+            return {self._value(key, pattern): self._value(item, pattern) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._value(item, pattern) for item in value]
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,19 +21,23 @@ For each call write a JSON object with the function's name and arguments between
 
 
 def conversation_as_text(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, system: bool
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, system: bool, special: re.Pattern[str]
 ) -> list[Message]:
     """Return a conversation whose tools, calls and results are written into message contents.
 
     Args:
         messages: messages in OpenAI's form.
         tools: function schemas, written into the first message.
+        special: names of special tokens, which schemas cannot forge: their first character is written as JSON's escape.
         system: True if the template accepts a system message; otherwise the first user message begins with the tools.
     """
     converted = messages_as_text(messages)
     if not tools:
         return converted
-    schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
+    schemas = "\n".join(
+        special.sub(lambda name: f"\\u{ord(name[0][0]):04x}{name[0][1:]}", json.dumps(dict(tool), ensure_ascii=False))
+        for tool in tools
+    )
     introduction = _INTRODUCTION.format(schemas=schemas)
     first = converted[0] if converted else None
     if first is not None and (first["role"] == "system" or not system):
