@@ -35,7 +35,7 @@ def ask(tool: McpTool, **arguments) -> str:
 def test_a_program_on_stdio(tmp_path: Path):
     tools = loaded(tmp_path, f"mcp: {{command: {sys.executable}, args: [{SERVER}, stdio]}}")
     try:
-        assert set(tools) == {"add", "draw", "fail", "leave"}
+        assert set(tools) == {"add", "draw", "fail", "large", "leave"}
         function = tools["add"].schema["function"]
         assert function["description"] == "Add two numbers." and function["parameters"]["required"] == ["a", "b"]
         assert ask(tools["add"], a=2, b=3) == "5"
@@ -44,6 +44,8 @@ def test_a_program_on_stdio(tmp_path: Path):
         assert ask(tools["add"], a=2, b=4) == "6", "the connection outlives an event loop"
         with pytest.raises(ToolError, match="fail"):
             ask(tools["fail"], reason="no luck")
+        with pytest.raises(ToolError, match="50000000"):
+            ask(tools["large"])
         with pytest.raises(Exception):  # noqa: B017 - whatever the client says when its server is gone
             asyncio.run(asyncio.wait_for(tools["leave"].execute(None, {}), SOON))
         assert ask(tools["add"], a=1, b=1) == "2", "the connection is made anew"
@@ -96,6 +98,29 @@ def test_a_server_on_http(tmp_path: Path):
 def test_servers_that_cannot_be_used(tmp_path: Path, entry: str, words: str):
     with raises(ConfigError, words):
         loaded(tmp_path, entry)
+
+
+ENDLESS = """
+import json, sys
+for line in sys.stdin:
+    asked, answer = json.loads(line), None
+    if "id" not in asked: continue
+    if asked["method"] == "initialize":
+        answer = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": {"name": "e", "version": "1"}}
+    elif asked["method"] == "tools/list":
+        cursor = int((asked.get("params") or {}).get("cursor") or 0)
+        tools = [{"name": f"t{cursor}-{n}", "inputSchema": {"type": "object"}} for n in range(TOOLS)]
+        answer = {"tools": tools, "nextCursor": str(NEXT)}
+    outcome = {"result": answer} if answer else {"error": {"code": -32601, "message": "no such method"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **outcome}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("tools", "following"), [(100, "cursor + 1"), (0, "cursor + 1"), (0, "7")])
+def test_a_list_of_tools_without_end_is_refused(tmp_path: Path, tools: int, following: str) -> None:
+    (tmp_path / "server.py").write_text(ENDLESS.replace("TOOLS", str(tools)).replace("NEXT", following))
+    with raises(ConfigError, "no end"):
+        loaded(tmp_path, f"mcp: {{command: {sys.executable}, args: [{tmp_path / 'server.py'}]}}")
 
 
 @pytest.mark.long("hone/agents/tools")

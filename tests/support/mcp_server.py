@@ -28,6 +28,12 @@ def draw() -> Image:
 
 
 @server.tool()
+def large() -> str:
+    """Answer with 50 MB."""
+    return "x" * 50_000_000
+
+
+@server.tool()
 def leave() -> str:
     """End the server without a word."""
     os._exit(3)

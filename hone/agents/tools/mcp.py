@@ -15,6 +15,8 @@ from hone.agents.tools.base import Tool, ToolError, ToolResult
 from hone.errors import ConfigError, NoVerdict, did_you_mean
 
 START_SECONDS = 30.0
+_MOST_TOOLS, _MOST_CHARACTERS = 1000, 2**24
+"""Tools and pages of their list that a server may have, and characters of an answer, images included."""
 _OPTIONS = {"stdio": ("command", "args", "env", "cwd"), "http": ("url",)}
 
 
@@ -111,12 +113,16 @@ class McpServer:
         try:
             async with Client(target) as client:
                 tools, cursor = [], None
-                while True:
+                for _ in range(_MOST_TOOLS):
                     page = await client.list_tools(cursor=cursor)
                     tools += page.tools
+                    if len(tools) > _MOST_TOOLS or page.next_cursor == cursor is not None:
+                        raise RuntimeError(f"its list of tools has no end: {len(tools)} so far")
                     cursor = page.next_cursor
                     if not cursor:
                         break
+                else:
+                    raise RuntimeError(f"its list of tools has no end after {_MOST_TOOLS} pages")
                 self._client = client
                 ready.set_result(tools)
                 await self._stop.wait()
@@ -161,6 +167,9 @@ class McpTool(Tool):
             ToolError: the server reports a failed call.
         """
         answer = await self.server.call(self.name, arguments)
+        size = sum(len(getattr(part, "text", None) or getattr(part, "data", None) or "") for part in answer.content)
+        if size > _MOST_CHARACTERS:
+            raise ToolError(f"the answer has {size} characters, more than {_MOST_CHARACTERS}: ask for less")
         parts = [_part(part) for part in answer.content]
         text, left_out = text_of_parts(parts)
         if answer.is_error:
