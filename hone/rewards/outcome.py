@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.errors import NoVerdict
+from hone.insight.redaction import redact_text
 from hone.rewards.score import Cause, Score
 from hone.text import valid_data, valid_text
 
@@ -54,8 +55,8 @@ def failed(error: str, cause: Cause = Cause.INVALID) -> Score:
 
 
 def failed_by(error: BaseException, shown: str) -> Score:
-    """Return the score of a response whose scoring raised; ``shown`` is the error in one line."""
-    return failed(shown, Cause(error.cause) if isinstance(error, NoVerdict) else Cause.RAISED)
+    """Return the score of a response whose scoring raised; ``shown`` is the error in one line, and may hold a secret."""
+    return failed(redact_text(shown), Cause(error.cause) if isinstance(error, NoVerdict) else Cause.RAISED)
 
 
 def is_usable(number: float) -> bool:

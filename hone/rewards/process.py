@@ -20,6 +20,7 @@ import psutil
 from hone.errors import RewardError
 from hone.insight import activity
 from hone.insight.environment import usable_memory
+from hone.insight.redaction import redact_text
 from hone.rewards.frames import MAX_ANSWER, NONCE_BYTES, Channel, ChannelError, socket_pair
 from hone.rewards.output import CapturedOutput
 from hone.rewards.score import Cause
@@ -206,7 +207,7 @@ class WorkerProcess:
             )
         if isinstance(answer, LoadFailure):
             if answer.traceback:
-                logger.error("%s\n%s", answer.what, answer.traceback)
+                logger.error("%s", redact_text(f"{answer.what}\n{answer.traceback}"))
             raise RewardError(
                 answer.what,
                 why="without it no response can be scored",

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 from hone.errors import did_you_mean
 from hone.insight import activity
+from hone.insight.redaction import redact_text
 from hone.rewards.frames import Channel
 from hone.rewards.outcome import failed, failed_by
 from hone.rewards.score import Cause, Score
@@ -257,7 +258,7 @@ def _failure(error: BaseException, seconds: float, timeout: float) -> tuple[Scor
     if isinstance(error, TimeoutError) and seconds >= timeout:
         return failed(f"timeout: no answer within {timeout:g} s", Cause.TIMEOUT), None
     score = failed_by(error, last_line(error))
-    return score, "".join(traceback.format_exception(error)) if score.cause is Cause.RAISED else None
+    return score, redact_text("".join(traceback.format_exception(error))) if score.cause is Cause.RAISED else None
 
 
 def _reply(channel: Channel, number: int, score: Score | list[Score], trace: str | None) -> None:

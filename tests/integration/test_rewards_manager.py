@@ -363,3 +363,18 @@ def alive(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat")
     return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_later"])
+def test_the_text_of_an_exception_has_no_secret(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients put the key, or the address with it, into what they raise."""
+    key = "sk-" + "aB3dE5gH7jK9mN1pQ3s" * 2
+    words = f"Incorrect API key provided: {key}, https://me:correct-horse@judge.example/v1?api_key=battery-staple"
+    code = f"""
+def raises(data_source, solution_str, ground_truth, extra_info): raise ValueError({words!r})
+async def raises_later(data_source, solution_str, ground_truth, extra_info): raise ValueError({words!r})
+"""
+    (scored,) = score(config(tmp_path, name, code), ["1"])
+    assert scored.error is not None and "ValueError" in scored.error and "ValueError" in caplog.text
+    for secret in (key, "correct-horse", "battery-staple"):
+        assert secret not in scored.error and secret not in caplog.text
