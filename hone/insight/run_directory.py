@@ -24,6 +24,8 @@ under another name and renamed into place.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -69,6 +71,8 @@ __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_HASHED = 2**28
+"""Bytes at the beginning and at the end of a file of data that its hash covers."""
 log = logging.getLogger("hone.insight")
 
 _STEP_FILE = re.compile(r"step_(\d+)\.(?:parquet|txt)")
@@ -241,6 +245,12 @@ class RunDirectory:
         changed = sorted(name for name, code in earlier.get("rewards", {}).items() if (rewards or {}).get(name) != code)
         if changed:
             log.warning("the reward changed since the start of the run: %s", ", ".join(changed))
+        data = _data_hashes(tree)
+        if changed := sorted(file for file, digest in earlier.get("data", {}).items() if data.get(file) != digest):
+            log.warning(
+                "these files of data changed since the start of the run, which draws other rows now: %s",
+                ", ".join(changed),
+            )
         self._write_run(
             {
                 "status": RunStatus.RUNNING.value,
@@ -250,6 +260,7 @@ class RunDirectory:
                 "starts": starts,
                 "restarts": before.get("restarts", []) if ours else [],
                 "rewards": dict(rewards or {}),
+                "data": data,
                 "agent_contract": dict(agent_contract or {}),
                 "plan": before.get("plan", []) if ours else [],
                 "downloads": before.get("downloads", {}) if ours else {},
@@ -329,3 +340,18 @@ class RunDirectory:
 
     def _write_run(self, record: Mapping[str, Any]) -> None:
         write_atomically(self.path / RUN, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def _data_hashes(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of each local file of ``data``: of its size, and of its first and last bytes if it is large."""
+    data, hashes = tree.get("data"), {}
+    for key in ("train_files", "val_files"):
+        named = data.get(key) if isinstance(data, Mapping) else None
+        for name in [named] if isinstance(named, str) else named or ():
+            with contextlib.suppress(OSError, ValueError), Path(name).expanduser().open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest = hashlib.sha256(f"{size}\n".encode() + file.read(_HASHED))
+                file.seek(max(file.tell(), size - _HASHED))
+                digest.update(file.read(_HASHED))
+                hashes[str(name)] = digest.hexdigest()
+    return hashes

@@ -269,3 +269,24 @@ def test_a_reward_that_changed_gives_a_warning_on_resume(tmp_path, caplog):
     assert "score.py:f" not in caplog.text
     start(run, rewards={"score.py:f": "sha256:3", "gsm8k": "sha256:2"}, last_step=3)
     assert "score.py:f" in caplog.text
+
+
+def test_a_resumed_run_says_which_files_of_data_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = [tmp_path / name for name in ("a.parquet", "b.parquet", "c.parquet")]
+    for file in files:
+        file.write_bytes(b"rows of " + file.name.encode())
+    config = f"data: {{train_files: [{files[0]}, {files[1]}], val_files: {files[2]}}}\n"
+
+    def warned(last_step: int | None) -> list[str]:
+        caplog.clear()
+        run = RunDirectory(tmp_path / "run")
+        run.start(seed=1, config_yaml=config, command=["hone"], last_step=last_step)
+        run.close()
+        return [name for name in ("a", "b", "c") if f"{name}.parquet" in caplog.text]
+
+    assert warned(None) == [] == warned(1)
+    files[1].write_bytes(files[1].read_bytes().replace(b"rows", b"Rows"))  # of the same size
+    files[2].unlink()
+    assert warned(1) == ["b", "c"]
+    assert warned(1) == []  # said once: from here on the run has these
+    assert warned(None) == []
