@@ -92,7 +92,7 @@ class Template:
             with_arguments({**message, "content": message.get("content") or ""}, as_mapping) for message in messages
         ]
         shown = [hidden.message(message) for message in plain]
-        rendering = render_with(self.tokenizer, source, shown, settings, self._special_text, whole=False)
+        rendering = render_with(self.tokenizer, source, shown, settings, self.special_text, whole=False)
         if self.strict and rendering.missing is not None:
             self._refuse(rendering.missing, messages, hidden)
         return HiddenText(rendering.text, hidden.literals)
