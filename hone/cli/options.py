@@ -48,12 +48,12 @@ ComputeDtype = Annotated[
 ]
 
 
-def _trust(context: typer.Context, asked: bool) -> None:
+def _trust(context: typer.Context, trusted: bool) -> None:
     from hone.config.trust import trusting
     from hone.user_code import looking
 
     context.with_resource(looking())
-    context.with_resource(trusting(asked))
+    context.with_resource(trusting(trusted))
 
 
 Trust = Annotated[

@@ -30,7 +30,8 @@ from hone.generation.options import has_adapter, needs_untied_head, sends_adapte
 from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.protocol import Engine, SamplingParams
 from hone.generation.remote.transports import share_parameters
-from hone.models.loading import causal_lm, load_policy, untie
+from hone.models.loading import causal_lm, load_policy
+from hone.models.tied import untie
 
 
 class Weights(Enum):

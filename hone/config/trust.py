@@ -2,7 +2,7 @@
 
 Whoever looks at a run runs none of its code (:func:`hone.user_code.looking`). What plays a run again needs its reward functions, tools
 and losses: they run if the run was trained here, or after `--trust`. A trusted run is the name of an empty file in the user's own
-folder: the hash of its configuration and of the files it names. A configuration that is composed of others is asked about each time.
+folder: the hash of its configuration and of the files it names. A configuration that is composed of others needs `--trust` each time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _module_file(module: str) -> Path | None:
 def remember(file: Path, config: AnyConfig) -> None:
     """Trust the run with this configuration file, whose values are those of ``config``."""
     _, digest = _examined(file, config)
-    with contextlib.suppress(OSError):  # without a folder of the user's own, `--trust` is asked for
+    with contextlib.suppress(OSError):  # without a folder of the user's own, `--trust` is needed again
         trust_folder().mkdir(parents=True, exist_ok=True)
         (trust_folder() / digest).touch()
 
@@ -97,7 +97,7 @@ def require_trust(file: Path, config: AnyConfig) -> None:
         HoneError: it names code, and is not trusted (code E-trust).
     """
     code, digest = _examined(file, config)
-    if _asked:
+    if _all_trusted:
         remember(file, config)
     elif code and ("defaults" in read_yaml(file.read_text("utf-8")) or not (trust_folder() / digest).is_file()):
         listed = ", ".join(name if path is None else f"{name} ({path})" for name, path in code.items())
@@ -108,21 +108,21 @@ def require_trust(file: Path, config: AnyConfig) -> None:
             where=str(file),
             code="E-trust",
         )
-    admit(None if _asked else code)
+    admit(None if _all_trusted else code)
 
 
-_asked = False
+_all_trusted = False
 
 
 @contextlib.contextmanager
-def trusting(asked: bool) -> Iterator[None]:
+def trusting(trusted: bool) -> Iterator[None]:
     """Trust every run that is opened inside."""
-    global _asked
-    before, _asked = _asked, asked
+    global _all_trusted
+    before, _all_trusted = _all_trusted, trusted
     try:
         yield
     finally:
-        _asked = before
+        _all_trusted = before
 
 
 def _examined(file: Path, config: AnyConfig) -> tuple[dict[str, Path | None], str]:

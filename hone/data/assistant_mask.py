@@ -193,7 +193,7 @@ class _Turns:
         return any(start is not None for start in self._starts)
 
     def _bound(self, number: int) -> int:
-        """Return where the next message begins, as far as the loop over the messages tells."""
+        """Return where the next message begins, if the loop over the messages tells."""
         following = (start for start in self._starts[number + 1 :] if start is not None)
         return next(following, len(self.rendering.text))
 
@@ -205,24 +205,24 @@ class _Turns:
 
     def _start(self, number: int, reached: int) -> int | None:
         """Return where what the model writes begins: after the context, or after the header if that is shown differently."""
-        text, before, own = self.rendering.text, self.contexts[number], self._starts[number]
+        text, before, loop_start = self.rendering.text, self.contexts[number], self._starts[number]
         begins = before is not None and text.startswith(before) and reached <= len(before) <= self._bound(number)
         if before is not None and begins and self._said(number, len(before)) is not None:
             return len(before)
-        if own is None and number:
+        if loop_start is None and number:
             return None
-        own = own or 0
+        loop_start = loop_start or 0
         # the header of this turn, or that of an answer to a question: the first message has no context that a template renders
         for context in (self.rendering.messages[:number], None):
             header = self.header if context is None else _header(self.tokenizer, context, self.kwargs)
             if header == "" and not number:  # the template shows it at the end of the question
-                asked = render_as_is(self.tokenizer, _QUESTION, False, self.kwargs) or ""
-                header = asked.rpartition(str(_QUESTION[0]["content"]))[2]
+                question = render_as_is(self.tokenizer, _QUESTION, False, self.kwargs) or ""
+                header = question.rpartition(str(_QUESTION[0]["content"]))[2]
             if header and not number:  # the end of the question may be before it
-                ends = (header[at:] for at in range(len(header)) if text.startswith(header[at:], own))
+                ends = (header[at:] for at in range(len(header)) if text.startswith(header[at:], loop_start))
                 header = next((end for end in ends if end.strip()), header)
-            if header == "" and context is not None and self._said(number, own) is not None:
-                return own
+            if header == "" and context is not None and self._said(number, loop_start) is not None:
+                return loop_start
             for end in range(len(header or ""), 0, -1):
                 rest = (header or "")[end:]
                 if (
@@ -231,13 +231,13 @@ class _Turns:
                     or (rest.strip() and header[end - 1] not in _EDGES)
                 ):
                     continue  # a header is shown whole, but for an opened thought and white space
-                at = text.find(header[:end], own, self._bound(number))
+                at = text.find(header[:end], loop_start, self._bound(number))
                 if at >= 0 and self._said(number, at + end) is not None:
                     return at + end
         # without a header: a beginning with an answer, or the second of two answers in a row
         bare = number == 0 or self.rendering.messages[number - 1]["role"] == "assistant"
         words = "".join(texts_of(self.rendering.messages[number].get("content"))).strip()
-        return own if bare and words and text[own:].lstrip().startswith(words) else None
+        return loop_start if bare and words and text[loop_start:].lstrip().startswith(words) else None
 
     def _end(self, number: int, start: int) -> int | None:
         """Return where a turn ends, its end-of-turn token included; None where the rendering does not tell."""

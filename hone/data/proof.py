@@ -91,18 +91,18 @@ def missing_part(
             caller = next((n for n in range(number, -1, -1) if messages[n]["role"] == "assistant"), 0)
             first, until = _of_calls(starts, messages, number, len(text)) if known else (0, len(text))
             regions += [(shown.spans[caller][1] if caller < number else first, until), (first, until)]
-        found = _places(text, message, regions)
-        if message["role"] in ("system", "developer") and (isinstance(found, Missing) or not known):
+        shown_at = _places(text, message, regions)
+        if message["role"] in ("system", "developer") and (isinstance(shown_at, Missing) or not known):
             systems.append(number)  # it may be anywhere, but not in what others say
-            found = [], 0
-        if isinstance(found, Missing) and found.what == "reasoning" and number + 1 < len(messages):
-            found = _places(text, message, regions, reasoning=False)
-        if isinstance(found, Missing):
-            return Missing(number, found.what, found.text)
+            shown_at = [], 0
+        if isinstance(shown_at, Missing) and shown_at.what == "reasoning" and number + 1 < len(messages):
+            shown_at = _places(text, message, regions, reasoning=False)
+        if isinstance(shown_at, Missing):
+            return Missing(number, shown_at.what, shown_at.text)
         content = message.get("content")
         if isinstance(content, list) and content and str(content) in text:
             return Missing(number, "text", texts_of(content)[0] if texts_of(content) else str(content))
-        places, dropped = found
+        places, dropped = shown_at
         shown.dropped += dropped
         reached = [at for at in places if at[0] < at[1]] or [(begin, begin)]
         shown.spans.append((min(at for at, _ in reached), max(at for _, at in reached)))
@@ -113,10 +113,10 @@ def missing_part(
         rest[first:end] = " " * (end - first)
     outside = "".join(rest)
     for number in systems:
-        found = _places(outside, messages[number], [(0, len(outside))])
-        if isinstance(found, Missing):
-            return Missing(number, found.what, found.text)
-        reached = [at for at in found[0] if at[0] < at[1]] or [(0, 0)]
+        shown_at = _places(outside, messages[number], [(0, len(outside))])
+        if isinstance(shown_at, Missing):
+            return Missing(number, shown_at.what, shown_at.text)
+        reached = [at for at in shown_at[0] if at[0] < at[1]] or [(0, 0)]
         shown.spans[number] = min(at for at, _ in reached), max(at for _, at in reached)
         outside = (
             outside[: shown.spans[number][0]]
@@ -157,8 +157,8 @@ def _places(
     calls = list(message.get("tool_calls") or ())
     begin, end = regions[0]
     said = places[-1] if places else (begin, begin)
-    found = _places_of_calls(text, calls, said, (begin, end))  # words may name the tool that is called
-    if isinstance(found, Missing) and places:
+    shown_at = _places_of_calls(text, calls, said, (begin, end))  # words may name the tool that is called
+    if isinstance(shown_at, Missing) and places:
         first = _places_of_calls(text, calls, (begin, begin), (begin, end))  # and a call may have the words
         if not isinstance(first, Missing):
             kept = list(text)
@@ -167,7 +167,7 @@ def _places(
             words = _places("".join(kept), {**message, "tool_calls": None}, regions, reasoning=reasoning)
             if not isinstance(words, Missing):
                 return [*words[0], *first], words[1]
-    return found if isinstance(found, Missing) else ([*places, *found], dropped)
+    return shown_at if isinstance(shown_at, Missing) else ([*places, *shown_at], dropped)
 
 
 def _places_of_calls(text: str, calls: Sequence[Any], said: Place, region: Place) -> list[Place] | Missing:
@@ -193,7 +193,7 @@ def without_tokens(text: str, special: re.Pattern[str]) -> str:
 
 
 def said_within(text: str, message: Mapping[str, Any], special: re.Pattern[str] | None = None) -> int | None:
-    """Return where the last part of a message ends in a text; None if the text lacks one, reasoning apart."""
+    """Return where the last part of a message ends in a text; None if the text lacks one, reasoning set aside."""
     plain = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
     # before another message, reasoning may be left out
     shown = missing_part(text, [0, len(text)], [plain, {"role": "user", "content": ""}], special=special)

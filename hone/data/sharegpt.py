@@ -166,5 +166,5 @@ def _text(part: Any) -> str:
     if kind is not None:
         return f"<{kind}>"
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-        raise ValueError(f"a part of a turn is no text: {part!r:.80}")
+        raise ValueError(f"a part of a turn has no text: {part!r:.80}")
     return part["text"]

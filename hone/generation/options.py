@@ -218,7 +218,7 @@ def needs_untied_head(config: RLConfig) -> bool:
     Raises:
         ConfigError: it does, and the engine builds the model tied.
     """
-    from hone.models.loading import will_part_embeddings
+    from hone.models.tied import will_part_embeddings
 
     rollout = config.actor_rollout_ref.rollout
     if not has_adapter(config) or not will_part_embeddings(config.actor_rollout_ref.model):

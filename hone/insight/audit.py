@@ -6,7 +6,7 @@
 
 A line is written before a call begins and another one after it has ended, so that a call that was killed is there too. Every line has
 the SHA-256 of the line before it. A changed, removed or inserted line therefore breaks the chain, and the head tells of the last ones.
-After a kill the head may be one line behind. Whoever writes all three files anew can forge a log: copy it to where they cannot. Results are hashed, not stored; known secrets in arguments are hidden.
+After a kill the head may lack one line. A user who can write all three files can forge a log: copy it to where they cannot. Results are hashed, not stored; known secrets in arguments are hidden.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from hone.data.image_processor import copy_processor, reads_images
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model
-from hone.models.loading import merge_adapter
+from hone.models.tied import merge_adapter
 from hone.progress import progress
 from hone.training.checkpoints.checkpoint import MANIFEST, find_checkpoint, model_directory
 from hone.training.checkpoints.storage import Storage

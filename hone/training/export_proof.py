@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hone.errors import CheckpointError
-from hone.models.loading import merge_adapter
 from hone.models.streaming import WeightFiles
+from hone.models.tied import merge_adapter
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorFile
 

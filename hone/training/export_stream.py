@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hone.config.limits import GATHER_BUCKET_BYTES
-from hone.models.loading import causal_lm, parts_embeddings
+from hone.models.loading import causal_lm
 from hone.models.streaming import piece, sharded_dim
+from hone.models.tied import parts_embeddings
 
 
 def whole_weights(

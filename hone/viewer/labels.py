@@ -25,7 +25,7 @@ _LONGEST = 4000
 
 def read_labels(path: Path) -> list[dict[str, Any]]:
     """Return the labels of a run directory, the newest last; lines that are damaged are left out."""
-    file = _own(path)
+    file = _labels_file(path)
     entries = []
     for line in json_lines(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else ():
         try:
@@ -37,7 +37,7 @@ def read_labels(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _own(path: Path) -> Path:
+def _labels_file(path: Path) -> Path:
     """Return the file of labels of a run directory.
 
     Raises:
@@ -80,7 +80,7 @@ def add_label(run: ViewedRun, kind: str, entry: Mapping[str, Any]) -> dict[str, 
     }
     run.archived(kind).record(address["step"], address["uid"], address["index"], address["part"])
     line = {"at": now(), "kind": kind, **address, "label": label, "comment": comment}
-    file = _own(run.path)
+    file = _labels_file(run.path)
     with disk_errors(file), file.open("a", encoding="utf-8", newline="\n") as out:
         out.write(valid_text(json.dumps(line, ensure_ascii=False)) + "\n")
     return line

@@ -50,8 +50,8 @@ def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> d
     config = RewardConfig(scorer=reward) if reward in SCORERS else named.get(reward)
     if config is None:
         raise HoneError(
-            f"'{reward}' is no built-in scorer, and the viewer was not started with it",
-            why="whoever has the link could run any file of this machine",
+            f"'{reward}' is not a built-in scorer, and the viewer was not started with it",
+            why="a caller that has the link could run any file of this machine",
             fix="start it with hone view --reward FILE:NAME",
             code="E-view-reward",
         )

@@ -18,8 +18,9 @@ from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import BackendSettings
 from hone.models.images import attach_processor, find_processor
-from hone.models.loading import image_processor, policy_factory, untie
+from hone.models.loading import image_processor, policy_factory
 from hone.models.routing import use_hone_attention
+from hone.models.tied import untie
 from hone.threads import compute_here
 
 _ARGUMENTS = ("gpu_memory_utilization", "report_experts", "speculative", "untied_head")

@@ -291,7 +291,7 @@ def _sampling_params(request: GenerationRequest, outside: Mapping[int, float]) -
     """Return the request's sampling parameters for vLLM. Only its stop tokens count, not those in the model's files.
 
     Args:
-        request: what is asked for.
+        request: the request.
         outside: bias of the ids that the tokenizer lacks.
     """
     import vllm

@@ -16,7 +16,7 @@ from hone.errors import InvariantError
 from hone.generation.options import needs_untied_head
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.insight.invariants import Invariants
-from hone.models.loading import parts_embeddings, untie
+from hone.models.tied import parts_embeddings, untie
 from hone.preflight.engines import engine_takes_the_adapter
 from hone.training.export_stream import merged_weights
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.errors import ModelError
-from hone.models.loading import causal_lm, layers_of, parts_embeddings
+from hone.models.loading import causal_lm, layers_of
+from hone.models.tied import parts_embeddings
 from hone.training.backends.fsdp2.pipeline_models import require_divisible
 from hone.training.export_stream import STREAMS, in_dtype, weights_of
 
