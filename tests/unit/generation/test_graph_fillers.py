@@ -22,6 +22,13 @@ class Eager(StepGraphs):
         return step()
 
 
+@pytest.mark.parametrize("most", [1, 24, 60, 512])
+def test_the_size_of_a_graph_is_the_next_power_of_two_or_three_quarters_of_one(most):
+    sizes = [2**exponent for exponent in range(12)] + [3 * 2**exponent for exponent in range(3, 10)]
+    for rows in range(1, most + 1):
+        assert size_of_graph(rows, most) == min(most, min(size for size in sizes if size >= rows))
+
+
 @pytest.mark.parametrize("session", [None, "turns"])
 @pytest.mark.parametrize("count", [3, 5, 7])
 def test_fillers_do_not_grow_however_many_steps_pass(make_model, make_engine, serve, monkeypatch, count, session):

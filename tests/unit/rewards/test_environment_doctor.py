@@ -15,6 +15,7 @@ from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import DataError
 from hone.rewards.doctor import EnvironmentDoctor
+from hone.rewards.doctor.detectors import Finding
 from hone.rewards.doctor.doctor import FILE, QUARANTINE
 from hone.rewards.doctor.history import History
 from hone.rewards.doctor.probing import Prober
@@ -86,6 +87,16 @@ def test_ten_healthy_runs_are_silent(tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         assert run(folder, HEALTHY, seed) == {}
+
+
+def test_a_defect_is_named_again_after_the_cool_down_and_for_other_tasks_alone(tmp_path: Path) -> None:
+    doctor = EnvironmentDoctor(RewardConfig(doctor=DoctorConfig(cooldown=3)), tmp_path, probes=False)
+    try:
+        reported = [doctor._is_due(step, Finding("kind", "", "", "", tasks)) for step, tasks in
+                    [(5, ["a"]), (6, ["b"]), (8, ["a"]), (8, ["b"]), (9, ["c"]), (12, ["c"])]]  # fmt: skip
+    finally:
+        doctor.close()
+    assert reported == [True, False, False, True, False, True]
 
 
 def observe(

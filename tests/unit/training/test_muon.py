@@ -49,6 +49,16 @@ def test_singular_values_become_1_and_their_vectors_stay(rows: int, columns: int
     assert (rotated - torch.diag_embed(found)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize(("steps", "sound"), [(0, False), (1, True), (99, True), (100, False)])
+def test_the_number_of_iterations_is_bounded(steps: int, sound: bool) -> None:
+    parameters = [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}]
+    if sound:
+        muon.Muon(parameters, ns_steps=steps)
+    else:
+        with raises(ValueError, f"ns_steps={steps}"):
+            muon.Muon(parameters, ns_steps=steps)
+
+
 def test_a_stack_is_its_matrices_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([muon.orthogonalised(matrix, COEFFICIENTS, 5) for matrix in matrices])

@@ -163,6 +163,15 @@ def test_streaming_gives_the_text_of_the_whole_answer() -> None:
     assert pieces[-1].usage.completion_tokens == len(ids(text)) and pieces[-2].choices[0].finish_reason == "stop"
 
 
+def test_a_streamed_completion_counts_the_tokens_of_the_whole() -> None:
+    engine = ScriptedEngine(lambda request: ids("It is sunny in Rome."), step=1)
+    with served(engine, TOKENIZER) as (url, _):
+        asked = {"model": "tiny", "prompt": "How is the weather?", "n": 2}
+        whole = client(url).completions.create(**asked)
+        pieces = list(client(url).completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert pieces[-1].usage == whole.usage and whole.usage.completion_tokens == 2 * len(ids("It is sunny in Rome."))
+
+
 def test_streamed_tool_calls_arrive_whole() -> None:
     with served(ScriptedEngine(weather), TOKENIZER) as (url, _):
         stream = client(url).chat.completions.create(model="tiny", messages=[QUESTION], tools=[WEATHER], stream=True)
