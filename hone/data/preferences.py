@@ -139,7 +139,7 @@ class PreferenceDataset:
             for row, row_sides in zip(rows, sides, strict=True)
         ]
         for preference, row in zip(preferences, rows, strict=True):
-            _check_prompts(preference, row.where)
+            check_prompts([response for _, response in preference.responses], row.where)
         kept = _within(preferences, max_length, truncation)
         different = [row for row in kept if not self.paired or _differ(row)]
         self.dropped, self.equal = len(preferences) - len(kept), len(kept) - len(different)
@@ -285,10 +285,14 @@ def _within(rows: list[Preference], max_length: int, truncation: str) -> list[Pr
     return kept
 
 
-def _check_prompts(row: Preference, where: str) -> None:
-    """Check that the sides of a pair answer the same tokens: a template may open a thought for one of them only."""
-    prompts = [response.prompt_ids for _, response in row.responses]
-    if prompts[0] != prompts[-1]:
+def check_prompts(responses: Sequence[Response], where: str) -> None:
+    """Check that the sides of a pair answer the same tokens: a template may open a thought for one of them only.
+
+    Raises:
+        DataError: they do not.
+    """
+    prompts = [response.prompt_ids for response in responses]
+    if prompts and prompts[0] != prompts[-1]:
         shared = next((n for n, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b), min(map(len, prompts)))
         raise DataError(
             f"the chat template shows the prompt differently before the two responses, from token {shared} of {len(prompts[0])}",

@@ -238,7 +238,32 @@ def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Fin
                 code="R42",
             )
             findings.append(Finding(error, stops=True))
+        refused = list(_refused_pairs(split, options))
+        if refused:
+            where, problem = refused[0]
+            what = f"{len(refused)} of {len(split)} rows are refused; the first: {problem.what}"
+            findings.append(
+                Finding(DataError(what, why=problem.why, fix=problem.fix, where=where, code="R39"), stops=True)
+            )
     return findings
+
+
+def _refused_pairs(rows: list[Row], options: DatasetOptions) -> Iterator[tuple[str, DataError]]:
+    """Yield the rows of preferences that training would refuse; without a tokenizer only those of another form."""
+    from hone.data.preferences import PreferenceColumns, check_prompts, sides_of_row
+    from hone.data.responses import render_sides
+
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    columns = PreferenceColumns(prompt=options.prompt_key)
+    for row in rows:
+        if row.values.get("chosen") == row.values.get("rejected"):
+            continue
+        try:
+            sides = list(sides_of_row(row, columns))
+            if tokenizer is not None and (tokenizer.chat_template or not any(side.is_chat for side in sides)):
+                check_prompts(render_sides(sides, tokenizer), row.where)
+        except DataError as problem:
+            yield row.where, problem
 
 
 def _tokens(

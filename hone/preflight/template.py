@@ -114,7 +114,7 @@ def template_takes_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator
 @rule("R39", PreferenceConfig, stage=Stage.TEMPLATE)
 def template_takes_the_preferences(config: PreferenceConfig, evidence: Evidence) -> Iterator[Finding]:
     """The chat template shows the first preferences whole."""
-    from hone.data.preferences import preference_columns, sides_of_row
+    from hone.data.preferences import check_prompts, preference_columns, sides_of_row
     from hone.data.responses import render_sides
 
     if evidence.tokenizer is None or not evidence.tokenizer.chat_template:
@@ -126,7 +126,7 @@ def template_takes_the_preferences(config: PreferenceConfig, evidence: Evidence)
         except DataError:
             continue  # R42
         try:
-            render_sides(sides, evidence.tokenizer, config.data.apply_chat_template_kwargs)
+            check_prompts(render_sides(sides, evidence.tokenizer, config.data.apply_chat_template_kwargs), row.where)
         except DataError as problem:
             yield error(problem.what, why=problem.why, fix=problem.fix, where=row.where)
             return

@@ -67,6 +67,17 @@ def test_conversations_that_the_template_does_not_show_are_found(tokenizer, tmp_
     assert result.exit_code == 2 and finding["where"].endswith("row 1") and "'hm'" in finding["what"]
 
 
+@pytest.mark.parametrize(
+    "chosen", [[{"role": "assistant", "content": "b", "reasoning_content": "hm"}], {"from": "gpt", "value": "a"}]
+)
+def test_pairs_that_training_would_refuse_are_found(tokenizer, tmp_path, chosen):
+    ask, other = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "c"}]
+    file = write_rows(tmp_path / "d.jsonl", [{"prompt": ask, "chosen": chosen, "rejected": other}])
+    result = run("check", file, "--tokenizer", tokenizer, "--json")
+    found = [finding["code"] for finding in json.loads(result.stdout)["findings"]]
+    assert result.exit_code == 2 and "R39" in found
+
+
 def test_everything_wrong_at_once(tmp_path):
     content = rows(80)
     content[0]["reward_model"] = {"ground_truth": ""}
