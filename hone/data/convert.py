@@ -141,6 +141,7 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
     messages = _conversation(record, file, options)
     if isinstance(messages, str):
         return messages
+    messages = [_with_text(message) for message in messages]
     if options.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system}, *messages]
     roles = [message["role"] for message in messages]
@@ -152,10 +153,11 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
         images = _images(record, file, as_text)
     except DataError:
         return "with an image that cannot be read"
-    shown: dict[str, Any] = {"images": images} if images else {}
+    tools: dict[str, Any] = {}
     if record.get("tools"):
-        tools = schemas_in_full(record["tools"])
-        shown["tools"] = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
+        schemas = schemas_in_full(record["tools"])
+        tools["tools"] = schemas if isinstance(schemas, str) else json.dumps(schemas, ensure_ascii=False)
+    shown: dict[str, Any] = ({"images": images} if images else {}) | tools
     if options.target == "messages":
         return _miscounted(messages, images) or {"messages": messages, "data_source": options.data_source} | shown
     if "user" not in roles[:last]:
@@ -177,13 +179,16 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
     if options.target != "multimodal":
         return _miscounted(prompt, images) or row | {"messages": messages} | shown
     media = {kind: _media(record, kind) for kind in MEDIA_COLUMNS} | {"image": images}
-    row["prompt"] = [{"role": m["role"], "content": _parts(m["content"])} for m in prompt]
-    row["messages"] = [*row["prompt"], {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    row["prompt"] = [m | {"content": _parts(m["content"])} for m in prompt]
+    row["messages"] = [
+        *row["prompt"],
+        messages[last] | {"content": [{"type": "text", "text": answer}] if answer else []},
+    ]
     marks = [part["type"] for message in row["prompt"] for part in message["content"] if part["type"] != "text"]
     for kind, items in media.items():
         if marks.count(kind) != len(items):
             return f"with {marks.count(kind)} marks <{kind}> in the prompt and {len(items)} {kind}s"
-    return row | {f"{kind}s": items for kind, items in media.items() if items}
+    return row | {f"{kind}s": items for kind, items in media.items() if items} | tools
 
 
 def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Messages | str:
@@ -209,6 +214,21 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
     system = record.get("system")
     first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     return [*first, {"role": "user", "content": str(question)}, {"role": "assistant", "content": str(answer)}]
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text: a parquet file would give each call the keys of all."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            calls.append(call | {"function": function | {"arguments": text}})
+        else:
+            calls.append(call)
+    return message | {"tool_calls": calls}
 
 
 def _column(record: dict[str, Any], name: str) -> Any:
@@ -281,6 +301,12 @@ def _write(rows: list[dict[str, Any]], out: Path) -> None:
             out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         else:
             raise DataError(f"'{out}' ends in '{out.suffix}'", where="--out", fix="--out FILE.parquet or FILE.jsonl")
+    except pa.ArrowException as error:
+        raise DataError(
+            f"a column has values of several types ({error})",
+            where=str(out),
+            fix="--out FILE.jsonl, or one type for all rows",
+        ) from error
     except OSError as error:
         raise DataError(
             f"cannot be written: {error.strerror or error}", where=str(out), fix="--out FILE elsewhere"

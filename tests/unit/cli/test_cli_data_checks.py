@@ -78,6 +78,24 @@ def test_pairs_that_training_would_refuse_are_found(tokenizer, tmp_path, chosen)
     assert result.exit_code == 2 and "R39" in found
 
 
+@pytest.mark.parametrize("target", ["messages", "multimodal"])
+def test_calls_are_converted_with_their_tools(tmp_path, target):
+    def row(arguments):
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                 {"role": "tool", "tool_call_id": "a", "content": "r"}, {"role": "assistant", "content": "7"}]  # fmt: skip
+        return {"messages": turns, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+
+    given = [{"x": 1}, {"x": "b", "y": None}]
+    file = write_rows(tmp_path / "d.jsonl", [row(arguments) for arguments in given])
+    result = run("convert", file, "--to", target, "--out", tmp_path / "new.parquet")
+    assert result.exit_code == 0, result.output
+    rows = pq.read_table(tmp_path / "new.parquet").to_pylist()
+    calls = [one["messages"][1]["tool_calls"][0]["function"] for one in rows]
+    assert [json.loads(call["arguments"]) for call in calls] == given
+    assert all(json.loads(one["tools"])[0]["function"]["name"] == "f" for one in rows)
+
+
 def test_everything_wrong_at_once(tmp_path):
     content = rows(80)
     content[0]["reward_model"] = {"ground_truth": ""}
