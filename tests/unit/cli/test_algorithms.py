@@ -174,9 +174,9 @@ def test_memory_decides_between_a_reference_copy_none_and_adapters() -> None:
     sizes = {memory: recommend(Situation(int(1e9), "verifiable", memory)).method for memory in (30, 22, 8, 2)}
     assert sizes == {30: "grpo", 22: "dr_grpo", 8: "grpo_lora", 2: "grpo_lora"}
     small = recommend(Situation(int(1e9), "verifiable", 2))
-    assert not small.fits and "up to 377M parameters" in " ".join(small.reasons)
+    assert not small.fits and "up to 714M parameters" in " ".join(small.reasons)
     passed = " ".join(recommend(Situation(int(1e9), "verifiable", 22)).reasons)
-    assert mentioned("needs 20 GB, more than 17.6 GB", passed) and "grpo" in passed
+    assert mentioned("needs 18 GB, more than 17.6 GB", passed) and "grpo" in passed
 
 
 def test_the_situation_decides_the_family() -> None:
