@@ -130,7 +130,7 @@ def _released(run: Path, store: CheckpointStore, checkpoints: Sequence[int], she
     """Return which releases come from the run; those whose source is not known are compared by their weights."""
     folders = [run.resolve(), *([store.root.local_path.resolve()] if store.root.is_local else [])]
     actors = [store.root.local_path / f"step_{step}" / "actor" for step in checkpoints] if store.root.is_local else []
-    sources = []
+    released = []
     for shelf in shelves:
         for release in Shelf(shelf).releases():
             record = release.record
@@ -143,5 +143,5 @@ def _released(run: Path, store: CheckpointStore, checkpoints: Sequence[int], she
             if any(source.is_relative_to(folder) for source in known for folder in folders) or (
                 not known and any(record.get("digest") == model_digest(actor) for actor in actors)
             ):
-                sources.append(f"{shelf} {release.number}")
-    return f"release {', '.join(sources)} comes from it" if sources else ""
+                released.append(f"{shelf} {release.number}")
+    return f"release {', '.join(released)} comes from it" if released else ""

@@ -159,7 +159,19 @@ def test_a_release_without_its_run_keeps_its_checkpoint(lost: str, tmp_path: Pat
         "digest": model_digest(actor),
     }
     (shelf / "release.json").write_text(json.dumps(record))
-    assert surplus_of(run, Rules(checkpoints=1, shelves=(tmp_path / "shelf",))).kept_because
+    kept = surplus_of(run, Rules(checkpoints=1, shelves=(tmp_path / "shelf",))).kept_because
+    assert kept.startswith("release ") and kept.endswith("shelf 1 comes from it")
+
+
+@pytest.mark.parametrize("source", ["another run", "lost"])
+def test_a_release_of_another_run_keeps_nothing(source: str, tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
+    shelf = tmp_path / "shelf" / "0001"
+    shelf.mkdir(parents=True)
+    record = {"release": 1, "run": {"path": str(other)} if source == "another run" else None, "digest": "0" * 64}
+    (shelf / "release.json").write_text(json.dumps(record))
+    with_shelf, without = (surplus_of(run, Rules(checkpoints=1, shelves=s)) for s in ((tmp_path / "shelf",), ()))
+    assert not with_shelf.kept_because and with_shelf.checkpoints == without.checkpoints != ()
 
 
 def test_a_damaged_run_keeps_everything_and_the_others_are_pruned(tmp_path: Path) -> None:
