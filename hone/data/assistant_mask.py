@@ -7,10 +7,12 @@ start   ``before = render(m[:i], generation prompt)`` is the context from which 
         rendering, the turn starts at its end. Where the template shows the turn's header differently once it is answered (an opened
         ``<think>``), the turn starts after the part of the header that both have.
 end     The end of ``render(m[:i + 1])`` where that begins the rendering; otherwise where the template's loop begins the next
-        message. White space after the last special token (the end-of-turn token) does not belong to the turn.
+        message, or ends. The header of an answer that follows does not belong to the turn, nor does white space after the last
+        special token (the end-of-turn token). Where no loop tells, the special tokens after the last place of the turn's words end
+        it: reasoning may say the same words.
 
 If the template marks assistant text with ``{% generation %}`` and the marks hold all that the turns say, the marks are used instead,
-without the header that some of them include. An end-of-sequence token that directly follows a mark is added.
+without the header and the line break that some of them include. An end-of-sequence token that directly follows a mark is added.
 
 A turn with ``weight: 0`` or ``train: false`` is not learned. Tokens do not cross the start or end of a turn: where one would (a line
 break that ends the prompt and one that begins the answer), the two sides are tokenized separately, as in generation.
@@ -162,7 +164,7 @@ class _Turns:
         """Return where each turn is.
 
         Raises:
-            DataError: the rendering does not tell, or another message is within a turn.
+            DataError: the rendering does not tell.
         """
         spans: dict[int, list[Span]] = {}
         reached = 0

@@ -181,29 +181,6 @@ class Batch:
         rows = torch.arange(len(self))
         return self.reorder(rows.repeat_interleave(times) if interleave else rows.repeat(times))
 
-    def group_by(self, name: str = "uid") -> dict[Any, list[int]]:
-        """Group rows by the object column ``name``: value to row numbers, both in order of appearance."""
-        groups: dict[Any, list[int]] = {}
-        for row, value in enumerate(self.objects(name)):
-            groups.setdefault(value, []).append(row)
-        return groups
-
-    def pad_to_divisor(self, divisor: int) -> tuple[Batch, int]:
-        """Append copies of the first rows, in turn, until the number of rows is a multiple of ``divisor``.
-
-        Returns:
-            The longer batch and the number of added rows, for :meth:`unpad`.
-        """
-        if divisor < 1:
-            raise ValueError(f"pad to a multiple of {divisor}")
-        added = -len(self) % divisor
-        rows = torch.arange(len(self) + added) % max(len(self), 1)
-        return (self.reorder(rows) if added else self), added
-
-    def unpad(self, added: int) -> Batch:
-        """Return the batch without its last ``added`` rows."""
-        return self.slice(0, len(self) - added)
-
     @staticmethod
     def concat(parts: Sequence[Batch]) -> Batch:
         """Concatenate the rows of all parts, in order.

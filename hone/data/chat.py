@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hone.data.messages import as_json, as_mapping, with_arguments
 from hone.data.proof import THOUGHT_KEYS, Missing, Shown, missing_part, texts_of
 from hone.data.template_limits import Trace, check_template
 from hone.errors import DataError
-from hone.text import is_valid
 
 Messages = list[dict[str, Any]]
 
@@ -223,7 +222,7 @@ def _forms(messages: Messages) -> Iterator[Messages]:
     joined, parts = [_as_text(message) for message in named], [_as_parts(message) for message in named]
     seen: list[Messages] = []
     for content in (joined, parts):
-        for arguments in (as_mapping, _as_json):
+        for arguments in (as_mapping, as_json):
             form = [with_arguments(message, arguments) for message in content]
             if form not in seen:
                 seen.append(form)
@@ -251,33 +250,6 @@ def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
         return message
     parts = content if isinstance(content, list) else [content]
     return {**message, "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
-
-
-def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its calls in another form."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not calls:
-        return message
-    changed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and "arguments" in function:
-            call = {**call, "function": {**function, "arguments": form(function["arguments"])}}
-        changed.append(call)
-    return {**message, "tool_calls": changed}
-
-
-def as_mapping(arguments: Any) -> Any:
-    """Return JSON text as a mapping of valid text; the arguments of a malformed call stay text."""
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) and is_valid(value) else arguments
-
-
-def _as_json(arguments: Any) -> Any:
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def left_out(missing: Missing, messages: Sequence[Mapping[str, Any]], name: str) -> DataError:

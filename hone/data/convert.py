@@ -35,7 +35,7 @@ from hone.data.answers import after_hashes, boxed, find_numbers, read_number
 from hone.data.files import read_all
 from hone.data.images import IMAGE_MARK, IMAGE_PARTS, read_image
 from hone.data.media import COLUMNS as MEDIA_COLUMNS
-from hone.data.messages import plain
+from hone.data.messages import as_json, plain, with_arguments
 from hone.data.row_images import part_image
 from hone.data.sharegpt import SYSTEM, Messages, is_sharegpt, messages_of_turns, schemas_in_full, unknown_turn
 from hone.errors import ConfigError, DataError, did_you_mean
@@ -141,7 +141,8 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
     messages = _conversation(record, file, options)
     if isinstance(messages, str):
         return messages
-    messages = [_with_text(message) for message in messages]
+    # as text: a parquet file would give each call the keys of all
+    messages = [with_arguments(message, as_json) for message in messages]
     if options.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system}, *messages]
     roles = [message["role"] for message in messages]
@@ -214,21 +215,6 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
     system = record.get("system")
     first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     return [*first, {"role": "user", "content": str(question)}, {"role": "assistant", "content": str(answer)}]
-
-
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as JSON text: a parquet file would give each call the keys of all."""
-    if not isinstance(message.get("tool_calls"), list):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            text = json.dumps(function["arguments"], ensure_ascii=False)
-            calls.append(call | {"function": function | {"arguments": text}})
-        else:
-            calls.append(call)
-    return message | {"tool_calls": calls}
 
 
 def _column(record: dict[str, Any], name: str) -> Any:

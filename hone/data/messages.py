@@ -1,15 +1,16 @@
-"""Check chat messages of a file and remove additions of the file format."""
+"""Check chat messages of a file, remove additions of the file format, and write the arguments of calls in another form."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hone.data.proof import THOUGHT_KEYS
 from hone.errors import DataError
-from hone.text import check_valid
+from hone.text import check_valid, is_valid
 
 KINDS = ("image", "video", "audio")
 """Kinds of media."""
@@ -99,6 +100,34 @@ def _check_part(part: Any, name: str, where: str) -> None:
     if kind not in ("text", *PARTS):
         raise DataError(f"{name} has type {kind!r}, which is none of text, {', '.join(PARTS)}", where=where,
                         fix=_FIX_PARTS + "; calls belong into tool_calls, results into a message of the role tool", code="R42")  # fmt: skip
+
+
+def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls in another form."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": form(function["arguments"])}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def as_mapping(arguments: Any) -> Any:
+    """Return JSON text as a mapping of valid text; the arguments of a malformed call stay text."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) and is_valid(value) else arguments
+
+
+def as_json(arguments: Any) -> Any:
+    """Return a mapping as JSON text, as OpenAI has it; other arguments unchanged."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:

@@ -4,7 +4,7 @@ A template decides what of a message it shows, and many show less than a file ho
 turns. What is missing is missing from training without a word, so :func:`missing_part` looks for it.
 
 Equal are: outer white space; arguments of calls that are the same JSON; text that the template writes as JSON. Reasoning of a turn
-before the last may be left out, and is counted; a system message may be anywhere.
+that another message follows may be left out, and is counted; a system message may be anywhere outside of what others say.
 """
 
 from __future__ import annotations

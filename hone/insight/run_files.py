@@ -66,7 +66,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
     for step, line in read_rows(file):
         values = {
-            name: float(value) if isinstance(value, str) else value and +value
+            name: float(value) if isinstance(value, str) else value and +value  # a TypeError for what is not a number
             for name, value in json.loads(line).items()
         }
         rows[step] = rows.get(step, {}) | values

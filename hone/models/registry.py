@@ -144,11 +144,6 @@ def family_of(model_type: str) -> ModelFamily:
     return _FAMILIES.get(model_type) or ModelFamily(model_type)
 
 
-def registered_families() -> list[ModelFamily]:
-    """All registered families, by model type."""
-    return [_FAMILIES[name] for name in sorted(_FAMILIES)]
-
-
 EMBEDDING_STYLE = "embedding_rowwise"
 """Style of embeddings in the plans of transformers; Hone shards embedding and output layer of every model itself."""
 

@@ -39,10 +39,7 @@ SETTING = re.compile(r"(?:^|[ ,])((?:[a-z_]+\.)+[a-z_]+=[^\s,;]+)")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    (folder / "rewards.py").write_text(REWARDS)
-    return folder
+    return make_tiny_runs(tmp_path_factory.mktemp("tiny"), rewards=REWARDS)
 
 
 def alternatives(cause: str) -> list[list[str]]:

@@ -36,10 +36,7 @@ class Leaks(Calls):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    (folder / "zero.py").write_text(ZERO)
-    (folder / "leak.py").write_text(LEAK)
+    folder = make_tiny_runs(tmp_path_factory.mktemp("tiny"), zero=ZERO, leak=LEAK)
     rows = (folder / "calls.jsonl").read_text()
     (folder / "leaks.jsonl").write_text(rows.replace("tiny_loop:Calls", "leak:Leaks"))
     return folder

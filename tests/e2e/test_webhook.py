@@ -35,10 +35,7 @@ checks:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    (folder / "rewards.py").write_text(REWARDS)
-    return folder
+    return make_tiny_runs(tmp_path_factory.mktemp("tiny"), rewards=REWARDS)
 
 
 def trained(tiny: Path, run: Path, url: str | None, *words: str, reward: str = "nothing") -> Ended:

@@ -54,8 +54,8 @@ def make_model(folder: Path, kind: str = "qwen3", layers: int = 2, family: str =
     return folder
 
 
-def make_tiny_runs(root: Path) -> None:
-    """Write models, rows for every program, a reward and an agent with a tool."""
+def make_tiny_runs(root: Path, **files: str) -> Path:
+    """Write models, rows for every program, a reward and an agent with a tool, and Python files by their names; return the folder."""
     make_model(root / "model")
     make_model(root / "moe", "qwen3_moe")
     user = [[{"role": "user", "content": f"What is {number} + {number}?"}] for number in range(8)]
@@ -71,6 +71,9 @@ def make_tiny_runs(root: Path) -> None:
     (root / "tiny_reward.py").write_text(REWARD)
     (root / "tiny_loop.py").write_text(LOOP)
     (root / "tools.yaml").write_text("tools: [{name: calculator}]\n")
+    for name, text in files.items():
+        (root / f"{name}.py").write_text(text)
+    return root
 
 
 def rl_words(root: Path, run: Path, *overrides: str, model: str = "model", rows: str = "prompts") -> list[str]:

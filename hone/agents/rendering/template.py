@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
 from hone.agents.parsers.base import named_tokens
-from hone.data.chat import as_mapping, left_out, render_with, special_tokens, template_of, with_arguments
+from hone.data.chat import left_out, render_with, special_tokens, template_of
+from hone.data.messages import as_mapping, with_arguments
 from hone.data.proof import Missing
 from hone.errors import DataError
 from hone.text import check_valid, is_valid

@@ -246,7 +246,9 @@ class CriticLag(Detector):
             yield Cause(f"{clipped:.0%} of the value changes are clipped", f"critic.cliprange_value={2 * bound:g}")
         # a slow critic says the same of every token and explains 0: below that, values scatter, and a faster critic scatters more
         factor = 10 if self._explained and self._explained[-1] < -0.5 else 3
-        seen = f"values scatter more than returns do: they average {values:.3g}, returns {returns:.3g}; learning rate of the critic {rate:.3g}"
+        finite = math.isfinite(metrics.get("critic/vf_loss", 0.0))
+        seen = "values scatter more than returns do" if finite else "the value loss is not finite"
+        seen += f": values average {values:.3g}, returns {returns:.3g}; learning rate of the critic {rate:.3g}"
         yield Cause(seen, f"critic.optim.lr={rate / factor:.3g}, before any change of the policy's")
         warm = setting(self.settings, "trainer.critic_warmup", 0)
         yield Cause(f"the critic trains alone for {warm} steps", f"trainer.critic_warmup={max(10, 2 * warm)}")

@@ -34,7 +34,7 @@ class SavedWeights:
         """Finish replacements that a kill interrupted, remove unfinished files, and say which models were not saved."""
         for half in self._folder.glob("*/*/.*-*") if not self._folder.is_symlink() else ():
             state, _, name = half.name.partition("-")
-            if half.parent.parent.is_symlink() or half.parent.is_symlink() or state not in (_NEW, _OLD):
+            if any(part.is_symlink() for part in (half, *list(half.parents)[:2])) or state not in (_NEW, _OLD):
                 continue
             if state == _OLD and not (half.parent / name).exists():
                 half.rename(half.parent / name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import re
@@ -186,9 +185,11 @@ class TrainingService:
         for name, model in list(self._models.items()):
             if time.monotonic() - model.used > ABANDONED_SECONDS:
                 path = f"abandoned-{model.following}"
-                with contextlib.suppress(RequestError):  # weights that are not finite, or saved under this name
+                try:
                     self._saved.write(self._adapters, model.adapter, name, "weights", path, overwrite=False)
-                log.warning("'%s' was not heard of for an hour: saved as '%s', and dropped", name, path)
+                    log.warning("'%s' was not heard of for an hour: saved as '%s', and dropped", name, path)
+                except RequestError as error:  # weights that are not finite, or saved under this name
+                    log.warning("'%s' was not heard of for an hour: dropped, not saved (%s)", name, error.what)
                 self._drop(name)
 
     def _drop(self, model: str) -> None:

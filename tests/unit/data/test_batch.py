@@ -107,27 +107,6 @@ def test_repeat(rows, times):
 
 @quick
 @given(ROWS)
-def test_groups_partition_the_rows_in_order(rows):
-    batch = batch_of(rows)
-    groups = batch.group_by()
-    assert sorted(row for members in groups.values() for row in members) == list(range(len(rows)))
-    assert list(groups) == list(dict.fromkeys(row["uid"] for row in rows))
-    for uid, members in groups.items():
-        assert members == [i for i, row in enumerate(rows) if row["uid"] == uid]
-
-
-@quick
-@given(ROWS, st.integers(1, 9))
-def test_padding_to_a_divisor_is_undone_by_unpad(rows, divisor):
-    batch = batch_of(rows)
-    padded, added = batch.pad_to_divisor(divisor)
-    assert len(padded) % divisor == 0 and 0 <= added < divisor
-    assert rows_of(padded) == rows + [rows[i % len(rows)] for i in range(len(rows), len(rows) + added)]
-    assert rows_of(padded.unpad(added)) == rows
-
-
-@quick
-@given(ROWS)
 def test_select_rename_union_divide_and_rejoin_columns(rows):
     batch = batch_of(rows, step=2)
     left, right = batch.select("ids", "uid"), batch.select("score", "pairs", "uid")
@@ -235,14 +214,13 @@ def test_wrong_arguments_are_errors():
     for rows in ([3], [-1]):
         with pytest.raises(IndexError):
             batch.reorder(rows)
-    for call in (lambda: batch.slice(2, 1), lambda: batch.slice(0, 4), lambda: batch.unpad(4)):
+    for call in (lambda: batch.slice(2, 1), lambda: batch.slice(0, 4)):
         with pytest.raises(IndexError):
             call()
     for call in (
         lambda: batch.split(0),
         lambda: batch.chunk(0),
         lambda: batch.repeat(-1),
-        lambda: batch.pad_to_divisor(0),
     ):
         with pytest.raises(ValueError):
             call()
