@@ -195,7 +195,9 @@ def render_with(
         shown = missing_part(text, starts, form, settings.get("tools") or (), special)
         if isinstance(shown, Shown):
             return Rendering(text, form, trace, shown.spans, shown.dropped)
-        first = first or Rendering(text, form, trace, [], 0, shown)
+        if first is None and not whole:  # what the assistant said is the lesser loss
+            others = missing_part(text, starts, form, settings.get("tools") or (), special, passed_over=("assistant",))
+            first = Rendering(text, form, trace, [], 0, others if isinstance(others, Missing) else shown)
         if missing is None or (shown.message or 0) > (missing.message or 0):
             missing = shown
     if first is not None and not whole:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,8 @@ def missing_part(
     messages: Messages,
     tools: Sequence[Mapping[str, Any]] = (),
     special: re.Pattern[str] | None = None,
+    *,
+    passed_over: Collection[str] = (),
 ) -> Missing | Shown:
     """Return the first part that a rendering lacks, or where the parts are.
 
@@ -76,9 +78,10 @@ def missing_part(
         messages: the conversation.
         tools: function schemas that the rendering shows.
         special: special tokens. A short text is not looked for in them, but for one that has their names.
+        passed_over: roles whose messages may lack any part.
     """
     if special is not None:
-        without = missing_part(without_tokens(text, special), starts, messages, tools)
+        without = missing_part(without_tokens(text, special), starts, messages, tools, passed_over=passed_over)
         if isinstance(without, Shown):
             return without
     shown, cursor = Shown([]), 0
@@ -97,6 +100,8 @@ def missing_part(
             shown_at = [], 0
         if isinstance(shown_at, Missing) and shown_at.what == "reasoning" and number + 1 < len(messages):
             shown_at = _places(text, message, regions, reasoning=False)
+        if isinstance(shown_at, Missing) and message["role"] in passed_over:
+            shown_at = [], 0
         if isinstance(shown_at, Missing):
             return Missing(number, shown_at.what, shown_at.text)
         content = message.get("content")

@@ -158,4 +158,7 @@ def test_a_request_whose_texts_the_template_leaves_out_is_refused() -> None:
         }
         result = {"role": "tool", "tool_call_id": "a", "content": "clear"}
         client(url).chat.completions.create(model="tiny", messages=[QUESTION, called, result])
+        with pytest.raises(openai.BadRequestError, match="Be kind"):  # also behind an assistant's lost words
+            later = [QUESTION, called, result, {"role": "system", "content": "Be kind."}, QUESTION]
+            client(url).chat.completions.create(model="tiny", messages=later)
     assert "clear" in tokenizer.decode(engine.asked[0].prompt_ids)
