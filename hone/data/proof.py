@@ -25,6 +25,7 @@ _CLOSES = rf"</{_TAGS}|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<channel\|>"
 _THOUGHT = re.compile(rf"\s*(?:{_OPENS})(.*?)(?:{_CLOSES})", re.DOTALL)
 THOUGHT_MARK = re.compile(rf"{_OPENS}|{_CLOSES}")
 """What begins or ends reasoning in a text."""
+_MARK = re.compile(r"<[|｜]?/?\w{1,40}[|｜]?>")
 _SHOWN = 80
 
 
@@ -170,8 +171,7 @@ def _places(
             for start, stop in first:
                 kept[start:stop] = " " * (stop - start)
             words = _places("".join(kept), {**message, "tool_calls": None}, regions, reasoning=reasoning)
-            if not isinstance(words, Missing):
-                return [*words[0], *first], words[1]
+            return words if isinstance(words, Missing) else ([*words[0], *first], words[1])
     return shown_at if isinstance(shown_at, Missing) else ([*places, *shown_at], dropped)
 
 
@@ -193,8 +193,12 @@ def _places_of_calls(text: str, calls: Sequence[Any], said: Place, region: Place
 
 
 def without_tokens(text: str, special: re.Pattern[str]) -> str:
-    """Return a text of the same length without its special tokens."""
-    return special.sub(lambda token: "\0" * len(token[0]), text)
+    """Return a text of the same length without its special tokens, and without marks that look like one."""
+    return _MARK.sub(_blank, special.sub(_blank, text))
+
+
+def _blank(token: re.Match[str]) -> str:
+    return "\0" * len(token[0])
 
 
 def said_within(text: str, message: Mapping[str, Any], special: re.Pattern[str] | None = None) -> int | None:
