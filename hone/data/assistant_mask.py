@@ -26,6 +26,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -186,6 +187,10 @@ class _Turns:
             cut[number] = [(start if start is not None and begin < start <= end else begin, end), *more]
         return cut
 
+    @cached_property
+    def _plain(self) -> str:
+        return without_tokens(self.rendering.text, self.special)
+
     @property
     def _starts(self) -> Sequence[int | None]:
         return self.rendering.trace.starts if self.rendering.trace else [None] * len(self.rendering.messages)
@@ -272,7 +277,7 @@ class _Turns:
         words = "".join(texts_of(message.get("content"))).strip()
         if message.get("tool_calls") or not words:
             return None
-        text = without_tokens(self.rendering.text[:end], self.special)
+        text = self._plain[:end]
         ends: list[int] = []
         at = text.find(words, start)
         while at >= 0:
