@@ -255,7 +255,6 @@ CASES = {
     "leaves politely": (fenced("import sys\nsys.exit(0)"), ["assert False"], 0.0),
     "prints the pass": (fenced("print('passed 1')\nprint('x 1')"), ["assert False"], 0.0),
     "prints answers": (fenced("import os\ndef f(x):\n  os.write(1, b'{\"value\": 7}\\n'); raise ValueError"), {"inputs": [[1]], "outputs": [7], "fn_name": "f"}, 0.0),
-    "never ends": (fenced("while True: pass"), {"inputs": [""], "outputs": ["1"]}, 0.0),
     "no program": ("I would rather not.", {"inputs": [""], "outputs": ["1"]}, 0.0),
     "does not parse": (fenced("def f(:"), ["assert f(1)"], 0.0),
     "reads the tests": (fenced("print(open('/proc/self/cmdline').read(), __import__('os').listdir('.'))"), {"inputs": [""], "outputs": ["secret"]}, 0.0),
@@ -276,12 +275,17 @@ def test_code_is_scored_by_its_tests_and_does_not_score_itself() -> None:
         name: case[2] for name, case in CASES.items()
     }
     by_name = dict(zip(CASES, results, strict=True))
-    assert by_name["never ends"].terms["timeout"] == 1.0 and by_name["never ends"].error is None
     assert by_name["half right"].terms["acc"] == 0.0 and "not '16'" in by_name["half right"].extra["fault"]
     (result,) = score(
         RewardConfig(scorer="code", max_no_verdict_rate=1.0, max_retries=0), [trajectory(fenced("1"), None)]
     )
     assert "ground_truth" in str(result.error)
+
+
+def test_code_that_never_ends_is_wrong_after_its_time() -> None:
+    endless = trajectory(fenced("while True: pass"), json.dumps({"inputs": [""], "outputs": ["1"]}), "code")
+    (result,) = score(RewardConfig(sandbox=SandboxConfig(timeout=1.0)), [endless])
+    assert (result.total, result.terms["timeout"], result.error) == (0.0, 1.0, None)
 
 
 def fusion(path: str, body: Any) -> tuple[int, Any]:

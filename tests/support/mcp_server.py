@@ -29,8 +29,8 @@ def draw() -> Image:
 
 @server.tool()
 def large() -> str:
-    """Answer with 50 MB."""
-    return "x" * 50_000_000
+    """Answer with 5,000 characters."""
+    return "x" * 5000
 
 
 @server.tool()
