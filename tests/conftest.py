@@ -88,7 +88,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out files without a test to choose: importing all of them takes as long as a hundred tests."""
     if collection_path.suffix != ".py":
         return None
-    return left_out(collection_path, config.getoption("markexpr"), _changed(config)) or None
+    return left_out(collection_path, config.getoption("markexpr"), _changed(config), config.getoption("--part")) or None
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ from support import archives
 from support.launch import hone
 from support.world import curve, mean, metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/agents", "hone/trainers")]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from support.world import metrics, rl_command
 
 from hone.insight.archive.read import open_archive
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/data", "hone/trainers")]
 
 
 def asked(run):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.application("scripts", "benchmarks", "hone/models/kernels")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

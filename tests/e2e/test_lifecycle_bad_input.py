@@ -10,7 +10,7 @@ import pytest
 from support.launch import Ended
 from support.world import World, curve, metrics, rl_command, run_record, sft_command, steps_saved
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/trainers", "hone/rewards", "hone/config")]
 
 
 def require_message(ended: Ended, *parts: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.world import World, curve, metrics, rl_command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/algorithms", "hone/trainers", "hone/training")]
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 SHORT = (

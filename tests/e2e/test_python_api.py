@@ -18,7 +18,7 @@ from support.world import World
 import hone
 from hone.errors import HoneError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/api", "hone/config", "hone/trainers")]
 SHAPE = {"max_prompt_length": 32, "max_response_length": 8, "train_batch_size": 4}
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import hone
 from hone.errors import HoneError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/api", "hone/user_objects.py", "hone/user_code.py")]
 SHAPE = {"max_prompt_length": 700, "max_response_length": 64, "train_batch_size": 4, "n": 2, "lr": 1e-3}
 EPISODES = {"max_assistant_turns": 4, "max_tokens_per_turn": 8, "max_tool_response_length": 16}
 ROWS = [{"prompt": [{"role": "user", "content": f"double {number}"}], "data_source": "doubles"} for number in range(8)]

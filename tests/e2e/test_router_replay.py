@@ -9,6 +9,8 @@ import pytest
 from support.launch import hone
 from support.world import World, curve, metrics, rl_command
 
+pytestmark = pytest.mark.application("hone/models", "hone/training", "hone/generation")
+
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REPLAY = f"{ACTOR}.router_replay.mode=R3"
 GAP = "training/rollout_log_probs_diff_mean"

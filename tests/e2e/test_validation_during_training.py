@@ -15,6 +15,8 @@ from support.world import PROMPT, RESPONSE, World, metrics, rl_command, run_reco
 
 from hone.insight.records import weight_versions
 
+pytestmark = pytest.mark.application("hone/trainers", "hone/generation")
+
 KEYS = (
     "trainer.async.max_staleness=1",
     "trainer.test_freq=2",

@@ -11,7 +11,7 @@ from support.world import World, curve, metrics, rl_command
 
 from hone.generation.remote.transports import shared_memory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/algorithms", "hone/trainers", "hone/training")]
 
 SHORT = (
     "data.train_batch_size=6",

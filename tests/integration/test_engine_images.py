@@ -22,6 +22,8 @@ from hone.models.images import vision_tower
 from hone.models.loading import load_policy
 from hone.training.packing import pack
 
+pytestmark = pytest.mark.application("hone/generation", "hone/models", "hone/data")
+
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 TOLERANCE = 1e-4

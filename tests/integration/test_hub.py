@@ -17,6 +17,8 @@ from hone.errors import HoneError
 from hone.hub import resolve as hub_resolve
 from hone.hub.get import get_model
 
+pytestmark = pytest.mark.application("hone/hub")
+
 MODEL, DATASET = "tiny-org/copier", "openai/gsm8k"
 QUESTIONS = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
 

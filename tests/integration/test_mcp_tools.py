@@ -18,6 +18,8 @@ from hone.agents.tools.loading import tools_of_yaml
 from hone.agents.tools.mcp import McpTool
 from hone.errors import ConfigError
 
+pytestmark = pytest.mark.application("hone/agents/tools")
+
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parent.parent / "support/mcp_server.py"
 

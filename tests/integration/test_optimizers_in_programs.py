@@ -18,6 +18,8 @@ from hone.training.checkpoints.shards import read_index
 from hone.training.checkpoints.storage import Storage
 from hone.training.export import find_actor
 
+pytestmark = pytest.mark.application("hone/training")
+
 OPTIM = {
     "optimizer": "Muon",
     "ema_decay": "0.8",

@@ -23,6 +23,8 @@ from hone.data.episode_log import EpisodeEnd
 from hone.data.types import Sample
 from hone.errors import ConfigError
 
+pytestmark = pytest.mark.application("hone/agents")
+
 TOKENIZER = tokenizer("qwen2_5")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 OPENAI_AGENT = """

@@ -32,6 +32,8 @@ from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import ProcessRanks, RankGroup, SingleRank
 from hone.training.updates import GatheredRows, LossFn, Outputs, UpdateResult
 
+pytestmark = pytest.mark.application("hone/training", "hone/cluster")
+
 
 class ReplicaBackend:
     """Data parallelism without sharding: every rank has the whole model and the whole optimizer."""

@@ -21,6 +21,8 @@ from hone.rewards.sandbox import Ending, Limits, Result, Sandbox
 from hone.rewards.sandbox.choice import available
 from hone.rewards.sandbox.execution import execute
 
+pytestmark = pytest.mark.application("hone/rewards/sandbox")
+
 WORKING, MISSING = available()
 LIMITS = Limits(seconds=SOON, memory_mb=256, processes=16, output_bytes=100_000, disk_mb=8)
 

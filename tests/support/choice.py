@@ -5,8 +5,7 @@ The marks ``long``, ``learn``, ``simulated_cuda`` and ``application`` name the p
     @pytest.mark.long("hone/cluster", "hone/trainers/rl.py")
 
 With a list of changed paths such a test runs if one of them is below a path of its marks, is the test's own file, or is a module of
-``tests/support`` that this file imports. Of the other long tests a part runs, another one for another commit; of applications none does.
-Without a list every test runs.
+``tests/support`` that this file imports. Of the others a part runs, another one for another commit. Without a list every test runs.
 """
 
 from __future__ import annotations
@@ -53,13 +52,14 @@ def is_about(item: pytest.Item, changed: Sequence[str]) -> bool:
     return _is_file_about(item.path, paths_of(item) or (), changed)
 
 
-def left_out(path: Path, markers: str, changed: Sequence[str] | None) -> bool:
+def left_out(path: Path, markers: str, changed: Sequence[str] | None, part: str) -> bool:
     """Return whether no test of a file can be chosen, as its ``pytestmark`` says: then nobody needs to import it.
 
     Args:
         path: the file.
         markers: expression of markers that chooses tests.
         changed: paths; None for no choice by them.
+        part: "K/N" of the tests that are about something else; "0/1" for none.
     """
     found = _WHOLE.search(path.read_text())
     if found is None:
@@ -67,7 +67,7 @@ def left_out(path: Path, markers: str, changed: Sequence[str] | None) -> bool:
     mark, paths = found[1], re.findall(r'"([^"]+)"', found[2])
     if mark != "application":
         return f"not {mark}" in markers
-    return changed is not None and "*" not in found[2] and not _is_file_about(path, paths, changed)
+    return changed is not None and part == "0/1" and "*" not in found[2] and not _is_file_about(path, paths, changed)
 
 
 def _is_file_about(path: Path, paths: Sequence[str], changed: Sequence[str]) -> bool:
@@ -91,7 +91,5 @@ def chosen(item: pytest.Item, changed: Sequence[str] | None, part: str) -> bool:
     """
     if paths_of(item) is None or (changed is not None and is_about(item, changed)):
         return True
-    if item.get_closest_marker("application"):
-        return changed is None
     number, parts = map(int, part.split("/"))
     return zlib.crc32(item.nodeid.encode()) % parts == number - 1

@@ -14,6 +14,8 @@ from hone.rewards.sandbox import Limits, Sandbox
 from hone.rewards.scorers.code import compute_score
 from hone.rewards.services import Services
 
+pytestmark = pytest.mark.application("hone/rewards")
+
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:

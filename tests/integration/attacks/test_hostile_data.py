@@ -22,6 +22,8 @@ from hone.data.tokenizer import load_tokenizer
 from hone.errors import DataError
 from hone.preflight.dataset import DatasetOptions, check_dataset
 
+pytestmark = pytest.mark.application("hone/data", "hone/preflight")
+
 MESSAGES = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
 TEMPLATES = {
     "a range": "{% for i in range(10**12) %}x{% endfor %}",

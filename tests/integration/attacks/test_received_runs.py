@@ -21,7 +21,7 @@ from hone.insight.archive.read import open_archive
 from hone.insight.compare import run_names, whole_runs
 from hone.viewer.api import READS, WRITES, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/config", "hone/insight", "hone/cli")]
 
 EVIL = "from pathlib import Path\nPath({!r}).touch()\ndef loss(*arguments, **options): ...\n"
 NAMES = {

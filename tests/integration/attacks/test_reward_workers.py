@@ -31,6 +31,8 @@ from hone.rewards.manager import RewardManager
 from hone.rewards.outcome import LARGEST, to_score
 from hone.rewards.score import Score
 
+pytestmark = pytest.mark.application("hone/rewards")
+
 FUNCTIONS = """
 import os, pickle, signal, struct, sys, time
 

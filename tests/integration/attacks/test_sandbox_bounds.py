@@ -26,6 +26,8 @@ from hone.rewards.sandbox.execution import execute
 from hone.rewards.sandbox.landlock import SIGNALS, landlock_version
 from hone.rewards.sandbox.system_calls import system_call_filter
 
+pytestmark = pytest.mark.application("hone/rewards/sandbox")
+
 WORKING, MISSING = available()
 LIMITS = Limits(seconds=SOON, memory_mb=256, processes=16, disk_mb=16, files=2000)
 EVERY = [

@@ -31,6 +31,10 @@ from hone.errors import GenerationError, ProcessError, RequestError
 from hone.generation.protocol import GenerationRequest
 from hone.generation.remote import messages
 
+pytestmark = pytest.mark.application(
+    "hone/agents/serving", "hone/generation/server", "hone/trainers/serving.py", "hone/cli/serve.py"
+)
+
 TOKENIZER = tokenizer("qwen2_5")
 CONTEXT = 512
 

@@ -26,6 +26,8 @@ from hone.generation.pool.supervision import within
 from hone.generation.pool.weights import PublishedWeights
 from hone.generation.protocol import Completion
 
+pytestmark = pytest.mark.application("hone/generation")
+
 
 def test_requests_go_to_the_replica_with_the_fewest_outstanding_tokens() -> None:
     makers = Makers(seconds=0.05)

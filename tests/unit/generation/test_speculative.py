@@ -34,6 +34,8 @@ from hone.generation.protocol import (
 )
 from hone.models.routing import attention_of, use_hone_attention
 
+pytestmark = pytest.mark.application("hone/generation")
+
 CPU = torch.device("cpu")
 
 

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.application("examples/rewards", "hone/rewards")
+
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "rewards"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "traces")
 

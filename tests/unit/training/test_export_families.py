@@ -12,6 +12,8 @@ from hone.data.tokenizer import load_tokenizer
 from hone.models.registry import ARCHITECTURES
 from hone.training.export import export
 
+pytestmark = pytest.mark.application("hone/training", "hone/models")
+
 WAYS = {
     "full": None,
     "lora": {"target_modules": ["o_proj", "down_proj"]},

@@ -13,6 +13,8 @@ from hone.training.microbatches import MAX_TOKENS, _recorded_tokens, load_micro_
 from hone.training.oracle.checks import LOSS_BOUND
 from hone.training.oracle.plain import InFloat64, Places
 
+pytestmark = pytest.mark.application("hone/training", "hone/algorithms")
+
 ACTOR = "actor_rollout_ref.actor"
 MOE = "qwen3_moe"
 

@@ -31,6 +31,8 @@ from hone.training.objectives import DIVISORS, PolicyObjective, declared_metrics
 from hone.training.packing import pack
 from hone.training.updates import LossFn
 
+pytestmark = pytest.mark.application("hone/training", "hone/models")
+
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 SELECTING = {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "kl_cov_ratio": 0.2}

@@ -22,6 +22,8 @@ from support.templates import tokenizer
 
 from hone.generation.protocol import ConstraintKind
 
+pytestmark = pytest.mark.application("hone/agents/serving", "hone/generation")
+
 CONTEXT = 3072
 QUESTION: Any = {"role": "user", "content": "Hi"}
 WEATHER = {
