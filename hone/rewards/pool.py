@@ -139,6 +139,10 @@ class WorkerPool:
                     logger.warning("%s ended or sent a message without a call; it is replaced", process.name)
                     process.kill()
                     process = None
+                if process is not None and process.has_grown:
+                    logger.warning("%s holds more than reward.memory_mb; it is replaced", process.name)
+                    process.kill()
+                    process = None
                 process = process or self._start(number)
                 if not self._run(process, tasks):
                     process.kill()

@@ -122,6 +122,7 @@ class WorkerProcess:
         except BaseException:
             self.kill()
             raise
+        self._loaded_bytes = self._held_bytes()
 
     def send(self, payloads: Sequence[bytes]) -> None:
         """Send the pickled arguments of calls, which are numbered from 0.
@@ -166,6 +167,11 @@ class WorkerProcess:
     def is_idle(self) -> bool:
         """True if the process lives and has sent nothing that it was not asked for."""
         return self._popen.poll() is None and not self._channel.is_readable()
+
+    @property
+    def has_grown(self) -> bool:
+        """True if it holds more than its limit, and did not when it was loaded: short calls end before they are measured."""
+        return self._held_bytes() > self._memory_bytes > self._loaded_bytes
 
     def kill(self) -> None:
         """Kill the process with the children of its session, and show the rest of its output."""
@@ -254,13 +260,16 @@ class WorkerProcess:
         now = time.monotonic()
         if now >= self._next_measure:
             self._next_measure, self._child_bytes = now + _CHILDREN_SECONDS, _child_bytes(self._popen.pid)
-        used = _resident_bytes(self._popen.pid) + self._child_bytes
+        used = self._held_bytes()
         if used > self._memory_bytes:
             raise CallFailed(
                 Cause.MEMORY,
                 f"memory: the call and its process hold {used / 2**20:.0f} MiB, more than the "
                 f"{self._memory_bytes / 2**20:.0f} MiB of reward.memory_mb",
             )
+
+    def _held_bytes(self) -> int:
+        return _resident_bytes(self._popen.pid) + self._child_bytes
 
     def _exit_code(self) -> int | None:
         """Return the exit code of a process that closed its channel; None if it lives on."""

@@ -36,6 +36,8 @@ pytestmark = pytest.mark.application("hone/rewards")
 FUNCTIONS = """
 import os, pickle, signal, struct, sys, time
 
+kept = []
+
 def first_time(mark):
     try: os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError: return False
@@ -59,6 +61,7 @@ def f(data_source, solution_str, ground_truth, extra_info, attack="", mark=""):
         body = pickle.dumps(Runs(mark))
         write_everywhere(struct.pack("!i", len(body)) + body)
     if attack == "close": os.closerange(3, 1024)
+    if attack == "keeps": kept.append(b"x" * (20 << 20))
     if attack == "killed once" and first_time(mark): os.kill(os.getpid(), signal.SIGKILL)
     if attack == "print": print("x" * 999999)
     if attack == "memory" and solution_str == "2":
@@ -217,6 +220,20 @@ def test_a_call_over_the_memory_limit_is_a_named_failure(tmp_path: Path) -> None
     scores = score(config(tmp_path, "memory", memory_mb=300), [str(number) for number in range(8)])
     assert [entry.total for entry in scores if entry.error is None] == [0.0, 1.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert str(scores[2].error).startswith("memory") and "reward.memory_mb" in str(scores[2].error)
+
+
+def test_a_worker_that_grows_by_short_calls_is_replaced_and_no_call_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call of a millisecond ends before its memory is measured."""
+    rewards = RewardManager(config(tmp_path, "keeps", num_workers=1, memory_mb=200))
+    try:
+        with caplog.at_level(logging.WARNING, "hone"):
+            results = [asyncio.run(rewards.score([trajectory(str(number))]))[0] for number in range(24)]
+    finally:
+        rewards.close()
+    assert [result.total for result in results] == [float(number) for number in range(24)]
+    assert sum("reward.memory_mb" in record.msg for record in caplog.records) >= 2
 
 
 def test_workers_of_a_killed_driver_end_soon_and_silently(tmp_path: Path) -> None:
