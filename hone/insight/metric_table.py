@@ -394,6 +394,7 @@ _TIME = (
         "Share of the step in which the model of a role (actor, reference, critic) does not compute, in its busiest process.",
     ),
     MetricSpec("perf/cpu_memory_used_gb", "GB", _MAX, "Resident memory of the process and those that it started."),
+    MetricSpec("perf/cpu_memory_used_gb/children", "GB", _MAX, "That of the processes that it started alone."),
     MetricSpec("perf/max_memory_allocated_gb", "GB", _MAX, "Most device memory allocated so far."),
 )
 

@@ -131,18 +131,19 @@ def update_metrics(metrics: MetricStore, results: Sequence[UpdateResult], role: 
 
 def memory_metrics(metrics: MetricStore) -> None:
     """Add the memory of this process, with the reward workers and tools that it started, and of the GPU."""
-    metrics.add("perf/cpu_memory_used_gb", _resident_bytes() / 2**30)
+    resident, children = _resident_bytes()
+    metrics.add("perf/cpu_memory_used_gb", (resident + children) / 2**30)
+    metrics.add("perf/cpu_memory_used_gb/children", children / 2**30)
     if torch.cuda.is_available():
         metrics.add("perf/max_memory_allocated_gb", torch.cuda.max_memory_allocated() / 2**30)
 
 
-def _resident_bytes() -> int:
-    here = psutil.Process()
-    total = 0
-    for process in (here, *here.children(recursive=True)):
+def _resident_bytes() -> tuple[int, int]:
+    here, children = psutil.Process(), 0
+    for process in here.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
-            total += process.memory_info().rss
-    return total
+            children += process.memory_info().rss
+    return here.memory_info().rss, children
 
 
 def overhead_metrics(metrics: MetricStore, seconds: float, models: Mapping[str, float]) -> None:

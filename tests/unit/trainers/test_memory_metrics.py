@@ -7,19 +7,20 @@ from hone.insight.metrics import MetricStore
 from hone.trainers.reporting import memory_metrics
 
 
-def used() -> float:
+def used(name: str = "perf/cpu_memory_used_gb") -> float:
     store = MetricStore()
     memory_metrics(store)
-    return store.reduce()["perf/cpu_memory_used_gb"]
+    return store.reduce()[name]
 
 
 def test_memory_counts_the_processes_that_a_run_started() -> None:
     """A reward worker that keeps objects would not be seen otherwise."""
-    before = used()
+    before, others = used(), used("perf/cpu_memory_used_gb/children")
     code = "import sys; kept = b'x' * (300 << 20); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        during = used()
+        during, child_gb = used(), used("perf/cpu_memory_used_gb/children") - others
         child.communicate()
     assert during - before > 0.25 > used() - before
+    assert 0.25 < child_gb < 0.4
