@@ -183,7 +183,7 @@ class ReferenceKL(_Moves):
         weight = setting(self.settings, key, 0.001)
         for step in tuning(self.settings, seen):
             if learning_rate_key(self.settings) in step.fix:  # clip and KL come before the learning rate
-                yield Cause(f"the KL penalty has weight {weight:g}; {seen}", f"{key}={max(0.001, 3 * weight):.3g}")
+                yield Cause(f"the KL penalty has weight {weight:g}; {seen}", f"{key}={max(0.001, 10 * weight):.3g}")
             yield step
 
     def concern(self, record: Mapping[str, Any]) -> float:

@@ -46,7 +46,7 @@ def zero_causes(settings: Settings, metrics: Metrics) -> Iterator[Cause]:
     if settings.get(f"{_MULTI_TURN}.enable") and tools and metrics.get("tool/calls/mean", 0.0) == 0:
         fix = f"compare the prompt with what {_MULTI_TURN}.format reads (hone data template), or train on demonstrations of calls"
         yield Cause("the run has tools, and no response calls one", fix)
-    yield from call_causes(metrics)
+    yield from call_causes(settings, metrics, MANY_CALLS)
     form = metrics.get("reward/format/mean", 1.0)
     if form < OFTEN:
         yield Cause(
@@ -55,15 +55,17 @@ def zero_causes(settings: Settings, metrics: Metrics) -> Iterator[Cause]:
         )
 
 
-def call_causes(metrics: Metrics) -> Iterator[Cause]:
-    """Yield the causes of tool calls that have no effect."""
+def call_causes(settings: Settings, metrics: Metrics, share: float) -> Iterator[Cause]:
+    """Yield the causes of tool calls that have no effect, of which more than a share shows them."""
     names = ("malformed_rate", "unknown_tool_rate", "invalid_arguments_rate")
-    if sum(metrics.get(f"tool/{name}", 0.0) for name in names) > MANY_CALLS:
+    if sum(metrics.get(f"tool/{name}", 0.0) for name in names) > share:
         evidence = f"tool calls cannot be carried out: {_shares(names, metrics)}"
         yield Cause(evidence, f"check {_MULTI_TURN}.format")
     names = ("error_rate", "timeout_rate")
-    if sum(metrics.get(f"tool/{name}", 0.0) for name in names) > MANY_CALLS:
-        fix = f"try the tools alone, or raise {_MULTI_TURN}.tool_timeout"
+    if sum(metrics.get(f"tool/{name}", 0.0) for name in names) > share:
+        late = metrics.get("tool/timeout_rate", 0.0) > share / 2
+        longer = f", or {_MULTI_TURN}.tool_timeout={2 * setting(settings, f'{_MULTI_TURN}.tool_timeout', 30.0):g}"
+        fix = f"try the tools alone{longer if late else ''}"
         yield Cause(f"tools fail: {_shares(names, metrics)}", fix)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ class ToolCalls(Detector):
 
     name = "tool_calls"
     question = "Do tool calls work?"
-    changes = "`multi_turn.format`, the tools, `multi_turn.max_tool_response_length`, `max_parallel_calls`, `use_kl_loss`, `optim.lr`"
+    changes = "`multi_turn.format`, the tools, `multi_turn.tool_timeout`, `multi_turn.max_tool_response_length`, `max_parallel_calls`, `use_kl_loss`, `optim.lr`"
     reads = ("tool/calls/mean", *_UNREADABLE)
     fires = (
         "in 3 steps in a row more calls than in the best 5 steps so far are unreadable or fail, by 10 points (proposal; error: 50 points); "
@@ -54,7 +55,7 @@ class ToolCalls(Detector):
         return Symptom(ERROR if worse > 0.5 else WARNING, what, tuple(self._causes(metrics)))
 
     def _causes(self, metrics: Metrics) -> Iterator[Cause]:
-        yield from call_causes(metrics)
+        yield from call_causes(self.settings, metrics, 0.05)  # one of its two kinds has half of the 10 points
         cut = metrics.get("tool/truncated_rate", 0.0)
         if cut > 0.1:
             limit = setting(self.settings, f"{_ROLLOUT}.multi_turn.max_tool_response_length", 256)
@@ -126,9 +127,8 @@ class SlowSteps(Detector):
             ", ".join(f"{name.removeprefix('timing_s/')} {stages[name]:.3g} s" for name in longest)
             or "no stage is timed"
         )
-        workers = setting(self.settings, "reward.num_workers", 2)
         by_stage = {
-            "timing_s/reward": f"reward.num_workers={2 * workers}",
+            "timing_s/reward": f"reward.num_workers={self._workers(metrics)}",
             "timing_s/gen": f"{_ROLLOUT}.max_cache_tokens=null, or trainer.async_training.max_staleness=1",
         }
         first = by_stage.get(
@@ -147,9 +147,20 @@ class SlowSteps(Detector):
         )
         return (Cause(f"the longest stages are {shown}", first), *tail)
 
+    def _workers(self, metrics: Metrics) -> int:
+        """Workers that score in the time of the rest of the step: at least twice as many as now, at most one a response."""
+        workers, scoring = setting(self.settings, "reward.num_workers", 2), metrics.get("timing_s/reward", 0.0)
+        rest = max(metrics.get("perf/time_per_step", 0.0) - scoring, 0.01 * scoring)
+        responses = setting(self.settings, "data.train_batch_size", 0) * setting(self.settings, f"{_ROLLOUT}.n", 1)
+        needed = math.ceil(workers * scoring / rest) if rest > 0 else 0
+        return max(2 * workers, min(needed, responses))
+
     def concern(self, record: Mapping[str, Any]) -> float:
         """Prefer slow samples."""
         return record["seconds"] or 0.0
+
+
+_CHILDREN = "perf/cpu_memory_used_gb/children"
 
 
 class MemoryGrowth(Detector):
@@ -168,8 +179,10 @@ class MemoryGrowth(Detector):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._past = {name: window(self.size) for name in self.reads}
+        self._children = window(self.size)
 
     def examine(self, metrics: Metrics) -> Symptom | None:
+        self._children.append(metrics.get(_CHILDREN, 0.0))
         for name, past in self._past.items():
             if name not in metrics:
                 continue
@@ -182,10 +195,10 @@ class MemoryGrowth(Detector):
             slope = (values[-1] - values[0]) / (self.size - 1)
             if grows and slope > 0.005 * values[0] and values[-1] - values[0] > 0.5:
                 what = f"{name} grew from {values[0]:.3g} to {values[-1]:.3g} GB in {self.size} steps, {slope:.2g} GB a step"
-                return Symptom(WARNING, what, tuple(self._causes(name, metrics)))
+                return Symptom(WARNING, what, tuple(self._causes(name, metrics, values[-1] - values[0])))
         return None
 
-    def _causes(self, name: str, metrics: Metrics) -> Iterator[Cause]:
+    def _causes(self, name: str, metrics: Metrics, growth: float) -> Iterator[Cause]:
         policy = trains_policy(self.settings)
         if name == "perf/max_memory_allocated_gb":
             key = f"{ACTOR}.ppo_max_token_len_per_gpu" if policy else "data.max_token_len_per_gpu"
@@ -194,11 +207,25 @@ class MemoryGrowth(Detector):
             if policy:
                 seen += f"; the longest response has {metrics.get('response_length/max', 0.0):.0f}"
             yield Cause(seen, f"{key}={tokens // 2}")
-        if policy:
-            fix = "reward.memory_mb=2048 restarts workers that grow"
-            yield Cause("a verifier, tool or callback keeps objects", fix)
         else:
-            yield Cause("a callback keeps objects", "train some steps without it, and compare the memory")
+            first, last = self._children[0], self._children[-1]
+            if policy and last - first > growth / 2:
+                # the level before the window: workers are restarted before they grow for another one
+                workers = setting(self.settings, "reward.num_workers", 2)
+                workers += bool(
+                    setting(self.settings, "reward.doctor.enable", True)
+                )  # probes have a worker of their own
+                limit = 1024 * (first + 0.125) / workers
+                yield Cause(
+                    f"processes that the run started, such as those of a verifier, grew from {first:.3g} to {last:.3g} GB",
+                    f"reward.memory_mb={max(64, limit):.0f} restarts workers that hold more",
+                )
+            else:
+                what = "a callback, tool or asynchronous verifier" if policy else "a callback"
+                yield Cause(
+                    f"{what} keeps objects in the run's own process",
+                    "train some steps without it, and compare the memory",
+                )
         yield Cause(
             "the state is saved: a restart frees memory", "run the command again, it resumes; trainer.save_freq=20"
         )

@@ -128,7 +128,10 @@ FAULTS = {
     "reward_hacking": reward_hacking,
     "tool_calls": lambda row, since: {"tool/malformed_rate": 0.45},
     "slow_steps": lambda row, since: {"perf/throughput": 40.0, "perf/time_per_step": 700.0, "timing_s/reward": 680.0},
-    "memory_growth": lambda row, since: {"perf/cpu_memory_used_gb": 8.5 * 1.01**since},
+    "memory_growth": lambda row, since: {
+        "perf/cpu_memory_used_gb": 8.5 * 1.01**since,
+        "perf/cpu_memory_used_gb/children": 8.5 * 1.01**since - 8,
+    },
 }
 """Values of the fault of each detector, ``since`` steps after it began."""
 KEYS = {
@@ -138,7 +141,7 @@ KEYS = {
     "ratio_explosion": "optim.lr=1e-06",
     "clip_fraction": "ppo_mini_batch_size=64",
     "policy_kl": "ppo_epochs=1",
-    "reference_kl": "kl_coef=0.003",
+    "reference_kl": "kl_coef=0.01",
     "entropy_collapse": "algorithm.filter_groups.enable=true",
     "entropy_rise": "optim.lr=5e-06",
     "response_length": "data.max_response_length=1024",
@@ -148,8 +151,8 @@ KEYS = {
     "advantage_shift": "algorithm.norm_adv_by_std_in_grpo=true",
     "reward_hacking": "use_kl_loss=true",
     "tool_calls": "multi_turn.format",
-    "slow_steps": "reward.num_workers=4",
-    "memory_growth": "reward.memory_mb=2048",
+    "slow_steps": "reward.num_workers=68",
+    "memory_growth": "reward.memory_mb=",
 }
 """Part of a fix that the alert of each detector must name."""
 
