@@ -1,11 +1,25 @@
-"""Text of each token of a tokenizer."""
+"""The ids of a tokenizer, and the text of each."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 _SPACE = "\u2581"
 """Mark of a space in the tokens of SentencePiece, which a tokenizer drops in front of the first token."""
+
+
+def outside_tokenizer(tokenizer: Any, vocabulary: int) -> Tensor:
+    """Return which ids below ``vocabulary`` no token of the tokenizer has, ``[vocabulary]`` bool.
+
+    Embeddings are often padded to a round number. Such an id decodes to nothing.
+    """
+    outside = torch.ones(vocabulary, dtype=torch.bool)
+    outside[[token for token in tokenizer.get_vocab().values() if token < vocabulary]] = False
+    return outside
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:

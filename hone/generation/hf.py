@@ -15,7 +15,7 @@ from hone.data.types import StopReason
 from hone.errors import RequestError
 from hone.generation.grammars import Grammars, RowGrammar
 from hone.generation.limits import RequestLimits
-from hone.generation.native.sampler import outside_tokenizer
+from hone.generation.native.sampler import never_sampled
 from hone.generation.protocol import Alternatives, Completion, EngineDescription, GenerationRequest, SamplingParams
 from hone.insight import activity
 from hone.models.heads import autocast
@@ -52,7 +52,7 @@ class HuggingFaceEngine:
         vocabulary: int = self._causal.get_input_embeddings().weight.shape[0]
         self._limits = RequestLimits(max_model_len, vocabulary=vocabulary)
         self._grammars = Grammars(tokenizer, vocabulary)
-        self._outside = outside_tokenizer(tokenizer, vocabulary, device)
+        self._outside = never_sampled(tokenizer, vocabulary, device)
         self._version = 0
         self._aborted: set[str] | None = set()
         self._stats = {"decode_tokens": 0}

@@ -296,6 +296,12 @@ _SAMPLES = (
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
     MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),
     MetricSpec(
+        "rollout/ids_outside_tokenizer",
+        "tokens",
+        _SUM,
+        "Sampled ids that the tokenizer lacks: padding of the embeddings, without text. `native`, `hf` and vLLM without drafts sample none.",
+    ),
+    MetricSpec(
         "rollout/drafted_tokens",
         "tokens",
         _SUM,

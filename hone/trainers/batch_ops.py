@@ -28,7 +28,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import decoded
 from hone.data.types import Sample
-from hone.data.vocabulary import token_texts
+from hone.data.vocabulary import outside_tokenizer, token_texts
 from hone.insight.archive.background import BackgroundWriter
 from hone.insight.archive.read import table_records
 from hone.insight.archive.write import write_vocabulary
@@ -86,6 +86,11 @@ class BatchOps:
         if config.reward.doctor.enable:
             may_probe = self.rewards.may_probe and not config.reward.reward_model.enable
             self.doctor = EnvironmentDoctor(config.reward, self.directory.path, probes=may_probe)
+
+    @functools.cached_property
+    def _outside(self) -> Tensor:
+        """Marks of the ids that the tokenizer lacks, ``[ids + 1]`` bool; the last one is for all beyond."""
+        return outside_tokenizer(self.tokenizer, max(self.tokenizer.get_vocab().values()) + 2)
 
     def close(self) -> None:
         """Stop the processes of reward functions, and finish the archive."""
@@ -330,6 +335,8 @@ class BatchOps:
             prices=self.config.reward.episode_prices,
             left_out=left_out.objects("trajectory") if left_out is not None else (),
         )
+        sampled = batch.ragged("response_ids").values[batch.ragged("response_mask").values > 0]
+        metrics.add("rollout/ids_outside_tokenizer", self._outside[sampled.clamp(max=len(self._outside) - 1)].sum())
         self.invariants.report(metrics)
         if self.doctor is not None:
             seen = [part for part in (batch, left_out) if part is not None]

@@ -19,7 +19,7 @@ from hone.generation.native.contiguous import ContiguousRows
 from hone.generation.native.paged import support
 from hone.generation.native.paged.rows import PagedRows
 from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, RowStore
-from hone.generation.native.sampler import RowSampling, likeliest, outside_tokenizer
+from hone.generation.native.sampler import RowSampling, likeliest, never_sampled
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import Alternatives, Completion
@@ -78,7 +78,7 @@ class Runner:
         self.vocabulary: int = causal.get_input_embeddings().weight.shape[0]
         self.reads_images = find_processor(causal) is not None
         self.grammars = Grammars(tokenizer, self.vocabulary)
-        self._outside = outside_tokenizer(tokenizer, self.vocabulary, device)
+        self._outside = never_sampled(tokenizer, self.vocabulary, device)
         self.version = 0
         self._forward: Forward = generation_forward(causal, dtype=compute_dtype)
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)

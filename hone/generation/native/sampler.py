@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hone.data.vocabulary import outside_tokenizer
 from hone.generation.protocol import SamplingParams
 
 log = logging.getLogger("hone")
@@ -291,15 +292,11 @@ def _gather(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
-def outside_tokenizer(tokenizer: Any, vocabulary: int, device: torch.device) -> Tensor | None:
-    """Return which ids no token of the tokenizer has, ``[vocabulary]`` bool, and say how many; None if there are none.
-
-    Embeddings are often padded to a round number. Such an id decodes to nothing.
-    """
+def never_sampled(tokenizer: Any, vocabulary: int, device: torch.device) -> Tensor | None:
+    """Return which ids no token of the tokenizer has, ``[vocabulary]`` bool, and say how many; None if there are none."""
     if not hasattr(tokenizer, "get_vocab"):
         return None
-    outside = torch.ones(vocabulary, dtype=torch.bool)
-    outside[[token for token in tokenizer.get_vocab().values() if token < vocabulary]] = False
+    outside = outside_tokenizer(tokenizer, vocabulary)
     count = int(outside.sum())
     if count == 0:
         return None

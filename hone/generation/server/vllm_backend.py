@@ -17,7 +17,7 @@ from hone.data.tokenizer import load_tokenizer
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.grammars import lark_of
-from hone.generation.native.sampler import outside_tokenizer
+from hone.generation.native.sampler import never_sampled
 from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
 from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import (
@@ -76,7 +76,7 @@ class VllmBackend:
         tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
         self._end: int | None = tokenizer.eos_token_id
         vocabulary = AutoConfig.from_pretrained(settings.model).get_text_config().vocab_size
-        outside = None if self._drafts else outside_tokenizer(tokenizer, vocabulary, torch.device("cpu"))
+        outside = None if self._drafts else never_sampled(tokenizer, vocabulary, torch.device("cpu"))
         self._outside = {} if outside is None else dict.fromkeys(outside.nonzero()[:, 0].tolist(), _NEVER)
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks

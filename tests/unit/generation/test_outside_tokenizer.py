@@ -1,13 +1,16 @@
 """Ids that the tokenizer lacks are never sampled, and log-probs stay those of the trainer."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.families import Letters, make_engine, serve, tiny_model
 
-from hone.generation.native.sampler import outside_tokenizer
+from hone.data.vocabulary import outside_tokenizer
+from hone.generation.native.sampler import never_sampled
 from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.trainers.batch_ops import BatchOps
 
 KNOWN = 20
 HOLE = 7
@@ -56,4 +59,10 @@ def test_no_id_outside_is_sampled_and_log_probs_are_the_trainers(engine, changes
 
 
 def test_a_tokenizer_with_every_id_masks_nothing():
-    assert outside_tokenizer(Words(), HOLE, torch.device("cpu")) is None
+    assert never_sampled(Words(), HOLE, torch.device("cpu")) is None
+
+
+def test_ids_outside_are_those_that_no_token_has_and_all_beyond():
+    assert outside_tokenizer(Words(), KNOWN + 2).nonzero().flatten().tolist() == [HOLE, KNOWN, KNOWN + 1]
+    counted = BatchOps._outside.func(SimpleNamespace(tokenizer=Words()))
+    assert counted.nonzero().flatten().tolist() == [HOLE, KNOWN], "the last entry is for all ids beyond"
