@@ -14,11 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Qwen3Config
-
-from hone.preflight.plan.devices import MATMUL_SHARE, Device, device_named
-from hone.preflight.plan.roofline.kernels import Kernel, host_launches_of, launches_of, waits_of
-from hone.preflight.plan.roofline.passes import (
+from gpu_simulation.kernels import Kernel, host_launches_of, launches_of, waits_of
+from gpu_simulation.passes import (
     Group,
     batch_of,
     decode_kernels,
@@ -28,7 +25,10 @@ from hone.preflight.plan.roofline.passes import (
     optimizer_kernels,
     update_kernels,
 )
-from hone.preflight.plan.roofline.timing import SHARE_OF_MATMULS, SHORTEST, WAIT, Recording, most_expensive, timeline
+from gpu_simulation.timing import SHARE_OF_MATMULS, SHORTEST, WAIT, Recording, most_expensive, timeline
+from transformers import Qwen3Config
+
+from hone.preflight.plan.devices import MATMUL_SHARE, Device, device_named
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 import torch
+from gpu_simulation.passes import Group, batch_of, needed_operations
 from roofline import CHECKPOINTED, long_tailed, record, update_kernels
 from torch import nn
 
@@ -28,7 +29,6 @@ from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
 from hone.models.loading import as_policy
 from hone.preflight.plan.devices import MATMUL_SHARE, device_named
-from hone.preflight.plan.roofline.passes import Group, batch_of, needed_operations
 from hone.training.backends.local.backend import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import DIVISORS, PolicyObjective

@@ -1,4 +1,4 @@
-"""Bytes and operations of a model's optimizer, and of the average of its weights.
+"""Bytes of a model's optimizer, and of the average of its weights.
 
 AdamW has two moments a parameter. Muon has one for the matrices of the layers, and orthogonalises each of them in every step, which
 takes copies of the largest one; every rank computes whole matrices.
@@ -15,7 +15,6 @@ _EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
 """Two moments of a byte a number, with a float32 scale for 256 numbers."""
 _MOMENTS = {"Adagrad": 1, "RMSprop": 1, "SGD": 0, MUON: 1}
 """Numbers of optimizer state per parameter; 2 for optimizers of Adam's kind."""
-_NS_STEPS = 5
 
 
 def moment_bytes(optim: OptimConfig) -> float:
@@ -56,24 +55,6 @@ def step_bytes(model: TrainedModel, *, divided: bool, on_cpu: bool) -> float:
             matrix = min(2 * matrix * shape.experts, max(2 * matrix, ORTHOGONALISED_NUMBERS))
     # the direction, the whole matrix, an iteration's input and output, and the result
     return matrix * (4 + 4 * divided + 3 * number + 4)
-
-
-def step_operations(model: TrainedModel) -> float:
-    """Return the floating-point operations of the matmuls in a step of the optimizer, the same on every rank."""
-    if model.optim.optimizer != MUON:
-        return 0.0
-    shape, rank = model.shape, model.lora_rank
-    sides = [(shape.hidden, width) for width in (*[shape.queries] * 2, *[shape.keys] * 2)]
-    sides += [(shape.hidden, shape.width)] * 3 * max(1, shape.experts)
-    if rank:
-        sides = [(rank, side) for pair in sides for side in pair]
-    steps = int(model.optim.override_optimizer_config.get("ns_steps", _NS_STEPS))
-    return steps * shape.layers * sum(_iteration(min(pair), max(pair)) for pair in sides)
-
-
-def _iteration(short: int, long: int) -> float:
-    """Return the operations of a Newton-Schulz iteration: two products of ``short x long``, and a square of ``short x short``."""
-    return 4.0 * short * short * long + 2.0 * short**3
 
 
 def _matrix_parameters(model: TrainedModel) -> int:

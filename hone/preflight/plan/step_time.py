@@ -1,6 +1,5 @@
-"""Seconds of a step, by stage. On a GPU they follow from the kernels that the code launches (:mod:`.kernel_time`).
+"""Seconds of a step by stage, in closed form: matmuls at the rate that the device reaches, memory and messages at their bandwidth.
 
-On a CPU, and for engines other than Hone's: matmuls at the rate that the device reaches, memory and messages at their bandwidth.
 Every sequence has its greatest length, so this is an upper estimate. It serves to compare placements.
 """
 
@@ -10,15 +9,16 @@ import math
 from typing import NamedTuple
 
 from hone.config.pools import Pool, engine_devices
-from hone.preflight.plan import kernel_time
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
 from hone.preflight.plan.memory import cache_space, shards_of
-from hone.preflight.plan.optimizer import state_bytes, step_operations
+from hone.preflight.plan.optimizer import state_bytes
 from hone.preflight.plan.work import TrainedModel, Work
 
 _OPERATIONS = 28
-"""Operations of a layer in a decode step."""
+"""Operations of a layer in a decode step on a CPU."""
+_GRAPH_SECONDS = 24e-6
+"""Least seconds of a layer in a decode step on a GPU: 12 kernels of a CUDA graph."""
 _LOGIT_BYTES = 40
 """Bytes that sampling reads and writes per logit."""
 
@@ -87,8 +87,6 @@ def _layer_tokens(work: Work, model: TrainedModel, pool: Pool) -> float:
 
 
 def _forward(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
-    if not device.on_cpu:
-        return kernel_time.forward_seconds(work, model, pool, device)
     moved = _layer_tokens(work, model, pool) * work.passes(model, pool).forward_peak
     return _computing(work, model, pool, device) + moved / device.bandwidth
 
@@ -99,25 +97,16 @@ def _update(work: Work, model: TrainedModel, pool: Pool, device: Device) -> floa
     steps, trained = max(1, work.batch // model.mini_batch) * model.epochs, model.trained_parameters / shards
     state = state_bytes(model) / shards
     stepping = steps * 2 * (8 * trained + state) / device.bandwidth
-    stepping += steps * step_operations(model) / device.rate(bf16=not device.on_cpu)
     to_host, fsdp = 2 * model.epochs * tokens * passes.layer_kept * passes.on_host, pool.parallel.fsdp_config
     if pool.divided and (fsdp.param_offload or fsdp.offload_policy):
         to_host += 2 * (steps + 1) * model.shape.parameters / shards * 4
     if pool.divided and (fsdp.optimizer_offload or fsdp.offload_policy):
         to_host += 2 * steps * state
-    seconds = model.epochs * _passes_of_update(work, model, pool, device) + stepping
-    return seconds + (to_host / device.host if device.host else 0.0)
-
-
-def _passes_of_update(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
-    if not device.on_cpu:
-        return kernel_time.update_seconds(work, model, pool, device)
-    passes, tokens = work.passes(model, pool), _layer_tokens(work, model, pool)
     # a backward pass is two forward passes; frozen matrices have no gradient, checkpointing repeats the forward pass
     computed = (3 + model.checkpointing - bool(model.lora_rank)) * _computing(work, model, pool, device)
-    return (
-        computed + 3 * tokens * (passes.forward_peak if model.checkpointing else passes.layer_kept) / device.bandwidth
-    )
+    moved = 3 * tokens * (passes.forward_peak if model.checkpointing else passes.layer_kept)
+    seconds = model.epochs * (computed + moved / device.bandwidth) + stepping
+    return seconds + (to_host / device.host if device.host else 0.0)
 
 
 def _generation(work: Work, pool: Pool, device: Device) -> float:
@@ -130,17 +119,16 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
         sequences *= together
         tensor = together if work.on_cpu else rollout.tensor_model_parallel_size
         rows = (rollout.num_replicas or 1) * served_rows(work, device.memory, device.overhead)
-    rows, rate = min(rows, sequences), device.rate(bf16=work.rollout_bf16)
+    rate, rounds = device.rate(bf16=work.rollout_bf16), math.ceil(sequences / rows)
+    rows = sequences / rounds
     prompts = 2 * shape.multiplications * math.ceil(sequences / work.samples) * work.prompt / rate
-    steps = math.ceil(sequences / rows) * work.response
-    if not (device.on_cpu or work.served):
-        return steps * kernel_time.decode_seconds(work, rows, device) + prompts
+    steps = rounds * work.response
     matrices = shape.multiplications + shape.embedding
     cached = rows * work.response / 2 + math.ceil(rows / work.samples) * work.prompt
     read = matrices * (2 if work.rollout_bf16 else 4) + cached * token_bytes(work)
     decode = max(2 * rows * matrices / rate, read / device.bandwidth) / tensor
-    decode += rows * shape.vocabulary * _LOGIT_BYTES / device.bandwidth + shape.layers * _OPERATIONS * device.launch
-    return steps * decode + prompts
+    layer = _OPERATIONS * device.launch if device.on_cpu else _GRAPH_SECONDS
+    return steps * (decode + rows * shape.vocabulary * _LOGIT_BYTES / device.bandwidth + shape.layers * layer) + prompts
 
 
 def rows_at_once(work: Work, pool: Pool, device: Device) -> int:

@@ -9,7 +9,7 @@
 :mod:`.device`      turns the device on: ``torch.cuda`` answers, and the kernels that only CUDA has
 :mod:`.machine`     runs whole programs on it, each in a process of its own
 
-Unlike the roofline's simulation (:mod:`hone.preflight.plan.roofline`), which has no numbers and costs kernels, this device computes:
+Unlike the roofline's simulation (:mod:`gpu_simulation`), which has no numbers and costs kernels, this device computes:
 tokens and losses can be held against those of the CPU. Both share the list of operators that launch nothing, and the launches of the others.
 Not simulated: memory limits, the rounding of CUDA's kernels, NCCL, and time.
 """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._triton
+from gpu_simulation.operators import caller
 from support.simulated_cuda import graphs, sharing, streams
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.tensors import SimulatedTensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from hone.models.kernels import cuda as kernels
-from hone.preflight.plan.roofline.operators import caller
 
 MEMORY = 80 * 2**30
 """Bytes that the GPU says it has. None is reserved."""

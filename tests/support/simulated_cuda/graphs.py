@@ -10,11 +10,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gpu_simulation.operators import caller
 from support.simulated_cuda.counters import COUNTERS
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-
-from hone.preflight.plan.roofline.operators import caller
 
 
 class SimulatedGraph:

@@ -63,7 +63,7 @@ class Machine:
 
     def __enter__(self) -> Machine:
         """Compile the driver unless that is done, and start the launcher."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), ""])}
+        environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}:{TESTS.parent / 'benchmarks'}:"}
         self._launcher = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("launcher.py")), str(driver())],
             stdin=subprocess.PIPE,

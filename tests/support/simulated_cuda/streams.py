@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gpu_simulation.operators import caller
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.graphs import copies_under_way, finish_copies, refuse_in_capture
 from torch import Tensor
-
-from hone.preflight.plan.roofline.operators import caller
 
 Clock = Counter[int]
 """Number of operators by stream: those that are known to be done."""

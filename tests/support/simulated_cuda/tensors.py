@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from gpu_simulation.operators import ALLOCATIONS, VIEWS, caller, cost_of, is_composite
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.graphs import CAPTURE, arrive_before_reading, begin_copy, refuse_in_capture
 from support.simulated_cuda.streams import note_work
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-
-from hone.preflight.plan.roofline.operators import ALLOCATIONS, VIEWS, caller, cost_of, is_composite
 
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_simulation.simulation import META, simulated_gpu
 from torch import Tensor
 
 from hone.algorithms.logits import chunked_log_probs
 from hone.models import fused_head
 from hone.models.fused_head import fused_log_probs
-from hone.preflight.plan.roofline.simulation import META, simulated_gpu
 
 ROWS, VOCABULARY, WIDTH = 300, 17, 6
 

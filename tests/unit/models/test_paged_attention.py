@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import torch
+from gpu_simulation.kernels import Kernel, Work
+from gpu_simulation.simulation import META, simulated_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from support import varlen_reference
@@ -18,8 +20,6 @@ from hone.models.attention import varlen
 from hone.models.attention.context import Scoring
 from hone.models.attention.paged import CachedPrompts, RowPages
 from hone.models.kernels.cuda.pages import attend_pages
-from hone.preflight.plan.roofline.kernels import Kernel, Work
-from hone.preflight.plan.roofline.simulation import META, simulated_gpu
 
 HEADS, KEY_HEADS, WIDTH, PAGE = 4, 2, 8, 4
 CPU = torch.device("cpu")

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gpu_simulation.kernels import Kernel, Work
+from gpu_simulation.simulation import META, simulated_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from support import varlen_reference
@@ -17,8 +19,6 @@ from hone.models.attention import varlen
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
 from hone.models.attention.varlen import VarlenPlan
-from hone.preflight.plan.roofline.kernels import Kernel, Work
-from hone.preflight.plan.roofline.simulation import META, simulated_gpu
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Bytes and seconds of Muon and of an average of the weights, by the plan."""
+"""Bytes of Muon and of an average of the weights, by the plan."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import pytest
 
 from hone.config import RLConfig, load_config
 from hone.models.registry import CacheSize
-from hone.preflight.plan.devices import device_named
 from hone.preflight.plan.memory import Phase, checkpoint_bytes, memory_of
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.optimizer import step_bytes
-from hone.preflight.plan.step_time import step_time
 from hone.preflight.plan.work import Work, work_of
 
 OPTIM, MODEL = "actor_rollout_ref.actor.optim", "actor_rollout_ref.model"
@@ -51,7 +49,7 @@ def test_state_and_checkpoints(lora: int, ema: str) -> None:
     assert checkpoint_bytes(work) == 4 * trained + momentum + 2 * averaged
 
 
-def test_a_step_takes_copies_of_the_largest_matrix_and_time() -> None:
+def test_a_step_takes_copies_of_the_largest_matrix() -> None:
     (muon, _), (adamw, _) = planned(SHAPE, f"{OPTIM}.optimizer=Muon"), planned(SHAPE)
     sizes = {
         divided: [step_bytes(work.actor, divided=divided, on_cpu=False) for work in (muon, adamw)]
@@ -59,8 +57,6 @@ def test_a_step_takes_copies_of_the_largest_matrix_and_time() -> None:
     }
     assert sizes[False] == [4096 * 12288 * (4 + 3 * 2 + 4), 0]
     assert sizes[True] == [4096 * 12288 * (4 + 4 + 3 * 2 + 4), 0]
-    device = device_named("H100")
-    assert step_time(muon, device).update > step_time(adamw, device).update
 
 
 def test_stacks_of_experts_are_orthogonalised_in_parts() -> None:

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from gpu_simulation.kernels import Kernel, Work
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.roofline.kernels import Kernel, Work
 
 SHORTEST = 2e-6
 """Seconds that a kernel takes at least on the GPU."""

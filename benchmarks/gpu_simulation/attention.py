@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.preflight.plan.roofline.kernels import Work
-from hone.preflight.plan.roofline.operators import size_of
+from gpu_simulation.kernels import Work
+from gpu_simulation.operators import size_of
 
 Add = Callable[..., None]
-"""Records a kernel; takes the fields of :class:`~hone.preflight.plan.roofline.kernels.Kernel`."""
+"""Records a kernel; takes the fields of :class:`~gpu_simulation.kernels.Kernel`."""
 
 VARLEN, VARLEN_BACKWARD = "_varlen_attn", "_varlen_attn_backward"
 """Operators of ``torch.nn.attention.varlen``."""

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, Qwen3Config
-
-from hone.config.actor import ActorConfig
-from hone.models.heads import PolicyHead
-from hone.preflight.plan.devices import device_named
-from hone.preflight.plan.roofline.kernels import (
+from gpu_simulation.kernels import (
     Kernel,
     Work,
     host_launches_of,
@@ -23,7 +17,7 @@ from hone.preflight.plan.roofline.kernels import (
     operations_of,
     waits_of,
 )
-from hone.preflight.plan.roofline.passes import (
+from gpu_simulation.passes import (
     Group,
     batch_of,
     decode_kernels,
@@ -33,8 +27,14 @@ from hone.preflight.plan.roofline.passes import (
     optimizer_kernels,
     update_kernels,
 )
-from hone.preflight.plan.roofline.simulation import META, simulated_gpu
-from hone.preflight.plan.roofline.timing import SHORTEST, WAIT, duration, most_expensive, timeline
+from gpu_simulation.simulation import META, simulated_gpu
+from gpu_simulation.timing import SHORTEST, WAIT, duration, most_expensive, timeline
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, Qwen3Config
+
+from hone.config.actor import ActorConfig
+from hone.models.heads import PolicyHead
+from hone.preflight.plan.devices import device_named
 from hone.training.packing import pack
 
 SIZES: dict[str, Any] = {

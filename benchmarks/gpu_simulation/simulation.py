@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hone.preflight.plan.roofline.attention import (
+from gpu_simulation.attention import (
     PAGES,
     VARLEN,
     VARLEN_BACKWARD,
@@ -27,8 +27,8 @@ from hone.preflight.plan.roofline.attention import (
     record_pages,
     record_varlen,
 )
-from hone.preflight.plan.roofline.kernels import Kernel
-from hone.preflight.plan.roofline.operators import ALLOCATIONS, VIEWS, caller, cost_of, is_composite
+from gpu_simulation.kernels import Kernel
+from gpu_simulation.operators import ALLOCATIONS, VIEWS, caller, cost_of, is_composite
 
 META = torch.device("meta")
 _LARGEST_KNOWN = 1 << 20

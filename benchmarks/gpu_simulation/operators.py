@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.preflight.plan.roofline.kernels import Work
+from gpu_simulation.kernels import Work
 
 VIEWS = frozenset(
     [
@@ -159,7 +159,7 @@ def caller() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(("hone.", "transformers.")) and not module.startswith("hone.preflight.plan.roofline"):
+        if module.startswith(("hone.", "transformers.")):
             return frame.f_code.co_qualname
         frame = frame.f_back
     return ""

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from gpu_simulation.kernels import Kernel
+from gpu_simulation.simulation import META, Recorder, simulated_gpu
 from hone.config.actor import ActorConfig
 from hone.config.model import ModelConfig
 from hone.data.batch import Batch
@@ -24,8 +26,6 @@ from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
 from hone.models.loading import prepare
-from hone.preflight.plan.roofline.kernels import Kernel
-from hone.preflight.plan.roofline.simulation import META, Recorder, simulated_gpu
 from hone.training.backends.local.backend import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import DIVISORS, PolicyObjective
