@@ -13,10 +13,8 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hone.trainers.schedule.engine import Speed
 from hone.trainers.schedule.forecast import Forecast, forecast
-from hone.trainers.schedule.simulation import Schedule
-from hone.trainers.schedule.workload import Plan, Turn, Workload
+from hone.trainers.schedule.simulation import Schedule, Speed, Turn
 
 Length = Callable[[random.Random], int]
 """Draws the tokens of a response."""
@@ -55,16 +53,15 @@ def scaled(
     update = update_seconds * (2 if staleness else 1)
     batch = devices * prompts_per_device
     schedule = Schedule(
-        Workload(lambda draw: Plan((Turn(length(draw)),))),
+        lambda draw: (Turn(length(draw)),),
         speed,
         steps=staleness + 1 + measured_steps(devices),
         groups_per_batch=batch,
         n=n,
-        rows=4 * batch,
         max_staleness=staleness,
         partial_rollouts=partial_rollouts and staleness > 0,
         replicas=devices // 2 if staleness else devices,
-        update_seconds=lambda tokens: update,
+        update_seconds=update,
         sync_seconds=sync_seconds,
     )
     return forecast(schedule, f"{devices} devices, staleness {staleness}")

@@ -16,7 +16,7 @@ from support import forked_engines
 from support.launch import Command, hone
 from support.world import World, metrics, rl_command, run_record
 
-pytestmark = pytest.mark.long("hone/trainers/rollouter.py", "hone/trainers/schedule", "hone/trainers/group_buffer.py")
+pytestmark = pytest.mark.long("hone/trainers/rollouter.py", "hone/trainers/group_buffer.py")
 DRIVER_KILLS, ENGINE_KILLS, STEPS, PROMPTS = 12, 8, 40, 4
 KEYS = (
     *("trainer.async.max_staleness=2", "trainer.async.partial_rollouts=true", "trainer.save_freq=1"),

@@ -1,11 +1,6 @@
-"""Schedule simulator: the run's rollouter, buffer, player and engine client on virtual time.
+"""Steps of a recorded run under other schedules, for ``hone plan --schedule``.
 
-``clock``        event loop whose time jumps to the next timer, and which detects deadlocks
-``engine``       engine without a model: the time of a decode step grows with the number of its requests
-``workload``     episodes to play: lengths of turns, seconds of tools and of scores
-``simulation``   one run: the learner takes a batch, updates, and publishes new weights
+``simulation``   learner, engines and the run's own group buffer, from event to event
 ``measured``     schedule fitted to a recorded run
 ``forecast``     that run under other schedules
-
-Admission, buffering, interruption and resumption are the code of a real run. Only the durations are simulated.
 """

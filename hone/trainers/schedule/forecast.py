@@ -7,23 +7,16 @@ from statistics import mean, median
 
 from rich.table import Table
 
-from hone.trainers.schedule.measured import MeasuredRun, simulate
-from hone.trainers.schedule.simulation import Schedule
+from hone.trainers.schedule.measured import MeasuredRun
+from hone.trainers.schedule.simulation import Schedule, simulate
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Prediction for one schedule, after its first batches.
+    """Prediction for one schedule, after its first batches; idle times are shares, staleness is that of the mean token.
 
     Attributes:
-        name: bound of its staleness, and ``partial`` with partial rollouts.
-        replicas: engine replicas.
-        engine_threads: threads of each engine where it shares cores with the trainer; of several splits the fastest.
-        step_seconds: seconds of a step.
-        engine_idle: share of the time in which a replica has no request.
-        trainer_idle: share of the time in which the trainer does not update.
-        staleness: mean age of the trained tokens in weight updates.
-        tokens_per_second: trained tokens per second.
+        engine_threads: of each engine where it shares cores with the trainer; of several splits the fastest.
     """
 
     name: str
@@ -38,8 +31,7 @@ class Forecast:
 
 def forecast(schedule: Schedule, name: str = "") -> Forecast:
     """Simulate a schedule and measure it from the moment at which its pipeline is full."""
-    simulation = simulate(schedule)
-    steps = simulation.steps[schedule.max_staleness :]
+    steps = simulate(schedule)[schedule.max_staleness :]
     first, last = steps[0], steps[-1]
     counted, elapsed = steps[1:], last.published - first.published
     busy = last.engine_busy - first.engine_busy

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,10 +22,7 @@ from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
 from hone.insight.compare import Run
 from hone.threads import divided
-from hone.trainers.schedule.clock import run as run_virtual
-from hone.trainers.schedule.engine import Speed
-from hone.trainers.schedule.simulation import Schedule, Simulation
-from hone.trainers.schedule.workload import Plan, Turn, Workload
+from hone.trainers.schedule.simulation import Schedule, Speed, Turn, simulate
 
 MOST_STEPS = 8
 """Simulated steps after the first batches."""
@@ -40,7 +36,6 @@ class MeasuredRun:
     """Schedule fitted to a run, with the steps that the fit has not seen.
 
     Attributes:
-        schedule: the run's schedule.
         held_out: recorded seconds of each step that is not part of the fit.
         cores: cores that engines and trainer share; None if they have devices of their own.
         old_log_prob_seconds: seconds of a pass for old log-probs that the run does without, and asynchronous training needs.
@@ -59,22 +54,17 @@ class MeasuredRun:
             changes: of the schedule.
         """
         schedule = dataclasses.replace(self.schedule, **changes)
-        recorded = self.schedule.update_seconds
-        if schedule.max_staleness and self.old_log_prob_seconds:
-            schedule = dataclasses.replace(
-                schedule, update_seconds=lambda tokens: recorded(tokens) + self.old_log_prob_seconds
-            )
+        update = schedule.update_seconds + (self.old_log_prob_seconds if schedule.max_staleness else 0.0)
         if self.cores is None:
-            return schedule
+            return dataclasses.replace(schedule, update_seconds=update)
         then = self.cores
         if engine_threads is not None:
             then = dataclasses.replace(then, engine_threads=engine_threads, training_threads=None)
         (engine, training), (engine_then, training_then) = self.cores.threads(self.schedule), then.threads(schedule)
-        update, slower = schedule.update_seconds, (training / training_then) ** _PARALLEL
         return dataclasses.replace(
             schedule,
             speed=schedule.speed.scaled((engine / engine_then) ** _PARALLEL),
-            update_seconds=lambda tokens: update(tokens) * slower,
+            update_seconds=update * (training / training_then) ** _PARALLEL,
         )
 
 
@@ -83,10 +73,7 @@ class SharedCores:
     """Cores that the engines and the trainer of one machine share.
 
     Attributes:
-        count: number of cores.
         separate: whether engines have processes of their own, also without asynchrony.
-        engine_threads: configured threads of each engine.
-        training_threads: configured threads of training.
     """
 
     count: int
@@ -135,20 +122,16 @@ def measured_run(run: Run) -> MeasuredRun:
     batch, n = int(config["data.train_batch_size"]), int(config["actor_rollout_ref.rollout.n"])
     seen, held_out = steps[::2], steps[1::2]
     schedule = Schedule(
-        Workload(
-            _drawn_from([episode.plan for dump in dumps for episode in dump]),
-            prompt_tokens=round(mean(row.get("prompt_length/mean", 1) for row in seen)),
-        ),
+        _drawn_from([episode.turns for dump in dumps for episode in dump]),
         _shape(dumps[0], staleness + 1),
         steps=staleness + 1 + MOST_STEPS,
         groups_per_batch=batch,
         n=n,
-        rows=max(64, batch),
         max_staleness=staleness,
         partial_rollouts=bool(config.get("trainer.async_training.partial_rollouts")),
         ready_first=config.get("trainer.async_training.order") == "ready_first",
         replicas=int(config.get("actor_rollout_ref.rollout.num_replicas") or 1),
-        update_seconds=_constant(median(map(_update_seconds, seen))),
+        update_seconds=median(map(_update_seconds, seen)),
         sync_seconds=median(map(_sync_seconds, seen)),
         check_seconds=median(map(_check_seconds, seen)),
     )
@@ -165,12 +148,12 @@ def measured_run(run: Run) -> MeasuredRun:
 
 @dataclass(frozen=True)
 class _Episode:
-    plan: Plan
+    turns: tuple[Turn, ...]
     engine_seconds: float
 
     @property
     def tokens(self) -> int:
-        return sum(turn.tokens for turn in self.plan.turns)
+        return sum(turn.tokens for turn in self.turns)
 
 
 def _dumps(run: Run) -> list[list[_Episode]]:
@@ -195,30 +178,17 @@ def _dumps(run: Run) -> list[list[_Episode]]:
 def _episode(record: Mapping[str, Any]) -> _Episode:
     spans = [(bool(sampled), len(list(span))) for sampled, span in groupby(record["response_mask"])]
     tool_seconds = float((record["episode"] or {}).get("tool_seconds") or 0.0)
-    turns = [length for sampled, length in spans if sampled]
-    given = [length for sampled, length in spans[1:] if not sampled]
-    waits = tool_seconds / max(1, len(given))
-    plan = Plan(
-        tuple(
-            Turn(tokens, waits if place < len(given) else 0.0, given[place] if place < len(given) else 0)
-            for place, tokens in enumerate(turns)
-        )
-    )
-    return _Episode(plan, max(0.0, float(record["seconds"]) - tool_seconds))
+    sampled = [length for sampled, length in spans if sampled]
+    tools = sum(not sampled for sampled, _ in spans[1:])
+    turns = [Turn(tokens, tool_seconds / tools if place < tools else 0.0) for place, tokens in enumerate(sampled)]
+    return _Episode(tuple(turns), max(0.0, float(record["seconds"]) - tool_seconds))
 
 
-def _drawn_from(plans: Sequence[Plan]) -> Any:
-    def draw(generator: random.Random) -> Plan:
-        return generator.choice(plans)
-
-    return draw
+def _drawn_from(episodes: Sequence[tuple[Turn, ...]]) -> Any:
+    return lambda generator: generator.choice(episodes)
 
 
 # durations -----------------------------------------------------------------------------------------------------------
-
-
-def _constant(seconds: float) -> Any:
-    return lambda tokens: seconds
 
 
 def _sync_seconds(row: Mapping[str, float]) -> float:
@@ -281,13 +251,12 @@ def _scaled(schedule: Schedule, seen: Sequence[Mapping[str, float]], waited: Seq
     throughputs = [values for row in seen if (values := _throughputs(row))]
     for _ in range(_SCALINGS):
         if throughputs and schedule.max_staleness:
-            simulation = simulate(schedule)
-            steps = simulation.steps[schedule.max_staleness :]
+            steps = simulate(schedule)[schedule.max_staleness :]
             busy = steps[-1].engine_busy - steps[0].engine_busy
             slower = sum(step.tokens for step in steps[1:]) / busy / median(map(mean, throughputs))
         else:
             batches = 1 if schedule.max_staleness else schedule.steps
-            steps = simulate(dataclasses.replace(schedule, steps=batches)).steps
+            steps = simulate(dataclasses.replace(schedule, steps=batches))
             waits = mean(step.batch_complete - step.begun for step in steps)
             slower = median(row["timing_s/gen"] for row in waited) / max(1e-9, waits)
         schedule = dataclasses.replace(schedule, speed=schedule.speed.scaled(slower))
@@ -297,15 +266,3 @@ def _scaled(schedule: Schedule, seen: Sequence[Mapping[str, float]], waited: Seq
 def _throughputs(row: Mapping[str, float]) -> list[float]:
     """Return the tokens of each replica per second in which it has requests."""
     return [value for name, value in row.items() if name.startswith("replica/") and name.endswith("/throughput")]
-
-
-def simulate(schedule: Schedule) -> Simulation:
-    """Run a schedule on virtual time."""
-    made: list[Simulation] = []
-
-    async def whole() -> None:
-        made.append(Simulation(schedule))
-        await made[0].run()
-
-    run_virtual(whole())
-    return made[0]

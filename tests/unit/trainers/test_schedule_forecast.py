@@ -1,4 +1,4 @@
-"""A run that the simulator wrote is fitted from its files, and the forecasts are those of the simulator with the true speed."""
+"""Forecasts against the code of a run on virtual time: of the same schedule, and of one that is fitted to its files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 from support.archives import archive
 from support.messages import raises
+from support.schedule.clock import run as on_virtual_time
+from support.schedule.engine import Speed
+from support.schedule.simulation import Schedule, Simulation
+from support.schedule.workload import Plan, Turn, Workload
 from typer.testing import CliRunner
 
 from hone.cli.main import app
 from hone.errors import HoneError
 from hone.insight.compare import Run
-from hone.trainers.schedule.engine import Speed
+from hone.trainers.schedule import simulation
 from hone.trainers.schedule.forecast import alternatives, back_test, forecast
-from hone.trainers.schedule.measured import measured_run, simulate
-from hone.trainers.schedule.simulation import Schedule
-from hone.trainers.schedule.workload import Plan, Turn, Workload
+from hone.trainers.schedule.measured import measured_run
 
 
 def long_tailed(draw: random.Random) -> Plan:
@@ -39,10 +41,65 @@ TRUTH = Schedule(
 )
 
 
+def played(schedule: Schedule) -> Simulation:
+    """Return the run of a schedule by rollouter, player and engine client."""
+    made: list[Simulation] = []
+
+    async def whole() -> None:
+        made.append(Simulation(schedule))
+        await made[0].run()
+
+    on_virtual_time(whole())
+    return made[0]
+
+
+def plain(schedule: Schedule) -> simulation.Schedule:
+    """Return the same schedule for a forecast."""
+    names = {field.name for field in dataclasses.fields(simulation.Schedule)} & vars(schedule).keys()
+    values = {name: getattr(schedule, name) for name in names}
+    values |= {
+        "speed": simulation.Speed(schedule.speed.step, schedule.speed.per_request),
+        "update_seconds": schedule.update_seconds(0),
+        "draw": lambda draw: tuple(
+            simulation.Turn(turn.tokens, turn.tool_seconds) for turn in schedule.workload.plan(draw).turns
+        ),
+    }
+    return simulation.Schedule(**values)
+
+
+def tools(draw: random.Random) -> Plan:
+    return Plan(tuple(Turn(draw.randint(5, 60), draw.random() * 4) for _ in range(draw.randint(1, 3))))
+
+
+@pytest.mark.parametrize("plan", [long_tailed, tools])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"max_staleness": 1},
+        {"max_staleness": 1, "partial_rollouts": True},
+        {"max_staleness": 2, "partial_rollouts": True, "ready_first": True},
+    ],
+)
+def test_a_forecast_is_that_of_the_code_of_a_run(mode: dict[str, Any], replicas: int, plan: Any) -> None:
+    schedule = dataclasses.replace(
+        TRUTH, workload=Workload(plan), steps=30, rows=240, replicas=replicas, check_seconds=0.25, **mode
+    )
+    found, steps = forecast(plain(schedule)), played(schedule).steps[schedule.max_staleness :]
+    elapsed = steps[-1].published - steps[0].published
+    assert found.step_seconds == pytest.approx(elapsed / (len(steps) - 1), rel=0.1)
+    assert found.engine_idle == pytest.approx(
+        1 - (steps[-1].engine_busy - steps[0].engine_busy) / replicas / elapsed, abs=0.08
+    )
+    assert found.staleness == pytest.approx(sum(step.staleness for step in steps[1:]) / (len(steps) - 1), abs=0.15)
+    assert found.tokens_per_second == pytest.approx(sum(step.tokens for step in steps[1:]) / elapsed, rel=0.2)
+
+
 def recorded(schedule: Schedule, folder: Path, *, dumps: bool = True) -> Run:
     """Write the files of a run, as far as a forecast reads them, with the durations of its simulation."""
-    simulation, metrics, busy = simulate(schedule), [], 0.0
-    for number, step in enumerate(simulation.steps, 1):
+    metrics, busy = [], 0.0
+    for number, step in enumerate(played(schedule).steps, 1):
         seconds = {
             "timing_s/gen": step.batch_complete - step.begun,
             "timing_s/update_weights": step.published - step.updated,
@@ -82,7 +139,7 @@ def recorded(schedule: Schedule, folder: Path, *, dumps: bool = True) -> Run:
 
 def ends(schedule: Schedule) -> list[tuple[int, float]]:
     """Return length and end of every response of the first batch, by a loop over decode steps."""
-    lengths = [len(one.response_ids) for one in simulate(schedule).steps[0].trajectories]
+    lengths = [len(one.response_ids) for one in played(schedule).steps[0].trajectories]
     made = []
     for length in lengths:
         at = sum(
@@ -96,11 +153,11 @@ def ends(schedule: Schedule) -> list[tuple[int, float]]:
 def test_a_synchronous_run_is_reproduced(tmp_path):
     run = measured_run(recorded(TRUTH, tmp_path))
     assert run.schedule.speed.step == pytest.approx(0.02, rel=0.3)
-    assert run.schedule.update_seconds(1) == pytest.approx(3.0)
+    assert run.schedule.update_seconds == pytest.approx(3.0)
     assert run.schedule.sync_seconds == 0.5
     predicted, was = back_test(run)
     assert predicted == pytest.approx(was, rel=0.2)
-    truth = forecast(dataclasses.replace(TRUTH, max_staleness=1, steps=10))
+    truth = forecast(plain(dataclasses.replace(TRUTH, max_staleness=1, steps=10)))
     by_name = {(one.name, one.replicas): one for one in alternatives(run)}
     assert by_name["staleness 1", 1].step_seconds == pytest.approx(truth.step_seconds, rel=0.2)
     assert by_name["synchronous", 1].staleness == 0
@@ -127,7 +184,7 @@ def test_shared_cores_slow_what_computes_together(tmp_path):
     assert measured.cores is not None
     turns, overlapped = measured.scheduled(), measured.scheduled(max_staleness=1)
     assert turns.speed == measured.schedule.speed and overlapped.speed == turns.speed.scaled(2 ** math.log2(1.5))
-    assert (turns.update_seconds(1), overlapped.update_seconds(1)) == (3.0, pytest.approx(4.5))
+    assert (turns.update_seconds, overlapped.update_seconds) == (3.0, pytest.approx(4.5))
     forecasts = alternatives(measured)
     assert {one.replicas for one in forecasts} == {1} and forecasts[0].engine_threads is None
     others = {
@@ -137,7 +194,7 @@ def test_shared_cores_slow_what_computes_together(tmp_path):
     fastest = min(others, key=lambda threads: forecast(others[threads]).step_seconds)
     assert (forecasts[1].engine_threads, forecasts[1].step_seconds) == (fastest, forecast(others[fastest]).step_seconds)
     assert others[6].speed == turns.speed.scaled((8 / 6) ** math.log2(1.5))
-    assert others[6].update_seconds(1) == pytest.approx(3.0 * 1.5**2)
+    assert others[6].update_seconds == pytest.approx(3.0 * 1.5**2)
     assert measured_run(run).cores is None
 
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.schedule.clock import Crash, Deadlock, run
+from support.schedule.engine import Speed
+from support.schedule.simulation import Loss, Schedule, Simulation, Step
+from support.schedule.workload import Plan, Turn, Workload
 
 from hone.data.sampler import EpochSampler
 from hone.data.trajectories import is_broken
 from hone.errors import ConfigError, EpisodeError
-from hone.trainers.schedule.clock import Crash, Deadlock, run
-from hone.trainers.schedule.engine import Speed
-from hone.trainers.schedule.simulation import Loss, Schedule, Simulation, Step
-from hone.trainers.schedule.workload import Plan, Turn, Workload
 
 PLENTY = 10_000
 
