@@ -36,18 +36,12 @@ class Passes:
     Attributes:
         tokens: tokens in the matmuls of the largest micro-batch, this rank's share.
         responses: those whose log-prob is computed.
-        bf16: whether matmuls run in bfloat16 (autocast).
         gathered: whether no matmul copies its weight: FSDP gathers parameters in bfloat16, or frozen ones are held so.
-        divided: whether the model is sharded over several processes.
-        lora_rank: of adapters on a frozen base, 0 without.
-        checkpointing: whether gradient checkpointing is on.
-        keeps_attention: whether checkpointing keeps the outputs of attention.
         tiles: chunks of the feed-forward part, 1 without tiling.
         tensor: ranks that share every matrix.
         on_host: whether kept activations go to the host's memory.
         prompt_copies: tokens in attention per token in the matmuls: on a GPU each response brings its prompt along.
-        scale: measured activations divided by the estimate.
-        ring: ranks of ring attention, 1 without.
+        ring: ranks of ring attention.
     """
 
     shape: ModelShape
@@ -92,10 +86,8 @@ class Passes:
         shape = self.shape
         # an output, and the float32 logarithm of each head's sum; on a CPU attention is not kept
         attention = (self.number * shape.queries + 4 * shape.heads) / self.tensor
-        inputs = (
-            4 + self.number * (self.executor == "cuda")
-        ) * shape.hidden  # the fused layer adds the last output itself
-        return inputs + attention * (self.keeps_attention and not self.on_cpu)
+        added = self.number * (self.executor == "cuda")  # the fused layer adds the last output itself
+        return (4 + added) * shape.hidden + attention * (self.keeps_attention and not self.on_cpu)
 
     @property
     def _layer(self) -> float:

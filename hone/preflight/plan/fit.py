@@ -32,13 +32,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class Knob:
-    """A key to change, and what it saves.
-
-    Attributes:
-        setting: ``key=value``, several with a space between them.
-        saved: bytes less at the fullest moment.
-        peak: bytes at the fullest moment, after this and all knobs before it.
-    """
+    """A setting to change, the bytes that it saves at the fullest moment, and those that are left there."""
 
     setting: str
     saved: float
@@ -47,15 +41,11 @@ class Knob:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A run that is fitted to a device.
+    """A run that is fitted to a device by turning knobs.
 
     Attributes:
-        config: with the knobs turned.
-        memories: of each pool's processes.
-        knobs: that were turned, in order.
-        fits: whether all processes fit now.
-        largest_budget: most tokens of a micro-batch that fit with these settings, None where not even one sequence does.
-        faster: a key that saves time and fits too, as ``key=value``; None without one.
+        largest_budget: most tokens of a micro-batch that fit, None where not even one sequence does.
+        faster: a setting that saves time and fits too.
     """
 
     config: AnyConfig
@@ -74,14 +64,7 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Fitter:
-    """Computes the memory of variants of a run on one kind of device.
-
-    Attributes:
-        device: of every process.
-        shape: of the trained model.
-        others: shapes of other models of the run, by role.
-        activation_scale: measured activations divided by those of the closed form.
-    """
+    """Computes the memory of variants of a run on one kind of device; ``others`` are the other models of the run, by role."""
 
     device: Device
     shape: ModelShape
@@ -131,19 +114,16 @@ class Fitter:
         return self._fitting(*self._turned(config, _OFFLOADING_FIRST))
 
     def _fitting(self, config: AnyConfig, knobs: list[tuple[Turn, Knob]]) -> Fitting:
-        work, fits = self.work(config), self.peak(config) <= self.limit
-        turned = tuple(knob for _, knob in knobs)
+        work, turned = self.work(config), tuple(knob for _, knob in knobs)
+        fits = self.peak(config) <= self.limit
         faster = self._faster(config) if fits else None
         return Fitting(config, work, self.memories(work), turned, fits, self.largest_budget(config), faster)
 
     def _faster(self, config: AnyConfig) -> str | None:
         """Return the setting that keeps attention under gradient checkpointing, if it fits."""
         path, block = model_block(config)
-        if (
-            self.device.on_cpu
-            or not block.enable_gradient_checkpointing
-            or block.gradient_checkpointing_keeps != "nothing"
-        ):
+        recomputes = block.enable_gradient_checkpointing and block.gradient_checkpointing_keeps == "nothing"
+        if self.device.on_cpu or not recomputes:
             return None
         changed = copy.deepcopy(config)
         setting = set_key(changed, f"{path}.gradient_checkpointing_keeps", "attention")

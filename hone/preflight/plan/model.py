@@ -26,12 +26,8 @@ class ModelShape:
     Attributes:
         kind: its ``model_type``.
         parameters: all of them, tied ones once.
-        hidden: width of the residual stream.
         width: inner width of the feed-forward part; of one expert where there are experts.
-        tied: whether input and output embedding are one matrix.
-        experts: experts of a layer, 0 for a dense model.
-        chosen: experts that compute a token.
-        cache: numbers in the KV cache.
+        experts, chosen: experts of a layer, and those that compute a token; 0 for a dense model.
     """
 
     kind: str

@@ -21,14 +21,10 @@ from hone.preflight.plan.work import Work, other_shapes
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for a run.
+    """The prediction for a run, as it is or, with a cluster, as placed.
 
     Attributes:
-        config: as given, or (with a cluster) as placed.
-        device: of each process.
         memories: of one process of each pool, with the settings as they are.
-        time: of a step.
-        fitting: with the knobs that make it fit.
         limit: bytes that a process may fill.
         placements: that were compared, the best first; empty without a cluster.
     """
@@ -52,11 +48,6 @@ def plan_of(
     config: AnyConfig, device: Device, *, shape: ModelShape | None = None, activation_scale: float = 1.0
 ) -> Plan:
     """Plan a run on devices of one kind, as its configuration places it.
-
-    Args:
-        device: of each process.
-        shape: of the trained model; None reads its config.json.
-        activation_scale: measured activations divided by those of the closed form.
 
     Raises:
         ModelError: the model's config.json does not describe a decoder.

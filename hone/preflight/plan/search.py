@@ -29,14 +29,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to use the cluster.
-
-    Attributes:
-        settings: the overrides that make it.
-        words: description for people.
-        fitting: its memory, with the knobs that make it fit.
-        time: of a step.
-    """
+    """One way to use the cluster, and the overrides that make it."""
 
     settings: tuple[str, ...]
     words: str

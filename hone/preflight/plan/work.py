@@ -37,10 +37,7 @@ class TrainedModel:
     Attributes:
         max_tokens: most tokens of a micro-batch.
         mini_batch: prompts per update, over all ranks.
-        checkpointing: whether gradient checkpointing is on.
-        keeps_attention: whether checkpointing keeps the outputs of attention.
         value: whether it predicts values instead of log-probs.
-        lora_rank: of the adapters that alone are trained, 0 without.
         frozen: parameters of a vision tower that is not trained.
     """
 
@@ -68,13 +65,7 @@ class TrainedModel:
 
 
 class MicroBatch(NamedTuple):
-    """The largest micro-batch, when all prompts and responses have their greatest length.
-
-    Attributes:
-        rows: sequences.
-        tokens: tokens in the matmuls; rows of one prompt share it.
-        per_update: micro-batches of a rank's share of the mini-batch.
-    """
+    """Rows and tokens (a prompt counts once) of the largest micro-batch, and micro-batches of a rank's share of a mini-batch."""
 
     rows: int
     tokens: int
@@ -86,10 +77,8 @@ class Work:
     """A run in numbers.
 
     Attributes:
-        reference: whether log-probs of a reference are computed.
         pools: of devices, the actor's first.
-        prompt: longest prompt, in tokens.
-        response: longest response.
+        prompt, response: longest ones, in tokens.
         samples: rows that share a prompt.
         batch: prompts per step.
         teachers: frozen models of distillation with weights of their own.
@@ -238,9 +227,8 @@ def work_of(
     """Return the numbers of a run.
 
     Args:
-        shape: of the trained model.
         bfloat16: whether the device is a GPU that computes in it, for ``dtype=auto``.
-        others: shapes of a critic, a reward model or teachers where they differ from it.
+        others: shapes of a critic, a reward model or teachers where they differ from the trained model's.
 
     Raises:
         ConfigError: the sizes of parallelism do not divide.
@@ -298,12 +286,8 @@ def _rl_work(
         value=True,
         lora_rank=0,
     )
-    sizes = (
-        data.max_prompt_length,
-        longest_sequence(config) - data.max_prompt_length,
-        config.actor_rollout_ref.rollout.n,
-        batch,
-    )
+    longest, prompt = longest_sequence(config), data.max_prompt_length
+    sizes = prompt, longest - prompt, config.actor_rollout_ref.rollout.n, batch
     teachers = tuple(
         dataclasses.replace(policy, shape=others.get(f"{TEACHER}{number}", shape), checkpointing=False, lora_rank=0)
         for number, _ in enumerate(_teachers(config))
