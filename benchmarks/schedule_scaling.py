@@ -1,6 +1,6 @@
 """Step time against staleness for clusters of several sizes: `python benchmarks/schedule_scaling.py --out scaling.png`.
 
-The schedules are simulated by :mod:`hone.trainers.schedule`, from a distribution of response lengths.
+The schedules are simulated by :mod:`hone.apps.lab.schedule`, from a distribution of response lengths.
 
 Every device adds the same share of the batch. A larger batch has a longer longest response, for which synchronous training waits.
 Synchronously all devices generate, then train. Asynchronously half of them generate and half train, so each part takes twice as long.
@@ -13,8 +13,8 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hone.trainers.schedule.forecast import Forecast, forecast
-from hone.trainers.schedule.simulation import Schedule, Speed, Turn
+from hone.apps.lab.schedule.forecast import Forecast, forecast
+from hone.apps.lab.schedule.simulation import Schedule, Speed, Turn
 
 Length = Callable[[random.Random], int]
 """Draws the tokens of a response."""

@@ -59,11 +59,13 @@ def sources(place: Path) -> Iterator[Path]:
 
 
 def places() -> dict[str, list[Path]]:
-    """What has figures of its own: each package of hone/, the modules beside them, and the other folders of code."""
-    packages = sorted(path for path in (ROOT / "hone").iterdir() if (path / "__init__.py").exists())
+    """What has figures of its own: each package of the core, each application, the modules beside them, and other folders of code."""
+    hone = ROOT / "hone"
+    packages = sorted(file.parent for file in (*hone.glob("*/__init__.py"), *(hone / "apps").glob("*/__init__.py")))
+    packages.remove(hone / "apps")
     return {
-        **{f"hone/{path.name}": [path] for path in packages},
-        "hone/*.py": sorted((ROOT / "hone").glob("*.py")),
+        **{str(path.relative_to(ROOT)): [path] for path in packages},
+        "hone/*.py": sorted([*hone.glob("*.py"), hone / "apps" / "__init__.py"]),
         **{name: [ROOT / name] for name in ("tests", "scripts", "benchmarks")},
     }
 
@@ -121,12 +123,12 @@ def main() -> int:
         BUDGET.write_text(lowered(BUDGET.read_text(encoding="utf-8"), now), encoding="utf-8")
     allowed = budget()
     print(f"{'':18}" + "".join(f"{measure:>11}{'':>9}" for measure in MEASURES))
-    core = {measure: sum(size[measure] for name, size in now.items() if name[:5] == "hone/") for measure in MEASURES}
-    limit = {
-        measure: sum(size[measure] for name, size in allowed.items() if name[:5] == "hone/") for measure in MEASURES
-    }
-    for name, size in [*now.items(), ("hone in all", core)]:
-        least = limit if size is core else allowed.get(name, dict.fromkeys(MEASURES, 0))
+    for title, kept in {"the core": "hone/(?!apps/)", "hone in all": "hone/"}.items():
+        for figures in (now, allowed):
+            sums = [size for name, size in figures.items() if re.match(kept, name)]
+            figures[title] = {measure: sum(size[measure] for size in sums) for measure in MEASURES}
+    for name, size in now.items():
+        least = allowed.get(name, dict.fromkeys(MEASURES, 0))
         print(f"{name:18}" + "".join(f"{size[m]:>11,}{f'({size[m] - least[m]:+,})':>9}" for m in MEASURES))
     over = excesses(now, allowed)
     print("\n".join(over))

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BOXES = ROOT / "hone" / "learn" / "boxes"
+BOXES = ROOT / "hone" / "apps" / "learn" / "boxes"
 COURSE_PAGES = ROOT / "docs" / "learn"
 FOLDERS = (ROOT / "docs", BOXES)
 LANGUAGES = {"zh": "中文", "vi": "Tiếng Việt"}

@@ -37,7 +37,7 @@ class Run:
     @property
     def status(self) -> str:
         """finished, interrupted, failed, running, or dead."""
-        from hone.insight.compare import read_whole_run
+        from hone.apps.lab.compare import read_whole_run
 
         return read_whole_run(self.path).status
 
@@ -86,7 +86,7 @@ class Run:
         Raises:
             HoneError: there are no samples of that step.
         """
-        from hone.insight.samples import SampleQuery, read_samples
+        from hone.apps.lab.samples import SampleQuery, read_samples
 
         folder = self.path / ("validation" if validation else "rollouts")
         return read_samples(folder, SampleQuery(step, worst, best, contains, None, limit)).shown
@@ -100,8 +100,8 @@ class Run:
         Raises:
             HoneError: the run has no such record, or a line of it is damaged.
         """
+        from hone.apps.lab.coverage.report import coverage_report
         from hone.insight.coverage.reading import read_coverage
-        from hone.insight.coverage.report import coverage_report
 
         return coverage_report(read_coverage(self.path))
 
@@ -115,8 +115,8 @@ class Run:
         Raises:
             HoneError: a metric is unknown, or the run has none yet.
         """
+        from hone.apps.lab.compare import headline_metrics, read_whole_run, require_metrics
         from hone.errors import HoneError
-        from hone.insight.compare import headline_metrics, read_whole_run, require_metrics
         from hone.insight.curves import draw_png, points
 
         run = read_whole_run(self.path)

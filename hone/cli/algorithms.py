@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hone.catalogue import Method, Recommendation
+    from hone.apps.explain.catalogue import Method, Recommendation
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -28,7 +28,7 @@ def group() -> None:
 @app.command("list")
 def list_methods(kind: Kind = None, as_json: Json = False) -> None:
     """List every method: its kind, its formula and what it costs."""
-    from hone.catalogue import KINDS, methods
+    from hone.apps.explain.catalogue import KINDS, methods
 
     _check_kind(kind)
     selected = [method for method in methods() if kind in (None, method.kind)]
@@ -54,7 +54,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a method: formula, paper, needs, knobs, cost, presets, and its numbers on a small case."""
-    from hone.catalogue import find
+    from hone.apps.explain.catalogue import find
 
     _check_kind(kind)
     matches = find(name, kind)
@@ -76,8 +76,8 @@ def recommend_method(
     as_json: Json = False,
 ) -> None:
     """Recommend a method and explain the choice; prompts for options that are missing."""
-    from hone.catalogue import Situation, recommend
-    from hone.catalogue.candidates import REWARDS
+    from hone.apps.explain.catalogue import Situation, recommend
+    from hone.apps.explain.catalogue.candidates import REWARDS
     from hone.models.init import parse_size
 
     given = {"--model-size": model_size, "--reward": reward, "--memory": memory}
@@ -113,8 +113,8 @@ def recommend_method(
 
 def _described(method: Method) -> str:
     """Return the details of a method as text."""
-    from hone.catalogue import KINDS
-    from hone.catalogue.examples import example
+    from hone.apps.explain.catalogue import KINDS
+    from hone.apps.explain.catalogue.examples import example
 
     also = f", also {', '.join(method.aliases)}" if method.aliases else ""
     lines = [f"{method.name}  ({KINDS[method.kind]}{also})", "", f"    {method.formula}", "", method.description, ""]
@@ -159,7 +159,7 @@ def _print_json(value: Any) -> None:
 
 
 def _check_kind(kind: str | None) -> None:
-    from hone.catalogue import KINDS
+    from hone.apps.explain.catalogue import KINDS
     from hone.errors import ConfigError, did_you_mean
 
     if kind is not None and kind not in KINDS:

@@ -25,7 +25,7 @@ def import_source(
 
     Example: hone archive import outputs/rollouts --out runs/theirs
     """
-    from hone.insight.imported_runs import import_rollouts
+    from hone.apps.lab.imported_runs import import_rollouts
 
     result = import_rollouts(source, out, name)
     typer.echo(f"{out}: {sum(result.rows.values())} sequences of {len(result.rows)} steps ({result.format})")
@@ -45,8 +45,8 @@ def export(
 
     Example: hone archive export runs/hone/demo --step 10 --out step_10.jsonl
     """
-    from hone.insight.archive.export import export_records
-    from hone.insight.compare import find_run
+    from hone.apps.lab.archive_export import export_records
+    from hone.apps.lab.compare import find_run
 
     folder = find_run(run, root).path / ("validation" if validation else "rollouts")
     typer.echo(f"{out}: {export_records(folder, out, step)} sequences")

@@ -98,7 +98,7 @@ def explain(
     """Describe a key: its meaning, type, default and related keys."""
     import json
 
-    from hone.config.explaining import answer
+    from hone.apps.explain.key_search import answer
 
     words = " ".join(key)
     kinds = [kind.value] if kind else [name.value for name in Kind]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hone.config.importing import Translation
+    from hone.apps.verl.importing import Translation
 
 Sources = Annotated[
     list[str],
@@ -73,8 +73,8 @@ def _variables(lines: list[str]) -> dict[str, str]:
 
 
 def _translate(sources: list[str], arguments: list[str], launch: int | None, variables: dict[str, str]) -> Translation:
-    from hone.config.importing import import_overrides, import_script, import_yaml
-    from hone.config.launch import Argument
+    from hone.apps.verl.importing import import_overrides, import_script, import_yaml
+    from hone.apps.verl.launch import Argument
     from hone.errors import ConfigError, HoneError
 
     if sources == ["-"]:

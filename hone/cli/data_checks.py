@@ -45,8 +45,8 @@ def check(
     """
     import json
 
+    from hone.apps.lab.data.html_report import html_report
     from hone.data.checks import read_gates
-    from hone.data.html_report import html_report
     from hone.data.overlong import check_policy
     from hone.insight.run_files import disk_errors
     from hone.preflight.dataset import DatasetOptions, check_dataset
@@ -99,7 +99,7 @@ def clean(
     """
     import json
 
-    from hone.data.cleaning import clean_files
+    from hone.apps.lab.data.cleaning import clean_files
     from hone.insight.run_files import disk_errors
 
     with disk_errors(out):
@@ -151,8 +151,8 @@ def inspect(
     import dataclasses
     import json
 
+    from hone.apps.lab.data.inspection import inspect_row
     from hone.data.files import read_all
-    from hone.data.inspection import inspect_row
     from hone.data.row_images import RowImages
     from hone.data.tokenizer import load_tokenizer
     from hone.errors import DataError

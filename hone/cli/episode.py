@@ -10,7 +10,7 @@ import typer
 from hone.cli.options import Json, Trust
 
 if TYPE_CHECKING:
-    from hone.trainers.forks import ForkedEpisode
+    from hone.apps.lab.forks import ForkedEpisode
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 _BAR = 20
@@ -54,15 +54,15 @@ def fork(
     """
     from dataclasses import asdict
 
+    from hone.apps.lab.forks import ForkRequest
+    from hone.apps.lab.forks import fork as play
     from hone.cli.run_output import print_json
     from hone.insight.run_files import disk_errors
-    from hone.trainers.forks import ForkRequest
-    from hone.trainers.forks import fork as play
 
     request = ForkRequest(run, uid, root, turn, samples, step, index, model, content, temperature, seed)
     episode = play(request)
     if png is not None:
-        from hone.insight.fork_chart import draw
+        from hone.apps.lab.fork_chart import draw
 
         with disk_errors(png):
             draw([(f.turn, f.success, f.interval) for f in episode.forks], f"row {uid}, step {episode.step}", png)

@@ -22,7 +22,7 @@ def explain_term(
     """Explain a configuration key, a metric, an error code, a detector, a method, or a term of the field."""
     import json
 
-    from hone.explain import explain
+    from hone.apps.explain import explain
 
     answers = explain(" ".join(term))
     if as_json:

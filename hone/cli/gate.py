@@ -11,7 +11,7 @@ import typer
 from hone.cli.options import ComputeDtype, Dtype
 
 if TYPE_CHECKING:
-    from hone.gates.gate import Verdict
+    from hone.apps.ops.gate import Verdict
 
 app = typer.Typer(add_completion=False)
 
@@ -41,8 +41,8 @@ def command(
     from rich.console import Console
     from rich.table import Table
 
-    from hone.gates.gate import run_gate
-    from hone.gates.suite import read_suite
+    from hone.apps.ops.gate import run_gate
+    from hone.apps.ops.suite import read_suite
     from hone.insight.webhook import check_address
 
     console = Console()

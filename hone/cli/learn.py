@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hone.learn.progress import Progress
+    from hone.apps.learn.progress import Progress
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -25,8 +25,8 @@ def group() -> None:
 @app.command("list")
 def list_boxes(language: Language = "en") -> None:
     """List the entries, and every box with its part."""
-    from hone.learn.entries import ENTRIES
-    from hone.learn.texts import PARTS, boxes
+    from hone.apps.learn.entries import ENTRIES
+    from hone.apps.learn.texts import PARTS, boxes
 
     for entry in ENTRIES.values():
         typer.echo(f"hone learn start {entry.name:8} {entry.title}: {len(entry.stops)} boxes")
@@ -40,8 +40,8 @@ def list_boxes(language: Language = "en") -> None:
 @app.command("start")
 def start(entry: Annotated[str, typer.Argument(help="new, sft or agents; see `hone learn list`")]) -> None:
     """Start the course in this folder, or change the entry; passed boxes stay passed."""
-    from hone.learn.entries import find_entry
-    from hone.learn.progress import FILE, FOLDER, Progress, read_progress, write_progress
+    from hone.apps.learn.entries import find_entry
+    from hone.apps.learn.progress import FILE, FOLDER, Progress, read_progress, write_progress
 
     chosen = find_entry(entry)
     progress = read_progress() if (FOLDER / FILE).exists() else Progress(entry)
@@ -54,9 +54,9 @@ def start(entry: Annotated[str, typer.Argument(help="new, sft or agents; see `ho
 @app.command("next")
 def next_box(box: Name = None, language: Language = "en") -> None:
     """Show the text of the next box: two minutes of reading, and a task."""
-    from hone.learn.entries import NEEDS
-    from hone.learn.progress import read_progress
-    from hone.learn.texts import find_box
+    from hone.apps.learn.entries import NEEDS
+    from hone.apps.learn.progress import read_progress
+    from hone.apps.learn.texts import find_box
 
     progress = read_progress()
     name = box or progress.current
@@ -81,8 +81,8 @@ def next_box(box: Name = None, language: Language = "en") -> None:
 @app.command("hint")
 def hint(box: Name = None, language: Language = "en") -> None:
     """Show the hint of the next box."""
-    from hone.learn.progress import read_progress
-    from hone.learn.texts import find_box
+    from hone.apps.learn.progress import read_progress
+    from hone.apps.learn.texts import find_box
 
     name = box or read_progress().current
     typer.echo(find_box(name).text(language).body("Hint") if name else "All boxes of this entry are passed.")
@@ -102,8 +102,8 @@ def check(
     """
     import sys
 
-    from hone.learn.check import run_check
-    from hone.learn.progress import read_progress, write_progress
+    from hone.apps.learn.check import run_check
+    from hone.apps.learn.progress import read_progress, write_progress
 
     progress = read_progress()
     name = box or progress.current
@@ -120,7 +120,7 @@ def check(
 
 def _prompting(name: str, language: str):
     """Return a function that asks a question at the terminal, in the reader's language."""
-    from hone.learn.texts import find_box
+    from hone.apps.learn.texts import find_box
 
     questions = find_box(name).text(language).questions
 
@@ -141,8 +141,8 @@ def _done(progress: Progress) -> None:
 @app.command("progress")
 def show_progress(language: Language = "en") -> None:
     """Show which boxes are passed, by week and day, with what was measured."""
-    from hone.learn.progress import read_progress
-    from hone.learn.texts import find_box
+    from hone.apps.learn.progress import read_progress
+    from hone.apps.learn.texts import find_box
 
     progress = read_progress()
     week = 0

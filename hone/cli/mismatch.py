@@ -26,7 +26,7 @@ def mismatch(
 
     The output of an engine in a separate process goes to engine-mismatch.log.
     """
-    from hone.trainers.mismatch import MismatchRequest, measure, report
+    from hone.apps.lab.mismatch import MismatchRequest, measure, report
 
     request = MismatchRequest(model, engine, dtype, trainer_dtype, samples, tokens, temperature, seed)
     report(measure(request), as_json=as_json)

@@ -26,11 +26,11 @@ def command(
     """
     from rich.console import Console
 
+    from hone.apps.lab.oracle.checks import compare
+    from hone.apps.lab.oracle.report import as_json as plain
+    from hone.apps.lab.oracle.report import show
     from hone.cli.run_output import print_json
     from hone.training.microbatches import load_micro_batch
-    from hone.training.oracle.checks import compare
-    from hone.training.oracle.report import as_json as plain
-    from hone.training.oracle.report import show
 
     result = compare(load_micro_batch(run, step))
     if as_json:

@@ -83,9 +83,9 @@ def _schedule(name: str, root: Path, *, as_json: bool) -> None:
 
     from rich.console import Console
 
-    from hone.insight.compare import find_run
-    from hone.trainers.schedule.forecast import alternatives, back_test, table
-    from hone.trainers.schedule.measured import measured_run
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.schedule.forecast import alternatives, back_test, table
+    from hone.apps.lab.schedule.measured import measured_run
 
     run = measured_run(find_run(name, root))
     predicted, recorded = back_test(run)

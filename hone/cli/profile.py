@@ -13,7 +13,7 @@ from hone.cli.run_output import RootOption, new_console, new_table, number, prin
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hone.insight.profile import ProcessShares, Profile
+    from hone.apps.lab.profile import ProcessShares, Profile
 
 app = typer.Typer(add_completion=False)
 
@@ -32,10 +32,10 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Show the time of a step by stage, what to change first, and the timeline of every process."""
+    from hone.apps.lab.chrome_trace import write_chrome_trace
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.profile import process_shares, profile_run
     from hone.errors import HoneError
-    from hone.insight.chrome_trace import write_chrome_trace
-    from hone.insight.compare import find_run
-    from hone.insight.profile import process_shares, profile_run
     from hone.insight.timeline import read_timeline
 
     shown = find_run(run, root)

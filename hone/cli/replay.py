@@ -34,10 +34,10 @@ def command(
 
     Exit code 0 if all are equal bit for bit, 1 if something differs. Example: hone replay demo --step 20 --from adv
     """
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.replay.replay import replay
     from hone.cli.run_bisect import bisection_lines
     from hone.cli.run_output import print_json
-    from hone.insight.compare import find_run
-    from hone.trainers.replay.replay import replay
 
     result = replay(find_run(run, root).path, step, first, overrides or ())
     different = result.bisection.first

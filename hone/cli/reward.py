@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from hone.apps.lab.rewards.comparison import Comparison
     from hone.config.reward import RewardConfig
     from hone.errors import Finding
     from hone.rewards.bench import Bench
-    from hone.rewards.comparison import Comparison
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -72,11 +72,11 @@ def test(
     """
     import json
 
+    from hone.apps.lab.rewards.bench_report import draw, forms, summary, trial_record
     from hone.data.scored_rows import scored_rows
     from hone.insight.run_files import disk_errors
     from hone.rewards.bench import run_bench
     from hone.rewards.bench_findings import bench_findings
-    from hone.rewards.bench_report import draw, forms, summary, trial_record
 
     config = _config(reward, scorer, kwargs or [], timeout, workers)
     bench = run_bench(config, scored_rows(data, reward_fn_key=reward_fn_key, limit=rows), adversarial=True)
@@ -130,9 +130,9 @@ def diff(
     """
     import json
 
+    from hone.apps.lab.rewards.comparison import compare
+    from hone.apps.lab.rewards.rescoring import STORED, rescore_run
     from hone.insight.run_files import disk_errors
-    from hone.rewards.comparison import compare
-    from hone.rewards.rescoring import STORED, rescore_run
 
     configs = [
         None if name == STORED else _config_of(name, settings, timeout, workers)
@@ -215,7 +215,7 @@ def _print(bench: Bench, findings: list[Finding], show: int, written: list[Path]
     from rich.console import Console
     from rich.table import Table
 
-    from hone.rewards.bench_report import forms, summary, text_histogram
+    from hone.apps.lab.rewards.bench_report import forms, summary, text_histogram
     from hone.rewards.probes import KINDS
 
     console = Console(highlight=False)

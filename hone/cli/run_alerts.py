@@ -16,7 +16,7 @@ RunArgument = Annotated[str, typer.Argument(help="run directory, or its name bel
 
 def alerts(run: RunArgument, root: RootOption = Path("runs"), as_json: Json = False) -> None:
     """List the alerts that a run gave while it trained."""
-    from hone.insight.compare import find_run
+    from hone.apps.lab.compare import find_run
     from hone.insight.run_files import read_alerts
 
     path = find_run(run, root).path
@@ -25,7 +25,7 @@ def alerts(run: RunArgument, root: RootOption = Path("runs"), as_json: Json = Fa
 
 def diagnose(run: RunArgument, root: RootOption = Path("runs"), as_json: Json = False) -> None:
     """Run all detectors over the metrics of a run, also of one that had none while it trained."""
-    from hone.insight.compare import find_run
+    from hone.apps.lab.compare import find_run
     from hone.insight.detectors.watch import diagnose_run
 
     wanted = find_run(run, root)

@@ -11,7 +11,7 @@ from hone.cli.options import Json
 from hone.cli.run_output import RootOption
 
 if TYPE_CHECKING:
-    from hone.insight.comparison.divergence import Bisection, Divergence
+    from hone.apps.lab.comparison.divergence import Bisection, Divergence
 
 _LONG = 60
 
@@ -31,11 +31,11 @@ def bisect(
     Compared are, in this order: config, data, prompt order, tokens, log-probs, rewards, advantages, micro-batches, loss, weights.
     Steps without stored samples are compared by their metrics; trainer.rollout_dump_freq=1 stores all.
     """
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.comparison.divergence import bisect_runs
+    from hone.apps.lab.run_traces import read_trace
     from hone.cli.run_output import print_json
     from hone.errors import HoneError
-    from hone.insight.compare import find_run
-    from hone.insight.comparison.divergence import bisect_runs
-    from hone.insight.run_traces import read_trace
 
     runs = [find_run(name, root) for name in (good, bad)]
     traces = [read_trace(run) for run in runs]

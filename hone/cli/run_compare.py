@@ -26,8 +26,8 @@ from hone.cli.run_output import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hone.insight.compare import Summary
-    from hone.insight.confidence import ArmComparison
+    from hone.apps.lab.compare import Summary
+    from hone.apps.lab.confidence import ArmComparison
 
 
 def compare(
@@ -47,10 +47,10 @@ def compare(
     Runs with equal configurations apart from the seed form an arm. Each arm is compared with the first, paired by seed and
     prompt.
     """
+    from hone.apps.lab.compare import config_differences, find_run, headline_metrics, require_metrics, summarise
+    from hone.apps.lab.confidence import compare_arms
+    from hone.apps.lab.run_scores import scores_in_common
     from hone.errors import HoneError
-    from hone.insight.compare import config_differences, find_run, headline_metrics, require_metrics, summarise
-    from hone.insight.confidence import compare_arms
-    from hone.insight.run_scores import scores_in_common
 
     if len(runs) < 2:
         raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")

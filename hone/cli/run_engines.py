@@ -13,7 +13,7 @@ from hone.cli.options import Json
 from hone.cli.run_output import new_console, new_table, print_json
 
 if TYPE_CHECKING:
-    from hone.insight.compare import Run
+    from hone.apps.lab.compare import Run
     from hone.insight.replica_requests import ReplicaAnswer, ReplicaRequest
 
 _POLL = 0.1
@@ -35,8 +35,8 @@ def engines(
 
     Example: hone runs engines runs/hone/demo --replicas 2
     """
+    from hone.apps.lab.compare import find_run
     from hone.errors import HoneError
-    from hone.insight.compare import find_run
     from hone.insight.replica_requests import ReplicaRequest, send_request, withdraw_request
 
     shown_run = find_run(run, root)

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hone.insight.compare import Run
+    from hone.apps.lab.compare import Run
 
 RootOption = Annotated[Path, typer.Option("--root", help="folder that holds the runs")]
 PngOption = Annotated[Path | None, typer.Option("--png", help="also draw the curves into this file")]

@@ -12,7 +12,7 @@ from hone.cli.options import Json
 from hone.cli.run_output import RootOption, new_console, new_table, print_json
 
 if TYPE_CHECKING:
-    from hone.training.retention import Surplus
+    from hone.apps.ops.retention import Surplus
 
 
 def prune(
@@ -37,10 +37,10 @@ def prune(
 
     Example: hone runs prune --keep-checkpoints 1 --keep-rollouts 30 --shelf releases/arith --delete
     """
+    from hone.apps.lab.compare import find_run, run_names
+    from hone.apps.ops.retention import Rules, surplus_of
+    from hone.apps.ops.retention import delete as delete_surplus
     from hone.errors import HoneError
-    from hone.insight.compare import find_run, run_names
-    from hone.training.retention import Rules, surplus_of
-    from hone.training.retention import delete as delete_surplus
 
     if checkpoints is None and rollout_days is None:
         raise HoneError(

@@ -28,8 +28,8 @@ def samples(
 
     Example: hone runs samples runs/hone/demo --worst 3
     """
-    from hone.insight.compare import find_run
-    from hone.insight.samples import SampleQuery, read_samples
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.samples import SampleQuery, read_samples
     from hone.insight.traces import trace
 
     folder = find_run(run, root).path / ("validation" if validation else "rollouts")

@@ -10,7 +10,7 @@ import typer
 from hone.cli.run_output import PngOption, RootOption
 
 if TYPE_CHECKING:
-    from hone.insight.compare import Run
+    from hone.apps.lab.compare import Run
 
 
 def note(
@@ -19,8 +19,8 @@ def note(
     root: RootOption = Path("runs"),
 ) -> None:
     """Add a note to a run; its sheet shows it."""
-    from hone.insight.compare import find_run
-    from hone.insight.run_sheet import NOTES, add_note
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.run_sheet import NOTES, add_note
 
     path = find_run(run, root).path
     add_note(path, text)
@@ -40,12 +40,12 @@ def sheet(
     """Write one page on a run in Markdown: configuration difference, curve, notes, verdict."""
     import os
 
+    from hone.apps.lab import run_sheet
+    from hone.apps.lab.compare import find_run, headline_metrics, require_metrics
+    from hone.apps.lab.confidence import compare_pair
+    from hone.apps.lab.run_scores import scores_in_common
     from hone.cli.run_output import draw_curves
-    from hone.insight import run_sheet
-    from hone.insight.compare import find_run, headline_metrics, require_metrics
-    from hone.insight.confidence import compare_pair
     from hone.insight.run_files import write_atomically
-    from hone.insight.run_scores import scores_in_common
 
     shown = find_run(run, root)
     compared = find_run(base, root) if base else None
@@ -79,8 +79,8 @@ def _defaults(run: Run) -> dict[str, Any]:
     """Return the defaults of the tree that has the most keys of a run's configuration."""
     from omegaconf import OmegaConf
 
+    from hone.apps.lab.compare import flatten
     from hone.config.trees import TREES
-    from hone.insight.compare import flatten
 
     trees = [dict(flatten(OmegaConf.to_container(OmegaConf.structured(tree), resolve=True))) for tree in TREES.values()]
     return max(trees, key=lambda defaults: len(defaults.keys() & run.config.keys()))

@@ -25,11 +25,11 @@ def triage(
 
     Example: hone runs triage runs/hone/demo --steps 3
     """
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.triage.report import markdown
+    from hone.apps.lab.triage.report import triage as sorted_failures
     from hone.cli.run_output import print_json
-    from hone.insight.compare import find_run
     from hone.insight.run_files import disk_errors
-    from hone.insight.triage.report import markdown
-    from hone.insight.triage.report import triage as sorted_failures
 
     folder = "validation" if validation else "rollouts"
     result = sorted_failures(find_run(run, root), folder=folder, steps=steps, step=step, per_task=per_task)

@@ -36,7 +36,7 @@ from hone.cli.run_output import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hone.insight.compare import Run
+    from hone.apps.lab.compare import Run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -69,8 +69,8 @@ app.command("diagnose")(run_alerts.diagnose)
 @app.command("list")
 def list_runs(root: RootOption = Path("runs"), as_json: Json = False) -> None:
     """List the runs below a folder, oldest first."""
+    from hone.apps.lab.compare import run_names, whole_runs
     from hone.errors import HoneError
-    from hone.insight.compare import run_names, whole_runs
 
     if not root.is_dir():
         raise HoneError(f"no folder '{root}'", fix="--root DIR with the run directories", code="E-runs")
@@ -102,7 +102,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one run: status, main settings, metrics and curves."""
-    from hone.insight.compare import find_run, headline_metrics, require_metrics, summarise
+    from hone.apps.lab.compare import find_run, headline_metrics, require_metrics, summarise
     from hone.insight.curves import points, sparkline
 
     shown_run = find_run(run, root)

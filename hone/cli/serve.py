@@ -78,7 +78,7 @@ def command(
     }
     _check_options(context, train=train)
     if train:
-        from hone.trainers.service.serve import TrainRequest, serve_training
+        from hone.apps.tinker.serve import TrainRequest, serve_training
 
         serve_training(TrainRequest(**server, out=out, max_rank=max_rank, max_adapters=max_adapters))
         return

@@ -40,8 +40,8 @@ def command(
 
     Examples: hone stop runs/hone/demo; hone stop --all --now --reason "the tool deletes files"
     """
+    from hone.apps.lab.compare import find_run, run_names
     from hone.errors import HoneError
-    from hone.insight.compare import find_run, run_names
     from hone.insight.run_files import read_run
     from hone.insight.stop_requests import StopRequest, clear_stop, send_stop
 

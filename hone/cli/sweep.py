@@ -11,8 +11,8 @@ import typer
 from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Preset
 
 if TYPE_CHECKING:
+    from hone.apps.lab.sweeps import SweepResult
     from hone.cli.trials import Trial
-    from hone.insight.sweeps import SweepResult
 
 app = typer.Typer(add_completion=False)
 
@@ -47,9 +47,9 @@ def command(
     The grammar is that of Hydra's multirun; tag(log,interval(1e-6,1e-3)) draws on a logarithmic scale. The same command continues
     after an interruption, and with more values it trains only the new ones. The plot is sweep.png in the folder.
     """
+    from hone.apps.lab.sweeps import draw_sweep, open_sweep, read_sweep
     from hone.config.sweeps import draw_trials, grid, parse_sweep
     from hone.errors import ConfigError, HoneError
-    from hone.insight.sweeps import draw_sweep, open_sweep, read_sweep
 
     fixed, axes = parse_sweep(overrides or [])
     if not axes:
@@ -85,10 +85,10 @@ def _checked(program: Kind, line: Sequence[str], source: Mapping[str, str]) -> s
     Raises:
         ConfigError: a key or its value is wrong.
     """
+    from hone.apps.lab.sweeps import config_hash
     from hone.config.environment import written_leaves
     from hone.config.load import load_config
     from hone.config.trees import TREES
-    from hone.insight.sweeps import config_hash
 
     config = load_config(
         TREES[program.value],

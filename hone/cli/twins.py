@@ -10,7 +10,7 @@ import typer
 from hone.cli.options import Json, Kind, Of, Overrides, Preset
 
 if TYPE_CHECKING:
-    from hone.insight.twins import TwinPair
+    from hone.apps.lab.twins import TwinPair
 
 app = typer.Typer(add_completion=False)
 
@@ -46,10 +46,10 @@ def command(
     Both runs of a pair draw the same prompts and random numbers, and are compared prompt by prompt. The test may be looked at
     after every pair. The same command continues after an interruption; finished runs are not repeated.
     """
+    from hone.apps.lab import twins
+    from hone.apps.lab.comparison.sequential import Outcome
     from hone.cli.run_output import print_json
     from hone.errors import HoneError
-    from hone.insight import twins
-    from hone.insight.comparison.sequential import Outcome
 
     for file in (first, second):
         if not file.is_file():

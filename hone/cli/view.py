@@ -46,6 +46,6 @@ def command(
 
     Example: hone view runs/hone/demo
     """
-    from hone.viewer.command import ViewRequest, view
+    from hone.apps.lab.viewer.command import ViewRequest, view
 
     view(ViewRequest(runs or (), root, host, port, token, not no_browser, export, query, reward or ()))

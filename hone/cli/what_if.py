@@ -10,7 +10,7 @@ import typer
 from hone.cli.options import Json, Trust
 
 if TYPE_CHECKING:
-    from hone.trainers.replay.what_if import WhatIf
+    from hone.apps.lab.replay.what_if import WhatIf
 
 app = typer.Typer(add_completion=False)
 
@@ -34,10 +34,10 @@ def command(
 
     The first line is the run itself. Example: hone what-if demo --step 10 algorithm.adv_estimator=rloo
     """
-    from hone.insight.compare import find_run
-    from hone.trainers.replay.direction import WeightGradients
-    from hone.trainers.replay.stored import load_step
-    from hone.trainers.replay.what_if import every_method, what_if
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.replay.direction import WeightGradients
+    from hone.apps.lab.replay.stored import load_step
+    from hone.apps.lab.replay.what_if import every_method, what_if
 
     stored = load_step(find_run(run, root).path, step)
     named = [("changed", changes)] if changes else list(every_method(stored.config))

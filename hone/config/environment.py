@@ -34,6 +34,15 @@ def environment_values(raw: dict[Any, Any], config: Any) -> dict[Path, tuple[str
     return {path: (text, _at(resolved, path)) for path, text in texts.items()}
 
 
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nested mapping with dotted keys; lists are leaves."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, tree
+
+
 def written_tree(config: Any) -> dict[str, Any]:
     """Return a tree as plain values, with interpolations for values from the environment."""
     tree = dataclasses.asdict(config)

@@ -15,14 +15,13 @@ from typing import Any
 from hone.cluster.failures import is_out_of_memory, out_of_memory
 from hone.cluster.watchdog import Hang, Watchdog, end_run
 from hone.config import to_yaml
-from hone.config.environment import environment_variables, written_tree
+from hone.config.environment import environment_variables, flatten, written_tree
 from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.run import RunConfig, TrainerConfig
 from hone.config.trees import AnyConfig
 from hone.config.trust import remember
 from hone.errors import EXIT_STOPPED, HoneError
 from hone.insight import activity, timeline
-from hone.insight.compare import flatten
 from hone.insight.detectors.watch import Watch
 from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory

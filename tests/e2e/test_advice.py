@@ -10,7 +10,7 @@ from support.tiny_runs import make_tiny_runs, rl_words
 
 from hone.insight.run_files import read_alerts, read_metrics
 
-pytestmark = [pytest.mark.long("hone/insight/detectors"), pytest.mark.application("hone/insight")]
+pytestmark = [pytest.mark.long("hone/insight/detectors"), pytest.mark.application("hone/insight", "hone/apps/lab")]
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REWARDS = """

@@ -18,7 +18,11 @@ from hone.trainers.archiving import place
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.application(
-        "hone/insight", "hone/trainers/archiving.py", "hone/trainers/archive_rows.py", "hone/trainers/session.py"
+        "hone/insight",
+        "hone/apps/lab",
+        "hone/trainers/archiving.py",
+        "hone/trainers/archive_rows.py",
+        "hone/trainers/session.py",
     ),
 ]
 SHAPE = {"max_prompt_length": 32, "max_response_length": 8, "train_batch_size": 4, "n": 3, "lr": 1e-2}

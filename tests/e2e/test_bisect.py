@@ -15,15 +15,19 @@ from support.archives import archive
 from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
 
-from hone.insight.compare import read_whole_run
-from hone.insight.comparison.divergence import Bisection, Stage, bisect_runs
-from hone.insight.run_scores import stored_samples
-from hone.insight.run_traces import read_trace
+from hone.apps.lab.compare import read_whole_run
+from hone.apps.lab.comparison.divergence import Bisection, Stage, bisect_runs
+from hone.apps.lab.run_scores import stored_samples
+from hone.apps.lab.run_traces import read_trace
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.application(
-        "hone/insight", "hone/cli/run_bisect.py", "hone/trainers/archiving.py", "hone/trainers/archive_rows.py"
+        "hone/insight",
+        "hone/apps/lab",
+        "hone/cli/run_bisect.py",
+        "hone/trainers/archiving.py",
+        "hone/trainers/archive_rows.py",
     ),
 ]
 

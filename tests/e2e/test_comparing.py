@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.application(
         "hone/insight",
+        "hone/apps/lab",
         "hone/cli/twins.py",
         "hone/cli/sweep.py",
         "hone/cli/trials.py",

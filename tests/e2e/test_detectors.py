@@ -10,7 +10,10 @@ from hone.errors import EXIT_STOPPED
 from hone.insight.archive.read import open_archive
 from hone.insight.run_files import read_alerts, read_metrics, read_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.application("hone/insight", "hone/trainers/reporting.py", "hone/rewards")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application("hone/insight", "hone/apps/lab", "hone/trainers/reporting.py", "hone/rewards"),
+]
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 AGENT = (

@@ -8,9 +8,9 @@ import pytest
 from support.launch import hone
 from support.tiny_runs import make_model, make_tiny_runs, offline_words, rl_words
 
-from hone.catalogue import Method, methods
+from hone.apps.explain.catalogue import Method, methods
 
-pytestmark = pytest.mark.long("hone/algorithms", "hone/catalogue")
+pytestmark = pytest.mark.long("hone/algorithms", "hone/apps/explain/catalogue")
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 CALLS = (

@@ -20,7 +20,9 @@ from hone.insight.run_files import read_metrics
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.application("hone/insight", "hone/viewer", "hone/trainers/replay", "hone/cli/archive.py", "examples"),
+    pytest.mark.application(
+        "hone/insight", "hone/apps/lab/viewer", "hone/apps/lab/replay", "hone/cli/archive.py", "examples"
+    ),
 ]
 
 STEPS = ("trainer.total_training_steps=3", "trainer.save_steps_for_replay=[2]", "actor_rollout_ref.actor.optim.lr=1e-3")

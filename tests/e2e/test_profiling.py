@@ -13,7 +13,7 @@ from support.tiny_runs import make_tiny_runs, offline_words, rl_words
 from hone.insight.metrics import is_timing
 from hone.insight.run_files import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.application("hone/insight", "hone/cli/profile.py")]
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/insight", "hone/apps/lab", "hone/cli/profile.py")]
 
 
 @pytest.fixture(scope="module")

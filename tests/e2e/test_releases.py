@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.application(
         "hone/training/releases.py",
         "hone/trainers/served_releases.py",
-        "hone/gates",
+        "hone/apps/ops",
         "hone/cli/release.py",
         "hone/agents/serving",
     ),
@@ -200,7 +200,7 @@ def test_only_what_passed_is_released(work: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long(
-    "hone/gates", "hone/training/releases.py", "hone/trainers/served_releases.py", "hone/agents/serving/swapping.py"
+    "hone/apps/ops", "hone/training/releases.py", "hone/trainers/served_releases.py", "hone/agents/serving/swapping.py"
 )
 def test_replicas_swap_too(work: Path, forks: Forks, tmp_path: Path) -> None:
     """A pool of processes is replaced like the engine in the server's process."""

@@ -15,7 +15,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REPLAY = f"{ACTOR}.router_replay.mode=R3"
 GAP = "training/rollout_log_probs_diff_mean"
 EXPERTS = pytest.mark.long(
-    *("hone/models/experts.py", "hone/generation/native", "hone/training/engine.py", "hone/trainers/replay"),
+    *("hone/models/experts.py", "hone/generation/native", "hone/training/engine.py", "hone/apps/lab/replay"),
     *("hone/data/types.py", "hone/trainers/group_buffer.py"),
 )
 STEPS = (

@@ -16,7 +16,10 @@ from hone.insight.audit import read_audit
 from hone.insight.run_files import read_metrics, read_run
 from hone.insight.stop_requests import STOP
 
-pytestmark = [pytest.mark.slow, pytest.mark.application("hone/insight", "hone/trainers", "hone/agents", "hone/rewards")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.application("hone/insight", "hone/apps/lab", "hone/trainers", "hone/agents", "hone/rewards"),
+]
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 TOOLS = '''
 import asyncio, pathlib, subprocess, sys, time

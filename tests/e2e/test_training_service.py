@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "tml-a-token"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.application("hone/trainers/service", "hone/agents/serving", "hone/generation/native"),
+    pytest.mark.application("hone/apps/tinker", "hone/agents/serving", "hone/generation/native"),
 ]
 
 

@@ -9,7 +9,7 @@ from support.tiny_runs import make_tiny_runs, rl_words
 
 pytestmark = pytest.mark.application(
     "hone/trainers/turn_values.py",
-    "hone/trainers/forks.py",
+    "hone/apps/lab/forks.py",
     "hone/agents/forking.py",
 )
 

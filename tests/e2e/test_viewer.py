@@ -23,7 +23,7 @@ from hone.insight.run_directory import RunDirectory
 
 pytest.importorskip("playwright")
 pytestmark = [
-    pytest.mark.long("hone/viewer"),
+    pytest.mark.long("hone/apps/lab/viewer"),
     pytest.mark.skipif(chromium() is None, reason="no Chromium: apt-get install chromium"),
 ]
 HOSTILE = '<script>document.title="taken"</script><img src=x onerror=\'document.title="taken"\'>'

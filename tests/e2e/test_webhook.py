@@ -16,7 +16,7 @@ from hone.insight.run_files import read_run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.application("hone/insight/webhook.py", "hone/trainers/notices.py", "hone/gates"),
+    pytest.mark.application("hone/insight/webhook.py", "hone/trainers/notices.py", "hone/apps/ops"),
 ]
 
 SECRET = "services/T0/topsecretplace"

@@ -9,13 +9,13 @@ import pytest
 from support.launch import hone
 from support.world import World, rl_command
 
+from hone.apps.lab.replay.direction import WeightGradients
+from hone.apps.lab.replay.stored import load_step
+from hone.apps.lab.replay.what_if import recompute, what_if
+from hone.apps.lab.viewer.chains import loss_factors
 from hone.config.trust import run_config
 from hone.insight.archive.read import open_archive
 from hone.insight.run_files import read_metrics
-from hone.trainers.replay.direction import WeightGradients
-from hone.trainers.replay.stored import load_step
-from hone.trainers.replay.what_if import recompute, what_if
-from hone.viewer.chains import loss_factors
 
 STEPS = ("trainer.total_training_steps=2", "trainer.rollout_dump_freq=1", "trainer.test_freq=0", "trainer.save_freq=1")
 ONE_UPDATE = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
@@ -49,7 +49,7 @@ def grad_norm(run: Path, step: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/trainers/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_step_of_each_method_is_computed_again(world: World, plain: Path, tmp_path: Path, method: str) -> None:
     """The first step of both runs has the same rollouts, so the plain one under another method is the other run."""
@@ -71,7 +71,7 @@ def test_the_step_of_each_method_is_computed_again(world: World, plain: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/trainers/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
 def test_every_method_in_one_table(plain: Path, tmp_path: Path) -> None:
     ended = hone("what-if", plain, "--step", "1", "--json", log=tmp_path / "log")
     assert ended.code == 0, ended.output
@@ -88,7 +88,7 @@ def test_every_method_in_one_table(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/trainers/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
 def test_a_step_without_all_its_samples_or_its_checkpoint_is_refused(world: World, tmp_path: Path) -> None:
     run = trained(
         world, tmp_path / "run", "trainer.rollout_dump_freq=2", "trainer.save_freq=0", "trainer.rollout_dump_share=1.0"
@@ -100,7 +100,7 @@ def test_a_step_without_all_its_samples_or_its_checkpoint_is_refused(world: Worl
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/trainers/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
 def test_the_viewer_shows_the_chain_of_each_token(plain: Path) -> None:
     """The product of the factors, and their shares of the step, for every token that the policy sampled."""
     total = 0.0

@@ -17,15 +17,15 @@ from support.messages import raises
 from support.world import metrics
 from transformers import AutoModelForImageTextToText
 
+from hone.apps.lab.replay.direction import WeightGradients
+from hone.apps.lab.replay.replay import replay
+from hone.apps.lab.replay.stored import load_step
 from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, SFTConfig, load_config
 from hone.errors import HoneError
 from hone.trainers import rl, sft
-from hone.trainers.replay.direction import WeightGradients
-from hone.trainers.replay.replay import replay
-from hone.trainers.replay.stored import load_step
 
-pytestmark = pytest.mark.long("hone/data/images.py", "hone/models", "hone/cluster/remote_batch.py")
+pytestmark = pytest.mark.long("hone/data/images.py", "hone/models", "hone/cluster/remote_batch.py", "hone/apps/lab")
 
 STEPS = 3
 TWO = ("trainer.runtime=ray", "trainer.n_gpus_per_node=2")

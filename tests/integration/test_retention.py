@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from hone.apps.ops.retention import DAY, Rules, delete, surplus_of
 from hone.cli.main import main
 from hone.insight.run_lock import RunLock
 from hone.training.checkpoints.store import CheckpointStore
 from hone.training.releases import model_digest
-from hone.training.retention import DAY, Rules, delete, surplus_of
 
 
 def make_run(run: Path, status: str = "finished", replays: tuple[int, ...] = ()) -> Path:

@@ -14,7 +14,7 @@ from support.forked_python import Forks
 from support.launch import Command, Ended
 from support.patience import LONG
 
-from hone.learn.texts import find_box
+from hone.apps.learn.texts import find_box
 
 ROOT = Path(__file__).resolve().parents[2]
 Answers = Sequence[str] | Callable[[Path], Sequence[str]]

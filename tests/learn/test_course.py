@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.forked_python import Forks
 
-from hone.learn.texts import PARTS, boxes
+from hone.apps.learn.texts import PARTS, boxes
 
-pytestmark = [pytest.mark.learn("hone/learn", "docs/learn"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.learn("hone/apps/learn", "docs/learn"), pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("part", PARTS)

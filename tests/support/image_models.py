@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from hone.apps.lab.data.train_tokenizer import train_tokenizer
 from hone.config.model import ModelConfig
 from hone.data.batch import Batch
 from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.images import IMAGES, ImageData, key_of
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import load_tokenizer
-from hone.data.train_tokenizer import train_tokenizer
 from hone.models.init import init_model
 from hone.models.loading import load_policy
 from hone.models.routing import attention_of

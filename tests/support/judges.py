@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from hone.apps.lab.data.train_tokenizer import train_tokenizer
 from hone.data.chat import render_prompt
-from hone.data.train_tokenizer import train_tokenizer
 
 RUBRIC = "{question}: {response}?"
 

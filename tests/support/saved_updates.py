@@ -10,13 +10,13 @@ import torch
 from support.families import model_of, tiny_config
 from support.models import random_batch
 
+from hone.apps.lab.oracle.checks import Comparison, compare
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.roles import PolicyWorker
 from hone.config import RLConfig, load_config
 from hone.data.batch import Batch
 from hone.training.microbatches import load_micro_batch
-from hone.training.oracle.checks import Comparison, compare
 
 STEP = 3
 ROWS = 8

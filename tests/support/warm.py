@@ -8,7 +8,7 @@ from pydantic import BaseModel  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import hone.agents.tools.loading  # noqa: F401
-import hone.catalogue  # noqa: F401
+import hone.apps.explain.catalogue  # noqa: F401
 import hone.cli.data  # noqa: F401
 import hone.cli.init  # noqa: F401
 import hone.cli.sft  # noqa: F401

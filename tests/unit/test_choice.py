@@ -26,7 +26,7 @@ def item(*marks: pytest.MarkDecorator, path: Path = HERE, name: str = "test_it")
 
 
 RING = pytest.mark.long("hone/training/backends", "hone/models/heads.py")
-PAGE = pytest.mark.application("hone/viewer")
+PAGE = pytest.mark.application("hone/apps/lab/viewer")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ PAGE = pytest.mark.application("hone/viewer")
         (["hone/training/backends/fsdp2/ring.py"], True, False),
         (["hone/training/backends.py", "hone/models/heads.pyi"], False, False),
         (["docs/config.md", "hone/models/heads.py"], True, False),
-        (["hone/viewer/page/app.js"], False, True),
+        (["hone/apps/lab/viewer/page/app.js"], False, True),
         (["tests/unit/test_choice.py"], True, True),
         (["tests/support/choice.py"], True, True),
         (["tests/support/world.py"], False, False),
@@ -52,13 +52,13 @@ def test_a_change_chooses_what_is_about_it(changed: list[str] | None, ring: bool
 
 def test_a_file_without_a_test_to_choose_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "ROOT", tmp_path)
-    short, changed, file = "not long and not learn", ["hone/viewer/page.py"], tmp_path / "test_it.py"
+    short, changed, file = "not long and not learn", ["hone/apps/lab/viewer/page.py"], tmp_path / "test_it.py"
     for mark, markers, left in [
         ('long("hone/cluster")', short, True),
         ('long("hone/cluster")', "long and not alone", False),
-        ('application(\n    "hone/viewer", "docs"\n)', short, False),
-        ('application("hone/learn")', short, True),
-        ('application("hone/learn", *CORE)', short, False),
+        ('application(\n    "hone/apps/lab/viewer", "docs"\n)', short, False),
+        ('application("hone/apps/learn")', short, True),
+        ('application("hone/apps/learn", *CORE)', short, False),
         ("slow", short, False),
     ]:
         file.write_text(f"import x\n\npytestmark = pytest.mark.{mark}\n")

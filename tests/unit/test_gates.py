@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hone.apps.ops.gate import lower_end, lower_end_of_difference
+from hone.apps.ops.suite import Bounds, read_suite
 from hone.errors import ConfigError
-from hone.gates.gate import lower_end, lower_end_of_difference
-from hone.gates.suite import Bounds, read_suite
 
 
 def suite(folder: Path, text: str) -> Any:

@@ -95,14 +95,14 @@ def archives(folder: Path, wheel: dict[str, str], sdist: dict[str, str]) -> tupl
 
 
 def test_a_missing_file_of_either_archive_is_named(release_check: ModuleType, tmp_path: Path) -> None:
-    tracked = {"hone/__init__.py", "hone/viewer/page.html", "README.md"}
+    tracked = {"hone/__init__.py", "hone/apps/lab/viewer/page.html", "README.md"}
     everything = dict.fromkeys(tracked, "x")
     package = {name: "x" for name in tracked if name.startswith("hone/")}
     whole = archives(tmp_path, package, everything)
     assert release_check.differences(*whole, tracked) == []
     lacking = archives(tmp_path, {"hone/__init__.py": "x"}, {**everything, "secret.env": "x"})
     assert release_check.differences(*lacking, tracked) == [
-        "the wheel lacks hone/viewer/page.html",
+        "the wheel lacks hone/apps/lab/viewer/page.html",
         "the sdist has secret.env, which is not in the repository",
     ]
     torch = release_check.pinned("torch")

@@ -15,13 +15,13 @@ from support.launch import hone, set_environment
 from support.patience import SOON
 from support.viewer_runs import CONFIG, write_run
 
+from hone.apps.lab.compare import run_names, whole_runs
+from hone.apps.lab.viewer.api import READS, WRITES, Workspace
 from hone.cli.main import main
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
-from hone.insight.compare import run_names, whole_runs
-from hone.viewer.api import READS, WRITES, Workspace
 
-pytestmark = [pytest.mark.slow, pytest.mark.application("hone/config", "hone/insight", "hone/cli")]
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/config", "hone/insight", "hone/apps/lab", "hone/cli")]
 
 EVIL = "from pathlib import Path\nPath({!r}).touch()\ndef loss(*arguments, **options): ...\n"
 NAMES = {

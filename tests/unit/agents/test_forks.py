@@ -12,11 +12,11 @@ from support.messages import raises
 
 from hone.agents.replay import recorded_turns
 from hone.agents.tools.calculator import Calculator
+from hone.apps.lab.fork_chart import draw
+from hone.apps.lab.forks import Continuations, Fork
 from hone.data.types import Sample, Trajectory
 from hone.errors import ConfigError, EpisodeError
 from hone.generation.protocol import SamplingParams
-from hone.insight.fork_chart import draw
-from hone.trainers.forks import Continuations, Fork
 
 SCHEMA = Calculator().schema
 SAID = [call("calculator", expression="6*1"), call("calculator", expression="6*7"), "#### 42"]

@@ -11,11 +11,11 @@ from support.messages import mentioned
 from typer.testing import CliRunner
 
 from hone.algorithms import advantage_estimators, policy_losses
-from hone.catalogue import KINDS, Situation, find, methods, recommend
-from hone.catalogue.candidates import REWARDS
-from hone.catalogue.examples import batch_of_four, example, token_push
-from hone.catalogue.methods import description
-from hone.catalogue.recommend import size_text
+from hone.apps.explain.catalogue import KINDS, Situation, find, methods, recommend
+from hone.apps.explain.catalogue.candidates import REWARDS
+from hone.apps.explain.catalogue.examples import batch_of_four, example, token_push
+from hone.apps.explain.catalogue.methods import description
+from hone.apps.explain.catalogue.recommend import size_text
 from hone.cli.algorithms import app
 from hone.config import RLConfig, load_config
 from hone.errors import ConfigError, HoneError

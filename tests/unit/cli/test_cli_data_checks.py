@@ -14,11 +14,11 @@ from support.messages import raises
 from support.preflight import rows, write_rows
 from typer.testing import CliRunner
 
+from hone.apps.lab.data.html_report import histogram
 from hone.cli.data import app
 from hone.data.checks import check_calls, overlong_prompts, prompt_lengths, tool_schemas
 from hone.data.convert import GROUND_TRUTHS
 from hone.data.files import Row, read_all
-from hone.data.html_report import histogram
 from hone.data.messages import check_messages
 from hone.data.row_images import RowImages
 from hone.data.statistics import form_of, mean_and_quantiles
@@ -31,7 +31,7 @@ def run(*words):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    from hone.data.train_tokenizer import train_tokenizer
+    from hone.apps.lab.data.train_tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?"}) + "\n")

@@ -13,8 +13,8 @@ from support.templates.page import models_page, report
 from typer.testing import CliRunner
 
 from hone.agents.rendering.verdict import Outcome
+from hone.apps.lab.data.train_tokenizer import train_tokenizer
 from hone.cli.data import app
-from hone.data.train_tokenizer import train_tokenizer
 from hone.errors import ConfigError, DataError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"

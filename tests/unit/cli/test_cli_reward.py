@@ -6,10 +6,10 @@ import pytest
 from support.messages import check_message, mentioned, raises
 from typer.testing import CliRunner
 
+from hone.apps.lab.rewards.bench_report import histogram, text_histogram
 from hone.cli.reward import app
 from hone.data.scored_rows import scored_rows
 from hone.errors import HoneError
-from hone.rewards.bench_report import histogram, text_histogram
 from hone.rewards.probes import golden, ordinary, solve, traps
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):\n"

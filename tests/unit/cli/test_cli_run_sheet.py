@@ -6,11 +6,11 @@ import pytest
 from support.messages import raises
 from typer.testing import CliRunner
 
+from hone.apps.lab.run_sheet import read_notes
 from hone.cli.runs import app
 from hone.config import RLConfig, load_config, to_yaml
 from hone.errors import HoneError
 from hone.insight.run_directory import RunDirectory
-from hone.insight.run_sheet import read_notes
 
 
 @pytest.fixture

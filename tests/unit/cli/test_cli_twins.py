@@ -13,7 +13,7 @@ from hone.cli import trials
 from hone.cli.lazy import load
 from hone.errors import HoneError
 
-pytestmark = pytest.mark.application("hone/insight", "hone/cli")
+pytestmark = pytest.mark.application("hone/insight", "hone/apps/lab", "hone/cli")
 
 CONFIG = (
     "data: {{train_files: [t.jsonl], val_files: [v.jsonl]}}\nactor_rollout_ref: {{actor: {{optim: {{lr: {lr}}}}}}}\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pages.config import config_page
 
 from hone.config import TREES, RLConfig, documentation
-from hone.config.docs import config_page
 from hone.config.keys import blocks, field_docs, leaf_values
 from hone.config.run import TrainerConfig
 from hone.config.suggest import nearest_keys

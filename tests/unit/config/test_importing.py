@@ -13,13 +13,13 @@ from support.launch_scripts import FOLDER as SCRIPTS
 from support.messages import raises
 from typer.testing import CliRunner
 
+from hone.apps.verl.importing import Translation, import_overrides, import_script, import_yaml
+from hone.apps.verl.launch import Argument
 from hone.cli.config import app
 from hone.cluster.plan import model_roles
 from hone.config import RLConfig, SFTConfig, documentation, load_config
 from hone.config.derived import RunSpec
-from hone.config.importing import Translation, import_overrides, import_script, import_yaml
 from hone.config.keys import leaf_values
-from hone.config.launch import Argument
 from hone.config.migration import DEFAULTS, Outcome
 from hone.errors import ConfigError
 from hone.preflight import Stage, examine

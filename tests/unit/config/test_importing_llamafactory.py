@@ -8,9 +8,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from hone.apps.verl.importing import import_yaml
 from hone.cli.main import app
 from hone.config import SFTConfig, load_config
-from hone.config.importing import import_yaml
 from hone.config.keys import documentation
 from hone.config.migration import LLAMA_FACTORY, Outcome
 from hone.config.migration.entries import Changed, Renamed

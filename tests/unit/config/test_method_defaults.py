@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hone.algorithms.advantages import advantage_estimators
+from hone.apps.explain.key_search import answer
 from hone.config import RLConfig, SFTConfig, load_config, load_with_provenance
-from hone.config.explaining import answer
 from hone.config.layers import method_preset, preset_names
 
 LABEL = "from adv_estimator=rloo"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages.config import config_page
 from support.messages import raises
 
 from hone.config import RLConfig, SFTConfig, documentation, load_config
-from hone.config.docs import config_page
 from hone.config.keys import blocks
 from hone.config.migration import DEFAULTS, TABLES, VALUES, Outcome, read_setting
 from hone.config.migration.entries import OFF, Changed, Foreign, Renamed, Settled, Table, Unsupported, expand

@@ -19,6 +19,7 @@ from support.messages import raises
 from support.preflight import write_rows
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
+from hone.apps.lab.data.inspection import inspect_row
 from hone.config.tree import RLConfig
 from hone.data.chat import render_prompt
 from hone.data.checks import check_images
@@ -26,7 +27,6 @@ from hone.data.conversations import ConversationDataset
 from hone.data.files import read_all
 from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.images import ImageData, token_ids
-from hone.data.inspection import inspect_row
 from hone.data.overlong import shortened
 from hone.data.preferences import PreferenceDataset, preference_batch
 from hone.data.prompts import PromptDataset

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hone import algorithms
-from hone.catalogue import algorithm_pages, methods
-from hone.catalogue.pages import BEGIN, END, TO_WRITE, hand_written, splice
+from hone.apps.explain.catalogue import algorithm_pages, methods
+from hone.apps.explain.catalogue.pages import BEGIN, END, TO_WRITE, hand_written, splice
 from hone.config import RLConfig, load_config
 from hone.insight.metric_table import GROUPS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.worked_batch import TABLES, advantages, concepts_page
 
-from hone.catalogue import methods, papers_page
-from hone.catalogue.papers import SYSTEMS, file_of
+from hone.apps.explain.catalogue import methods, papers_page
+from hone.apps.explain.catalogue.papers import SYSTEMS, file_of
 from hone.cluster.roles import mini_batches
 from hone.config import RLConfig, documentation, load_config
 from hone.insight.detectors import DETECTORS

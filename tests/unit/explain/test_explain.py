@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import hone
+from hone.apps.explain import explain
+from hone.apps.explain.error_codes import codes_page, error_codes
+from hone.apps.explain.glossary import glossary, glossary_page
+from hone.apps.explain.key_search import exact
 from hone.cli.main import main
 from hone.config import TREES, documentation
-from hone.config.explaining import exact
 from hone.errors import ConfigError
-from hone.explain import explain
-from hone.explain.error_codes import codes_page, error_codes
-from hone.explain.glossary import glossary, glossary_page
 from hone.insight.metrics import METRICS
 
 PACKAGE = Path(hone.__file__).parent
@@ -125,7 +125,7 @@ def test_every_code_of_the_source_is_explained_and_no_other() -> None:
 
 def test_terms_keys_and_metrics_need_no_torch() -> None:
     program = (
-        "import sys; from hone.explain import explain\n"
+        "import sys; from hone.apps.explain import explain\n"
         "explain('staleness'), explain('rollout.n'), explain('actor/entropy'), explain('flat_reward'), explain('dapo')\n"
         "assert 'torch' not in sys.modules"
     )

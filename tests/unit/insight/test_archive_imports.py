@@ -16,17 +16,17 @@ from support.archives import archive, records
 from support.messages import raises
 from typer.testing import CliRunner
 
+from hone.apps.lab.compare import find_run
+from hone.apps.lab.imported_runs import import_rollouts
+from hone.apps.lab.importers import IMPORTERS
+from hone.apps.lab.rewards.mine_pairs import mine_pairs
+from hone.apps.lab.rewards.stored import stored_episodes
+from hone.apps.lab.samples import SampleQuery, read_samples
 from hone.cli.archive import app
 from hone.errors import DataError
-from hone.insight.archive.importers import IMPORTERS
 from hone.insight.archive.read import open_archive
 from hone.insight.archive.schema import COLUMNS
-from hone.insight.compare import find_run
-from hone.insight.imported_runs import import_rollouts
-from hone.insight.samples import SampleQuery, read_samples
 from hone.insight.traces import trace
-from hone.rewards.mine_pairs import mine_pairs
-from hone.rewards.stored import stored_episodes
 
 DUMPS = Path(__file__).parent / "rollout_dumps"
 FORMATS = {

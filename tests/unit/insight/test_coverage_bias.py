@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from support.coverage_runs import Drop, changed, invented
 
+from hone.apps.lab.coverage.bias import Comparison, compare_dropped
+from hone.apps.lab.coverage.report import bias_words
 from hone.insight.coverage import EQUAL_ANSWERS
-from hone.insight.coverage.bias import Comparison, compare_dropped
 from hone.insight.coverage.reading import EndedDraw
-from hone.insight.coverage.report import bias_words
 
-pytestmark = pytest.mark.application(
-    "hone/insight/coverage",
-)
+pytestmark = pytest.mark.application("hone/insight/coverage", "hone/apps/lab")
 
 
 def chance(share: float) -> Drop:

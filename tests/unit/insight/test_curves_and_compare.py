@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.messages import raises
 
-from hone.errors import HoneError
-from hone.insight.compare import (
+from hone.apps.lab.compare import (
     ABSENT,
     config_differences,
     find_run,
@@ -21,6 +20,7 @@ from hone.insight.compare import (
     run_names,
     summarise,
 )
+from hone.errors import HoneError
 from hone.insight.curves import draw_png, points, sparkline, text_chart
 
 FINITE = st.floats(-1e9, 1e9)

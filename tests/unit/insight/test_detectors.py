@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages.detectors import detectors_page
 from support.archives import archive
 
 from hone.config.insight import DETECTORS as NAMES
@@ -16,7 +17,6 @@ from hone.config.keys import documentation
 from hone.config.trees import TREES
 from hone.insight.detectors import DETECTORS
 from hone.insight.detectors.base import Alert, Cause, Detector, Symptom
-from hone.insight.detectors.page import detectors_page
 from hone.insight.detectors.watch import Watch, diagnose_run
 from hone.insight.metrics import is_declared
 from hone.insight.run_directory import RunDirectory

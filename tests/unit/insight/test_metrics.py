@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pages.metrics import metrics_page
 from support.messages import raises
 
 from hone.insight import metrics as module
-from hone.insight.docs import metrics_page
 from hone.insight.metrics import METRICS, MetricSpec, MetricStore, Reduction, declare, find_metric, is_timing
 
 PAIRS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(1, 100).map(float)), min_size=1, max_size=20)
@@ -158,7 +158,7 @@ def test_a_plugin_declares_its_own(monkeypatch):
 
 def test_docs_page_is_up_to_date():
     page = Path(__file__).parents[3] / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == metrics_page(), "run: python -m hone.insight.docs docs/metrics.md"
+    assert page.read_text(encoding="utf-8") == metrics_page(), "run: scripts/make_docs"
 
 
 def test_docs_page_names_every_metric_in_a_well_formed_row():

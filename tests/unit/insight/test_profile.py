@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from support.messages import raises
 from typer.testing import CliRunner
 
+from hone.apps.lab.compare import Run
+from hone.apps.lab.profile import covered, process_shares, profile_run
 from hone.cli.main import app
 from hone.errors import HoneError
-from hone.insight.compare import Run
-from hone.insight.profile import covered, process_shares, profile_run
 from hone.insight.run_directory import RunDirectory
 from hone.insight.timeline import DoneSpan, ProcessTimeline, Recorder
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.archives import archive
 
+from hone.apps.lab.samples import SampleQuery, read_samples, spread
 from hone.errors import HoneError
-from hone.insight.samples import SampleQuery, read_samples, spread
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.archives import archive
 
-from hone.insight.compare import Run
-from hone.insight.triage.episodes import Bar, first_failure, has_failed
-from hone.insight.triage.kinds import KINDS, Bucket, Kind
-from hone.insight.triage.report import Triage, markdown, triage
+from hone.apps.lab.compare import Run
+from hone.apps.lab.triage.episodes import Bar, first_failure, has_failed
+from hone.apps.lab.triage.kinds import KINDS, Bucket, Kind
+from hone.apps.lab.triage.report import Triage, markdown, triage
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SETTINGS = {

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from support.messages import raises
 
+from hone.apps.learn import texts
+from hone.apps.learn.check import CHECKS
+from hone.apps.learn.entries import ENTRIES, NEEDS
+from hone.apps.learn.notes import CHECK_BOXES, WEEKS
+from hone.apps.learn.progress import Progress, read_progress, write_progress
+from hone.apps.learn.work import Refused, Work
 from hone.cli.main import main
 from hone.errors import HoneError
-from hone.learn import texts
-from hone.learn.check import CHECKS
-from hone.learn.entries import ENTRIES, NEEDS
-from hone.learn.notes import CHECK_BOXES, WEEKS
-from hone.learn.progress import Progress, read_progress, write_progress
-from hone.learn.work import Refused, Work
 
 ALL = texts.boxes()
 
@@ -37,7 +37,7 @@ def test_every_text_has_a_check_and_every_check_a_text() -> None:
     import importlib
 
     for part in texts.PARTS:
-        importlib.import_module(f"hone.learn.checks.{part}")
+        importlib.import_module(f"hone.apps.learn.checks.{part}")
     assert sorted(CHECKS.names()) == sorted(ALL)
 
 

@@ -16,14 +16,14 @@ from support.examples import examples
 from typer.testing import CliRunner
 
 from hone.agents.tools.calculator import Calculator
+from hone.apps.lab.rewards.comparison import ScoredTwice, advantages, compare
+from hone.apps.lab.rewards.rescoring import scores_of
 from hone.cli.reward import app
 from hone.config.reward import RewardConfig
 from hone.data.files import read_rows
 from hone.errors import HoneError
 from hone.insight.run_directory import RunDirectory
-from hone.rewards.comparison import ScoredTwice, advantages, compare
 from hone.rewards.episode_probes import LOOP, bad_episodes, good_episode, plain_episode
-from hone.rewards.rescoring import scores_of
 from hone.rewards.score import Score
 from hone.trainers.reporting import sample_record
 

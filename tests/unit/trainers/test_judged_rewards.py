@@ -10,6 +10,7 @@ import torch
 from support.messages import mentioned, raises
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
+from hone.apps.lab.data.train_tokenizer import train_tokenizer
 from hone.cluster.context import WorkerContext
 from hone.cluster.reward_model import RewardModelWorker
 from hone.config.feedback import RewardModelUseConfig
@@ -18,7 +19,6 @@ from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import render_prompt
 from hone.data.tokenizer import load_tokenizer
-from hone.data.train_tokenizer import train_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
 from hone.rewards.no_verdict import no_verdict_metrics

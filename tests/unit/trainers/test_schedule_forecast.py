@@ -18,12 +18,12 @@ from support.schedule.simulation import Schedule, Simulation
 from support.schedule.workload import Plan, Turn, Workload
 from typer.testing import CliRunner
 
+from hone.apps.lab.compare import Run
+from hone.apps.lab.schedule import simulation
+from hone.apps.lab.schedule.forecast import alternatives, back_test, forecast
+from hone.apps.lab.schedule.measured import measured_run
 from hone.cli.main import app
 from hone.errors import HoneError
-from hone.insight.compare import Run
-from hone.trainers.schedule import simulation
-from hone.trainers.schedule.forecast import alternatives, back_test, forecast
-from hone.trainers.schedule.measured import measured_run
 
 
 def long_tailed(draw: random.Random) -> Plan:

@@ -9,9 +9,9 @@ import torch
 from support.models import random_batch
 
 from hone.algorithms import policy_losses
+from hone.apps.lab.replay.token_gradients import first_pass, token_gradients
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
-from hone.trainers.replay.token_gradients import first_pass, token_gradients
 
 SUMS_OF_TOKENS = sorted(policy_losses)
 

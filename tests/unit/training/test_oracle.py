@@ -6,14 +6,14 @@ import pytest
 import torch
 from support.saved_updates import STEP, actor_of, batch_of, compared, fault_in_layer, update
 
+from hone.apps.lab.oracle.checks import LOSS_BOUND
+from hone.apps.lab.oracle.plain import InFloat64, Places
 from hone.errors import HoneError
 from hone.models.attention.packed import PackedContext
 from hone.training import objectives, packing
 from hone.training.microbatches import MAX_TOKENS, _recorded_tokens, load_micro_batch
-from hone.training.oracle.checks import LOSS_BOUND
-from hone.training.oracle.plain import InFloat64, Places
 
-pytestmark = pytest.mark.application("hone/training", "hone/algorithms")
+pytestmark = pytest.mark.application("hone/training", "hone/algorithms", "hone/apps/lab")
 
 ACTOR = "actor_rollout_ref.actor"
 MOE = "qwen3_moe"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.viewer_runs import write_run
 
-from hone.viewer.api import Workspace
+from hone.apps.lab.viewer.api import Workspace
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "hone/apps/lab", "hone/rewards")
 
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from hone.viewer import chains
+from hone.apps.lab.viewer import chains
 
 begun = threading.Event()
 class Finder:

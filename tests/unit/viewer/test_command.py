@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hone.apps.lab.viewer.command import ViewRequest, chosen_runs, view
 from hone.errors import HoneError
-from hone.viewer.command import ViewRequest, chosen_runs, view
 
-pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "hone/apps/lab", "hone/rewards")
 
 
 def test_runs_are_named_by_directory_by_name_below_the_root_or_all(run_path: Path, tmp_path: Path) -> None:

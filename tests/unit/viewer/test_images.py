@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from support.image_models import BLUE, RED, drawn
 
+from hone.apps.lab.viewer.images import names_in, picture, pictures_by_place, shown_message
+from hone.apps.lab.viewer.tokens import token_texts
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, token_ids
 from hone.errors import HoneError
 from hone.insight.run_directory import RunDirectory
-from hone.viewer.images import names_in, picture, pictures_by_place, shown_message
-from hone.viewer.tokens import token_texts
 
-pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "hone/apps/lab", "hone/rewards")
 
 
 def archived(folder: Path) -> Any:

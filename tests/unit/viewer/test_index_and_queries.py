@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.apps.lab.viewer.api import READS, Workspace
+from hone.apps.lab.viewer.groups import shared_prefixes
+from hone.apps.lab.viewer.index import Rows, RunIndex
+from hone.apps.lab.viewer.queries import Condition, parse
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
 from hone.insight.archive.write import to_table, write_step
-from hone.viewer.api import READS, Workspace
-from hone.viewer.groups import shared_prefixes
-from hone.viewer.index import Rows, RunIndex
-from hone.viewer.queries import Condition, parse
 
-pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "hone/apps/lab", "hone/rewards")
 
 
 @pytest.fixture(scope="module")

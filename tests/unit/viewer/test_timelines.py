@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hone.viewer import timelines
-from hone.viewer.timelines import step_timeline
+from hone.apps.lab.viewer import timelines
+from hone.apps.lab.viewer.timelines import step_timeline
 
-pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "hone/apps/lab", "hone/rewards")
 
 
 def process(run: Path, role: str, pid: int, spans: list[tuple[str, float, float, int, bool]]) -> None:

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from hone.apps.lab.viewer.api import READS, WRITES, Workspace
+from hone.apps.lab.viewer.comparison import phrases
+from hone.apps.lab.viewer.export import PAGE, bundle, export, page_with
+from hone.apps.lab.viewer.overview import config_sources
+from hone.apps.lab.viewer.prompts import COURSES
+from hone.apps.lab.viewer.server import Viewer
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
 from hone.insight.detectors.watch import Watch
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_files import read_alerts
 from hone.user_code import looking
-from hone.viewer.api import READS, WRITES, Workspace
-from hone.viewer.comparison import phrases
-from hone.viewer.export import PAGE, bundle, export, page_with
-from hone.viewer.overview import config_sources
-from hone.viewer.prompts import COURSES
-from hone.viewer.server import Viewer
 
-pytestmark = pytest.mark.application("hone/viewer", "hone/insight", "hone/rewards")
+pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "hone/apps/lab", "hone/rewards")
 
 RIGHT = 0.5
 

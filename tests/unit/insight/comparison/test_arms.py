@@ -2,9 +2,9 @@
 
 import pytest
 
+from hone.apps.lab.comparison.arms import IDENTITY_KEYS, split_arms, training_differences
 from hone.config.keys import documentation
 from hone.config.trees import TREES
-from hone.insight.comparison.arms import IDENTITY_KEYS, split_arms, training_differences
 
 
 @pytest.mark.parametrize(

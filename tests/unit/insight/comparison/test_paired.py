@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from hone.insight.comparison.paired import (
+from hone.apps.lab.comparison.paired import (
     Verdict,
     bootstrap_interval,
     compare_paired,
     pair_scores,
     seeds_needed,
 )
-from hone.insight.comparison.student import student_cdf, student_quantile
+from hone.apps.lab.comparison.student import student_cdf, student_quantile
 
 
 @pytest.mark.parametrize(

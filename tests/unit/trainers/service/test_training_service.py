@@ -24,18 +24,18 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from tinker.types import Datum as TinkerDatum
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 
+from hone.apps.tinker import app as service_app
+from hone.apps.tinker import wire
+from hone.apps.tinker.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, Passed, adam_settings
+from hone.apps.tinker.app import TrainingEndpoint
+from hone.apps.tinker.futures import Failure, Result
+from hone.apps.tinker.losses import LOSSES, loss_named
+from hone.apps.tinker.sampling import Sampler
+from hone.apps.tinker.service import ServiceLimits, TrainingService
 from hone.errors import HoneError, RequestError
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.routing import use_hone_attention
-from hone.trainers.service import app as service_app
-from hone.trainers.service import wire
-from hone.trainers.service.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, Passed, adam_settings
-from hone.trainers.service.app import TrainingEndpoint
-from hone.trainers.service.futures import Failure, Result
-from hone.trainers.service.losses import LOSSES, loss_named
-from hone.trainers.service.sampling import Sampler
-from hone.trainers.service.service import ServiceLimits, TrainingService
 from hone.trainers.serving import call_on_loop, engine_loop
 
 CPU = torch.device("cpu")

@@ -1,0 +1,140 @@
+"""Recommend a preset, with reasons, for a model size, a kind of reward and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hone.algorithms import advantage_estimators
+from hone.apps.explain.catalogue.candidates import PRECOMPUTE, Candidate, Situation, candidates
+from hone.apps.explain.catalogue.memory import HEADROOM, Model, model_memory
+from hone.apps.explain.catalogue.presets import preset_values
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A method with the reasons for it.
+
+    Attributes:
+        method: recommended method.
+        command: command to start from; the user adds the paths of model and data.
+        fits: whether its models fit into the memory.
+        models: models in memory.
+        needed_gb: their sum.
+        usable_gb: memory that models may use.
+        reasons: explanation, one sentence each.
+    """
+
+    method: str
+    command: str
+    fits: bool
+    models: tuple[Model, ...]
+    needed_gb: float
+    usable_gb: float
+    reasons: list[str] = field(default_factory=list)
+
+
+def recommend(situation: Situation) -> Recommendation:
+    """Recommend the first suitable way whose models fit, with an explanation.
+
+    If none fits, the smallest is returned with ``fits=False`` and the size of a policy that would fit.
+    """
+    ways = candidates(situation)
+    usable = situation.memory_gb * HEADROOM
+    needed = [sum(model.gigabytes for model in _models(candidate, situation)) for candidate in ways]
+    fitting = [number for number, gigabytes in enumerate(needed) if gigabytes <= usable]
+    chosen = fitting[0] if fitting else needed.index(min(needed))
+    candidate, models = ways[chosen], _models(ways[chosen], situation)
+    reasons = [candidate.why, _memory_sentence(models, needed[chosen], usable, situation)]
+    skipped = ways[:chosen] if fitting else []
+    reasons += [_skipped_sentence(candidate_before, needed[i], usable) for i, candidate_before in enumerate(skipped)]
+    if not fitting:
+        largest = situation.parameters * usable / needed[chosen]
+        reasons.append(
+            f"Nothing fits: even this one, the smallest, needs {needed[chosen]:.3g} GB. With {situation.memory_gb:g} GB a "
+            f"policy of up to {size_text(largest)} parameters could be trained this way."
+        )
+    reasons += _advice(situation, candidate)
+    return Recommendation(
+        candidate.name, _command(candidate, situation), bool(fitting), tuple(models), needed[chosen], usable, reasons
+    )
+
+
+def size_text(parameters: float) -> str:
+    """Format a number of parameters: 1.5B, 7M."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if parameters >= scale:
+            return f"{parameters / scale:.3g}{unit}"
+    return f"{parameters:.0f}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the memory
+
+
+def _models(candidate: Candidate, situation: Situation) -> list[Model]:
+    """Return the models of a run with the candidate's preset."""
+    size = situation.parameters
+    models = [model_memory("policy", size, "LoRA" if candidate.lora else "trained")]
+    if candidate.command == "prefer":
+        has_reference = not candidate.lora and PRECOMPUTE not in candidate.overrides
+        return models + ([model_memory("reference", size, "frozen")] if has_reference else [])
+    values = preset_values(candidate.preset)
+    if "values" in advantage_estimators.get(values.get("algorithm.adv_estimator", "grpo")).needs:
+        models.append(model_memory("critic", size, "trained"))
+    kl = values.get("algorithm.use_kl_in_reward") or values.get("actor_rollout_ref.actor.use_kl_loss")
+    if kl and not candidate.lora:
+        models.append(model_memory("reference", size, "frozen"))
+    if situation.reward == "model":
+        models.append(model_memory("reward model of the same size", size, "frozen"))
+    return models
+
+
+def _memory_sentence(models: Sequence[Model], needed: float, usable: float, situation: Situation) -> str:
+    listed = ", ".join(f"{model.role} ({model.how}) {model.gigabytes:.3g} GB" for model in models)
+    return (
+        f"For {size_text(situation.parameters)} parameters the run holds {listed}: {needed:.3g} GB of the {usable:.3g} GB that "
+        f"models may use of {situation.memory_gb:g} GB (the rest is for activations and the KV cache). A trained "
+        "parameter needs 16 bytes (weight, gradient, AdamW), a frozen one 2, as below an adapter (4 on a CPU)."
+    )
+
+
+def _skipped_sentence(candidate: Candidate, needed: float, usable: float) -> str:
+    return f"{candidate.name} is preferred but needs {needed:.3g} GB, more than {usable:.3g} GB."
+
+
+# ---------------------------------------------------------------------------------------------------------- the advice
+
+
+def _advice(situation: Situation, candidate: Candidate) -> list[str]:
+    if candidate.command == "prefer":
+        return [
+            "The pairs should come from the policy itself; `hone data pairs` builds them from the rollouts of a run."
+        ]
+    advice = []
+    if situation.turns > 1:
+        advice.append(
+            f"With {situation.turns} turns, tokens of tools carry no loss, and one reward at the end credits all turns "
+            "equally; if the environment scores turns, put each score on the last token of its turn and use "
+            "algorithm.adv_estimator=gigpo or gae. actor_rollout_ref.rollout.agent.default_agent_loop selects the loop that plays them."
+        )
+    if situation.reward == "verifiable" and situation.grouped:
+        advice.append(
+            "Watch reward/zero_std_group_ratio: groups whose answers are all right or all wrong have no gradient; above 0.5 "
+            "change the difficulty of the prompts or raise rollout.n."
+        )
+    if situation.reward == "model":
+        advice.append(
+            "Watch the KL together with the reward: a rising KL with a falling held-out score means that the reward is exploited."
+        )
+    return advice
+
+
+def _command(candidate: Candidate, situation: Situation) -> str:
+    target = "actor_rollout_ref.model.path" if candidate.command == "train" else "model.path"
+    preset = (
+        f"agent_{candidate.preset}" if situation.turns > 1 and candidate.preset in ("grpo", "ppo") else candidate.preset
+    )
+    words = [f"hone {candidate.command} --preset {preset}", *candidate.overrides]
+    if situation.reward == "model":
+        words += ["reward.reward_model.enable=true", "reward.reward_model.path=REWARD_MODEL"]
+    return " ".join([*words, f"{target}=MODEL", "data.train_files=DATA"])

@@ -1,0 +1,1 @@
+"""Looking into runs: the viewer, comparisons, sweeps, replay, and what a run's records tell."""

@@ -1,0 +1,208 @@
+"""Two arms of runs compared seed by seed and prompt by prompt: the difference, its interval, and the seeds that are needed.
+
+An arm is a configuration, and its runs differ in their seeds. Runs of the two arms that share a seed draw the same prompts and the
+same random numbers, so what they have in common cancels in the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.apps.lab.comparison.student import student_quantile
+
+Scores = Mapping[str, Mapping[str, float]]
+"""Seed to prompt to score."""
+
+DRAWS = 4000
+_CHUNK = 500  # bootstrap draws that are in memory together
+MOST_SEEDS = 1000
+
+
+class Verdict(StrEnum):
+    """Result of a comparison."""
+
+    SECOND_BETTER = "second better"
+    FIRST_BETTER = "first better"
+    WITHIN_NOISE = "within noise"
+
+
+@dataclass(frozen=True)
+class PairedScores:
+    """Scores of two arms where both have one.
+
+    Attributes:
+        seeds: seeds of the pairs, ``S``.
+        prompts: prompts that some pair has, ``P``.
+        first: scores of the first arm, ``[S, P]``, NaN where the pair lacks the prompt.
+        second: the same of the second arm.
+    """
+
+    seeds: tuple[str, ...]
+    prompts: tuple[str, ...]
+    first: NDArray[np.float64]
+    second: NDArray[np.float64]
+
+    @property
+    def differences(self) -> NDArray[np.float64]:
+        """Second minus first, ``[S, P]``."""
+        return self.second - self.first
+
+    def seed_means(self) -> list[float]:
+        """Return the mean difference of each pair of runs."""
+        return [float(np.nanmean(row)) for row in self.differences]
+
+
+def pair_scores(first: Scores, second: Scores) -> PairedScores:
+    """Pair the scores of two arms by seed and prompt; what only one arm has is left out.
+
+    Raises:
+        ValueError: no seed has a prompt in both arms.
+    """
+    seeds = [seed for seed in first if seed in second and first[seed].keys() & second[seed].keys()]
+    if not seeds:
+        raise ValueError("no seed has a prompt in both arms")
+    prompts = list(dict.fromkeys(prompt for seed in seeds for prompt in first[seed] if prompt in second[seed]))
+    sides = []
+    for mine, other in ((first, second), (second, first)):
+        rows = [
+            [mine[seed][p] if p in mine[seed] and p in other[seed] else math.nan for p in prompts] for seed in seeds
+        ]
+        sides.append(np.array(rows, dtype=np.float64))
+    return PairedScores(tuple(seeds), tuple(prompts), sides[0], sides[1])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of comparing the second arm with the first.
+
+    Attributes:
+        first: mean score of the first arm over the paired cells.
+        second: mean score of the second arm.
+        difference: second minus first.
+        low: lower end of the interval of the difference; NaN if one number per arm is all there is.
+        high: upper end of the interval.
+        level: level of the interval.
+        seeds: number of pairs of runs.
+        prompts: number of prompts.
+        verdict: the better arm, or within noise.
+        seeds_needed: pairs of runs that find a difference of this size with 80 % power; None if it cannot be estimated.
+    """
+
+    first: float
+    second: float
+    difference: float
+    low: float
+    high: float
+    level: float
+    seeds: int
+    prompts: int
+    verdict: Verdict
+    seeds_needed: int | None
+
+
+def compare_paired(
+    scores: PairedScores, *, more_is_better: bool = True, level: float = 0.95, effect: float | None = None
+) -> Comparison:
+    """Compare two arms.
+
+    Args:
+        scores: paired scores.
+        more_is_better: False for losses.
+        level: level of the interval.
+        effect: difference that the needed seeds should find; None means the observed one.
+    """
+    differences = scores.differences
+    low, high = bootstrap_interval(differences, level)
+    verdict = Verdict.WITHIN_NOISE
+    if low > 0 or high < 0:
+        verdict = Verdict.SECOND_BETTER if (low > 0) == more_is_better else Verdict.FIRST_BETTER
+    present = ~np.isnan(differences)
+    mean = float(differences[present].mean())
+    needed = seeds_needed(scores.seed_means(), mean if effect is None else effect, level)
+    return Comparison(
+        float(scores.first[present].mean()),
+        float(scores.second[present].mean()),
+        *(mean, low, high, level, len(scores.seeds), len(scores.prompts), verdict, needed),
+    )
+
+
+def bootstrap_interval(
+    differences: NDArray[np.float64], level: float = 0.95, *, draws: int = DRAWS
+) -> tuple[float, float]:
+    """Return a bootstrap interval of the mean over seeds and prompts.
+
+    Seeds and prompts are resampled independently, because the same prompts recur in every seed: the pigeonhole bootstrap of Owen
+    (2007, The pigeonhole bootstrap, Annals of Applied Statistics 1), which is conservative. Percentiles of few units are too
+    narrow, so the interval is widened to the quantiles of Student's t (Hesterberg 2015, What teachers should know about the
+    bootstrap, The American Statistician 69). With one seed only the prompts are resampled.
+
+    Args:
+        differences: ``[S, P]``, NaN where a cell is missing.
+        level: level of the interval.
+        draws: number of resamples.
+
+    Returns:
+        Lower and upper end; NaN for a single cell.
+    """
+    seeds, prompts = differences.shape
+    present = ~np.isnan(differences)
+    if seeds == prompts == 1:
+        return math.nan, math.nan
+    values, cells = np.where(present, differences, 0.0), present.astype(np.float64)
+    mean = values.sum() / cells.sum()
+    generator = np.random.default_rng(0)
+    means = []
+    for start in range(0, draws, _CHUNK):
+        size = min(_CHUNK, draws - start)
+        by_seed, by_prompt = _resampled(generator, seeds, size), _resampled(generator, prompts, size)
+        weight = np.einsum("bp,bp->b", by_seed @ cells, by_prompt)
+        total = np.einsum("bp,bp->b", by_seed @ values, by_prompt)
+        means.append(total[weight > 0] / weight[weight > 0])
+    units = seeds if seeds > 1 else prompts
+    tail = (1 - level) / 2
+    wider = math.sqrt(units / (units - 1)) * student_quantile(1 - tail, units - 1) / NormalDist().inv_cdf(1 - tail)
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(mean + wider * (low - mean)), float(mean + wider * (high - mean))
+
+
+def _resampled(generator: np.random.Generator, units: int, draws: int) -> NDArray[np.float64]:
+    """Return how often each unit is in each resample, ``[draws, units]``."""
+    if units == 1:
+        return np.ones((draws, 1))
+    return generator.multinomial(units, np.full(units, 1 / units), size=draws).astype(np.float64)
+
+
+def seeds_needed(
+    seed_means: list[float], effect: float, level: float = 0.95, *, power: float = 0.8, most: int = MOST_SEEDS
+) -> int | None:
+    """Return the pairs of runs with which a paired t-test finds a difference.
+
+    Args:
+        seed_means: mean difference of each pair so far.
+        effect: true difference to find.
+        level: 1 minus the error rate of the test, two-sided.
+        power: probability with which it is found.
+        most: largest number that is tried.
+
+    Returns:
+        At least 2; None with fewer than two pairs, an effect of 0, or if more than ``most`` are needed.
+    """
+    if len(seed_means) < 2 or effect == 0:
+        return None
+    spread = float(np.std(seed_means, ddof=1))
+    if spread == 0:
+        return 2
+    normal = NormalDist()
+    fewest = ((normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)) * spread / effect) ** 2  # t needs more
+    for count in range(max(2, math.ceil(min(fewest, most + 1))), most + 1):
+        shift = abs(effect) / spread * math.sqrt(count)
+        if shift >= student_quantile((1 + level) / 2, count - 1) + student_quantile(power, count - 1):
+            return count
+    return None

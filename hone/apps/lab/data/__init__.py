@@ -1,0 +1,1 @@
+"""Reports about datasets, and their cleaning."""

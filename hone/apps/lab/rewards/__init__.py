@@ -1,0 +1,1 @@
+"""Rewards of stored answers: rescored, compared, made into pairs."""

@@ -1,0 +1,227 @@
+"""Triage of a run: failed episodes by task, what failed first in them, and one change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hone.apps.lab.compare import Run
+from hone.apps.lab.samples import spread
+from hone.apps.lab.triage.changes import LEARNED, change_for
+from hone.apps.lab.triage.episodes import COLUMNS, PASSES, Bar, Failure, accuracy, first_failure, has_failed
+from hone.apps.lab.triage.kinds import KINDS, Bucket, Kind
+from hone.insight.archive.read import require_archive
+
+STEPS = 5
+"""Newest steps that are read."""
+PER_TASK = 50
+"""Failed episodes of a task that are sorted."""
+OFTEN = 0.2
+"""Share of the failures from which a kind with another cause than a hard task decides the change."""
+EXAMPLES = 3
+"""Examples of a kind."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Failures of one data source.
+
+    Attributes:
+        name: data source.
+        episodes: episodes of the steps that were read.
+        failed: failed ones among them.
+        failures: what failed first, of the failed ones that were sorted.
+        hopeless: prompts of which every episode failed, and all prompts.
+    """
+
+    name: str
+    episodes: int
+    failed: int
+    failures: list[Failure]
+    hopeless: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Triage:
+    """Triage of a run.
+
+    Attributes:
+        run: its name.
+        steps: steps that were read.
+        bar: what counted as failed.
+        judged_by: the same in words.
+        tasks: tasks, the one with the most failures first.
+        change: the proposed change; None without failures.
+        because: kind that asks for it, None without failures.
+    """
+
+    run: str
+    steps: list[int]
+    bar: Bar
+    judged_by: str
+    tasks: list[Task]
+    change: str | None
+    because: Kind | None
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Return the sorted failures of all tasks."""
+        return [failure for task in self.tasks for failure in task.failures]
+
+    def record(self) -> dict[str, Any]:
+        """Return the triage as plain data."""
+        kinds = Counter(failure.kind for failure in self.failures)
+        buckets = Counter(KINDS[failure.kind].bucket for failure in self.failures)
+        return {
+            "run": self.run,
+            "steps": self.steps,
+            "judged_by": self.judged_by,
+            "episodes": sum(task.episodes for task in self.tasks),
+            "failed": sum(task.failed for task in self.tasks),
+            "sorted": len(self.failures),
+            "buckets": {bucket.value: buckets[bucket] for bucket in Bucket if buckets[bucket]},
+            "kinds": {kind.value: number for kind, number in kinds.most_common()},
+            "change": self.change,
+            "because": None if self.because is None else self.because.value,
+            "tasks": [
+                {
+                    "name": task.name,
+                    "episodes": task.episodes,
+                    "failed": task.failed,
+                    "prompts": task.hopeless[1],
+                    "prompts_without_success": task.hopeless[0],
+                    "failures": [failure.record() for failure in task.failures],
+                }
+                for task in self.tasks
+            ],
+        }
+
+
+def triage(
+    run: Run, *, folder: str = "rollouts", steps: int = STEPS, step: int | None = None, per_task: int = PER_TASK
+) -> Triage:
+    """Sort the failed episodes of a run.
+
+    Args:
+        run: the run.
+        folder: ``rollouts`` or ``validation``.
+        steps: number of newest stored steps to read.
+        step: the only step to read, instead.
+        per_task: most failed episodes of a task to sort; they are spread evenly over the failed ones.
+
+    Raises:
+        HoneError: the run has no samples, or none of the step (code E-runs).
+    """
+    archive = require_archive(run.path / folder)
+    read = archive.steps()[-steps:] if step is None else [step]
+    whole: dict[tuple[int, str, int], dict[str, Any]] = {}
+    for number in read:
+        for record in archive.records(number, COLUMNS):  # of an episode in several parts the last one counts
+            whole[(number, record["uid"], record["index"])] = record
+    records = [record for record in whole.values() if record["fate"] != "too_old"]
+    bar = _bar(records)
+    tasks = [_task(name, records, bar, per_task) for name in sorted({_source(record) for record in records})]
+    tasks.sort(key=lambda task: -task.failed)
+    failures = [failure for task in tasks for failure in task.failures]
+    decisive = _decisive(failures)
+    known = sum(accuracy(record) is not None for record in records)
+    judged_by = (
+        f"accuracy below 0.5 ({known} of {len(records)} episodes report one), else a reward below {bar.score:.3g}"
+        if known
+        else f"a reward below {bar.score:.3g}, halfway between the lowest and the highest"
+    )
+    change = None
+    if decisive is not None:
+        chosen = [failure for failure in failures if failure.kind is decisive]
+        without = sum(task.hopeless[0] for task in tasks), sum(task.hopeless[1] for task in tasks)
+        change = change_for(decisive, chosen, run.config, _working_tools(records), without)
+    return Triage(run.name, list(read), bar, f"no verdict, or {judged_by}", tasks, change, decisive)
+
+
+def _bar(records: Sequence[dict[str, Any]]) -> Bar:
+    scores = [record["score"] for record in records if record["score"] is not None] or [0.0]
+    low, high = min(scores), max(scores)
+    right = [record for record in records if record["score"] is not None and (accuracy(record) or 0.0) >= PASSES]
+    expects = {_source(record) for record in records if record["ground_truth"] not in (None, "", [], {})}
+    calling = Counter(_source(record) for record in right if (record["episode"] or {}).get("tool_calls"))
+    of_source = Counter(_source(record) for record in right)
+    bar = (low + high) / 2 if low < high else low if low > 0 else 1e-9  # equal rewards of at most 0: all failed
+    return Bar(
+        bar,
+        (low + median(record["score"] for record in right)) / 2 if right else 1.0,
+        frozenset(expects),
+        frozenset(source for source, number in calling.items() if 2 * number > of_source[source]),
+    )
+
+
+def _task(name: str, records: Sequence[dict[str, Any]], bar: Bar, per_task: int) -> Task:
+    mine = [record for record in records if _source(record) == name]
+    failed = [record for record in mine if has_failed(record, bar)]
+    episodes, failures = Counter(record["uid"] for record in mine), Counter(record["uid"] for record in failed)
+    hopeless = sum(failures[uid] == number for uid, number in episodes.items())
+    first = [first_failure(record, bar) for record in spread(failed, per_task)]
+    return Task(name, len(mine), len(failed), first, (hopeless, len(episodes)))
+
+
+def _decisive(failures: Sequence[Failure]) -> Kind | None:
+    """Return the kind that decides the change: the most frequent, or, from a fifth on, one that a harder task does not explain."""
+    if not failures:
+        return None
+    counts = Counter(failure.kind for failure in failures)
+    others = {kind: number for kind, number in counts.items() if kind not in LEARNED}
+    most = max(others, key=lambda kind: (others[kind], -list(KINDS).index(kind)), default=Kind.WRONG_CONTENT)
+    return most if others.get(most, 0) >= OFTEN * len(failures) else counts.most_common(1)[0][0]
+
+
+def _working_tools(records: Sequence[dict[str, Any]]) -> list[str]:
+    calls = (call for record in records for call in (record["episode"] or {}).get("tool_calls") or [])
+    return sorted({call["name"] for call in calls if call["status"] not in ("unknown_tool", "malformed")})
+
+
+def _source(record: dict[str, Any]) -> str:
+    return record["data_source"] or "unknown"
+
+
+def markdown(result: Triage) -> str:
+    """Return the triage as a page of Markdown."""
+    data = result.record()
+    steps = f"{result.steps[0]}" if len(result.steps) == 1 else f"{result.steps[0]} to {result.steps[-1]}"
+    lines = [
+        f"# Failures of {result.run}",
+        "",
+        f"{data['failed']} of {data['episodes']} episodes of step {steps} failed ({result.judged_by}); {data['sorted']} were sorted.",
+    ]
+    if result.because is None:
+        return "\n".join(lines) + "\n"
+    counts = data["kinds"]
+    lines += ["", "| Bucket | Kind | Episodes | Share | First failing turn | What |", "|---|---|---|---|---|---|"]
+    for bucket in Bucket:
+        for kind in (Kind(name) for name in counts if KINDS[Kind(name)].bucket is bucket):
+            turns = [failure.turn for failure in result.failures if failure.kind is kind]
+            where = f"{median(turns):g} (median)"
+            share = len(turns) / data["sorted"]
+            lines.append(f"| {bucket} | `{kind}` | {len(turns)} | {share:.0%} | {where} | {KINDS[kind].meaning} |")
+    lines += ["", f"**Change one thing:** {result.change}", "", f"Because `{result.because}` is {_share(result)}."]
+    for task in result.tasks:
+        lines += ["", f"## {task.name}", ""]
+        lines.append(
+            f"{task.failed} of {task.episodes} episodes failed; of {task.hopeless[1]} prompts {task.hopeless[0]} have no success."
+        )
+        kinds = Counter(failure.kind for failure in task.failures)
+        for kind, number in kinds.most_common():
+            lines += ["", f"`{kind}` ({KINDS[kind].bucket}), {number}:", ""]
+            lines += [_example(one) for one in [each for each in task.failures if each.kind is kind][:EXAMPLES]]
+    return "\n".join(lines) + "\n"
+
+
+def _share(result: Triage) -> str:
+    number = sum(failure.kind is result.because for failure in result.failures)
+    return f"{number} of {len(result.failures)} failures"
+
+
+def _example(failure: Failure) -> str:
+    place = f"step {failure.step}, uid {failure.uid}, episode {failure.index}, turn {failure.turn} of {failure.turns}"
+    return f"- {place}: {failure.evidence}\n  > {failure.text or '(no text)'}"

@@ -1,0 +1,172 @@
+"""The page of a run: curves, alerts, timeline of stages, ledger of fates, config with sources, environment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.apps.lab.compare import headline_metrics
+from hone.apps.lab.viewer.run import ViewedRun, number, numbers, plain
+from hone.config.environment import flatten
+from hone.errors import HoneError
+from hone.insight.coverage.ledger import Fate, Stage
+from hone.insight.coverage.reading import read_coverage
+from hone.insight.run_files import read_alerts
+
+_SLOW = ("pid", "plan", "downloads", "agent_contract")
+"""Entries of ``run.json`` that the page does not show as facts."""
+
+
+def metrics(run: ViewedRun) -> dict[str, Any]:
+    """Return the curves of a run: ``steps``, ``columns`` (name to one value per step, None where missing), and ``headline`` names."""
+    read = run.read()
+    names = read.names()
+    return {
+        "steps": [int(row["step"]) for row in read.metrics],
+        "columns": {name: numbers(row.get(name) for row in read.metrics) for name in names},
+        "headline": headline_metrics([read]),
+    }
+
+
+def overview(run: ViewedRun) -> dict[str, Any]:
+    """Return the facts of a run: record, and the ledger of fates."""
+    read = run.read()
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "status": read.status,
+        "seconds": number(read.seconds) if read.seconds is not None else None,
+        "record": plain({name: value for name, value in read.record.items() if name not in _SLOW}),
+        "ledger": ledger(run.path),
+    }
+
+
+def config(run: ViewedRun) -> list[dict[str, Any]]:
+    """Return every key of a run's config, see :func:`config_sources`."""
+    read = run.read()
+    return config_sources(read.config, [str(word) for word in read.record.get("command", [])])
+
+
+# alerts --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """Something about a run that a person should look at.
+
+    Attributes:
+        step: step that shows it; None for the run.
+        what: the problem, with numbers.
+        why: why it matters.
+        causes: likely causes with their fixes.
+        detector: name of the detector that reported it; empty for the state of the run.
+        samples: step, uid and index of samples that show it.
+    """
+
+    step: int | None
+    what: str
+    why: str = ""
+    causes: Sequence[str] = ()
+    detector: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
+
+
+def alerts(run: ViewedRun) -> list[Alert]:
+    """Return the alerts of a run, the newest first."""
+    read = run.read()
+    result = []
+    if read.status in ("failed", "dead", "interrupted", "damaged"):
+        reason = str(read.record.get("exit_reason") or "its process does not exist any more")
+        result.append(Alert(read.steps, f"the run is {read.status}: {reason}"))
+    for step, why in run.archived("rollouts").index.progress()["broken"].items():
+        result.append(Alert(step, f"the rollouts of step {step} cannot be read: {why}"))
+    names = [field.name for field in dataclasses.fields(Alert)]
+    reported = [Alert(**{name: plain(alert[name]) for name in names}) for alert in read_alerts(run.path)]
+    return result + reported[::-1]
+
+
+# ledger --------------------------------------------------------------------------------------------------------------
+
+
+def ledger(path: Path) -> dict[str, Any] | None:
+    """Return the fates of prompts by step; None without a ``coverage.jsonl``.
+
+    ``steps`` and ``fates`` (cumulative numbers by fate) are curves, ``counts`` the last totals, ``reasons`` the number of draws by fate
+    and reason, and ``problem`` a violated invariant or a damaged line.
+    """
+    try:
+        coverage = read_coverage(path)
+    except HoneError as error:
+        return {"problem": error.what} if (path / "coverage.jsonl").is_file() else None
+    reasons: dict[str, int] = {}
+    for draw in coverage.draws:
+        if draw.reason:
+            name = f"{draw.fate}: {draw.reason}"
+            reasons[name] = reasons.get(name, 0) + 1
+    return {
+        "steps": list(coverage.steps),
+        "fates": {fate.value: [counts[fate] for counts in coverage.steps.values()] for fate in Fate},
+        "open": {stage.value: coverage.counts[stage] for stage in Stage},
+        "counts": coverage.counts,
+        "reasons": reasons,
+        "problem": coverage.problem,
+    }
+
+
+# config --------------------------------------------------------------------------------------------------------------
+
+
+def config_sources(config: Mapping[str, Any], command: Sequence[str]) -> list[dict[str, Any]]:
+    """Return every key with its value and its source: ``command line``, ``preset NAME``, ``default`` or ``file``.
+
+    A value that equals the default counts as the default. ``file`` is the user's YAML file, or a value that follows from others.
+    """
+    defaults, preset, preset_name = _layers(command)
+    overrides = _overrides(command)
+    entries = []
+    for key, value in config.items():
+        default = defaults.get(key)
+        if any(key == name or key.endswith(f".{name}") for name in overrides):
+            source = "command line"
+        elif key in preset and preset[key] == value:
+            source = f"preset {preset_name}"
+        else:
+            source = "default" if key in defaults and _same(default, value) else "file"
+        entries.append({"key": key, "value": plain(value), "default": plain(default), "source": source})
+    return entries
+
+
+def _same(default: Any, value: Any) -> bool:
+    return default == value or str(default) == str(value) or (default in ({}, [], ()) and value in (None, "", [], {}))
+
+
+def _overrides(command: Sequence[str]) -> set[str]:
+    words = (word.lstrip("+~") for word in command if not word.startswith("-"))
+    return {word.partition("=")[0] for word in words if "=" in word}
+
+
+def _layers(command: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return the defaults and the preset of a command, flat, and the name of the preset."""
+    import yaml
+
+    from hone.config.layers import PRESETS
+    from hone.config.trees import PRESET_KINDS, TREES
+
+    schema = next((TREES[word] for word in command[:2] if word in TREES), None)
+    if schema is None:
+        return {}, {}, ""
+    try:
+        defaults = dict(flatten(dataclasses.asdict(schema())))
+    except TypeError:  # a tree with a field that has no default
+        defaults = {}
+    name = ""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word == "--preset":
+            name = following
+        elif word.startswith("--preset="):
+            name = word.removeprefix("--preset=")
+    file = PRESETS / PRESET_KINDS[schema] / f"{name}.yaml"
+    preset = dict(flatten(yaml.safe_load(file.read_text()) or {})) if name and file.is_file() else {}
+    return defaults, preset, name

@@ -1,0 +1,113 @@
+"""Pages of ``docs/learn``, written from the texts and entries by ``scripts/make_docs``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hone.apps.learn.entries import ENTRIES, NEEDS
+from hone.apps.learn.notes import CHECK_BOXES, WEEKS
+from hone.apps.learn.texts import ENGLISH, PARTS, boxes, find_box
+from hone.text import replace_between
+
+BEGIN = "<!-- Generated from hone/apps/learn by scripts/make_docs: do not edit from here -->"
+END = "<!-- to here -->"
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """Sentences of a page around its boxes, in one language.
+
+    Attributes:
+        titles: headings of the parts that are written in this language.
+        opening: line below the heading; takes the numbers ``part`` and ``parts``.
+        box: word before the name of a box; takes ``name``.
+        needs: sentence on the box whose results another one uses; takes ``name``.
+    """
+
+    titles: dict[str, str]
+    opening: str
+    box: str
+    needs: str
+
+
+PHRASES = {
+    ENGLISH: Phrases(
+        PARTS,
+        "Boxes of [the course](index.md), part {part} of {parts}. `hone learn next BOX` shows the same text, "
+        "`hone learn hint BOX` helps, and `hone learn check BOX` checks your files and answers.",
+        "Box `{name}`.",
+        " It uses the results of the box `{name}`.",
+    ),
+    "zh": Phrases(
+        {"first_run": "第一次运行", "data": "数据", "algorithms": "算法"},
+        "[课程](index.md)的第 {part} 部分，共 {parts} 部分。`hone learn next BOX --language zh` 显示同样的文字，"
+        "`hone learn hint BOX --language zh` 给出提示，`hone learn check BOX` 检查你的文件和答案。",
+        "练习 `{name}`。",
+        "它使用练习 `{name}` 的结果。",
+    ),
+    "vi": Phrases(
+        {"first_run": "Lượt chạy đầu tiên", "data": "Dữ liệu", "algorithms": "Thuật toán"},
+        "Các ô bài tập của [khóa học](index.md), phần {part} trên {parts}. `hone learn next BOX --language vi` hiện cùng nội dung,\n"
+        "`hone learn hint BOX --language vi` gợi ý, và `hone learn check BOX` kiểm tra tệp và câu trả lời của bạn.",
+        "Ô `{name}`.",
+        " Nó dùng kết quả của ô `{name}`.",
+    ),
+}
+
+
+def part_pages() -> dict[str, str]:
+    """Return the pages of all parts in all languages that have them, by file name."""
+    return {
+        f"{part}.md" if language == ENGLISH else f"{part}.{language}.md": part_page(part, language)
+        for language, phrases in PHRASES.items()
+        for part in phrases.titles
+    }
+
+
+def part_page(part: str, language: str = ENGLISH) -> str:
+    """Return the page of a part: the texts of its boxes, without their hints."""
+    phrases = PHRASES[language]
+    lines = [
+        f"# {phrases.titles[part]}",
+        "",
+        "<!-- Generated from hone/apps/learn/boxes by scripts/make_docs. Do not edit. -->",
+        "",
+        phrases.opening.format(part=list(PARTS).index(part) + 1, parts=len(PARTS)),
+    ]
+    for box in boxes().values():
+        if box.part == part:
+            text = box.text(language)
+            needs = phrases.needs.format(name=NEEDS[box.name]) if box.name in NEEDS else ""
+            lines += ["", f"## {text.title}", "", phrases.box.format(name=box.name) + needs]
+            for section, (heading, body) in text.sections.items():
+                if section != "Hint":
+                    lines += ["", f"### {heading}", "", body]
+    return "\n".join(lines) + "\n"
+
+
+def index_page(existing: str) -> str:
+    """Return the index with new tables between the markers; the rest is unchanged.
+
+    Raises:
+        ValueError: the page does not have each marker exactly once.
+    """
+    names = list(ENTRIES)
+    lines = ["### Boxes, by day of each entry", "", f"| Part | Box | {' | '.join(f'`{name}`' for name in names)} |"]
+    lines.append("|---" * (2 + len(names)) + "|")
+    for box in boxes().values():
+        days = [next((str(stop.day) for stop in ENTRIES[name].stops if stop.box == box.name), "") for name in names]
+        lines.append(f"| {PARTS[box.part]} | {_link(box.name)} | {' | '.join(days)} |")
+    lines += ["", "### Check boxes of the learning notes", "", "| Part | Check box | Boxes |", "|---|---|---|"]
+    for part, entries in CHECK_BOXES.items():
+        for words, meaning, names_of_boxes in entries:
+            lines.append(f"| {PARTS[part]} | {words}: {meaning} | {', '.join(map(_link, names_of_boxes.split()))} |")
+    lines += ["", "### Weeks of the 30-day path", "", "| Week | Aim | Boxes |", "|---|---|---|"]
+    lines += [f"| {week} | {aim} | {', '.join(map(_link, names.split()))} |" for week, aim, names in WEEKS]
+    return replace_between(existing, BEGIN, END, "\n".join(lines))
+
+
+def _link(name: str) -> str:
+    box = find_box(name)
+    anchor = re.sub(r"[^\w\- ]", "", box.text().title.lower()).replace(" ", "-")
+    return f"[{name}]({box.part}.md#{anchor})"

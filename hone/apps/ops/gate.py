@@ -1,0 +1,220 @@
+"""A gate: a model answers the data of each check, and its scores are compared with what the suite demands."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any
+
+import numpy as np
+
+from hone import __version__
+from hone.apps.lab.comparison.paired import bootstrap_interval
+from hone.apps.ops.suite import KEY, Check
+from hone.config.reward import CustomRewardConfig, RewardConfig
+from hone.errors import ConfigError
+from hone.trainers.episode_keys import episode_keys
+from hone.trainers.evaluation import EvaluationRequest, run_evaluation
+from hone.trainers.validation import Evaluation, score_columns
+from hone.training.export import find_actor
+from hone.training.releases import model_digest
+
+LEVEL = 0.95
+"""Level of the intervals; a condition on their lower end is one-sided at 97.5 %."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition with what was measured.
+
+    Attributes:
+        check: name of the check.
+        name: ``at_least``, ``no_worse_by``, ``every``, ``verdicts`` or a metric.
+        measured: number that is compared; NaN if the model did not report it.
+        bound: number that it is compared with.
+        passed: whether the condition holds.
+        about: what was measured, in words.
+    """
+
+    check: str
+    name: str
+    measured: float
+    bound: float
+    passed: bool
+    about: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict of a gate.
+
+    Attributes:
+        model: that was checked.
+        against: released model, or None.
+        conditions: of all checks.
+        data: SHA-256 of each dataset file.
+        model_digest: SHA-256 of the model's files (:func:`hone.training.releases.model_digest`).
+        against_digest: of the released model's files, or None.
+    """
+
+    model: str
+    against: str | None
+    conditions: tuple[Condition, ...]
+    data: dict[str, str]
+    model_digest: str
+    against_digest: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Return whether all conditions hold."""
+        return all(condition.passed for condition in self.conditions)
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as an object for JSON."""
+        conditions = [
+            asdict(one) | {"measured": None} if math.isnan(one.measured) else asdict(one) for one in self.conditions
+        ]
+        return {
+            "passed": self.passed,
+            "model": self.model,
+            "model_digest": self.model_digest,
+            "against": self.against,
+            "against_digest": self.against_digest,
+            "hone": __version__,
+            "data": self.data,
+            "conditions": conditions,
+        }
+
+
+def run_gate(
+    model: str,
+    checks: Sequence[Check],
+    *,
+    against: str | None = None,
+    dtype: str = "auto",
+    on_check: Callable[[Check], None] = lambda check: None,
+) -> Verdict:
+    """Let a model answer the data of every check.
+
+    Args:
+        model: model directory, adapter directory or checkpoint.
+        checks: of a suite.
+        against: model that was released last, for ``no_worse_by``.
+        dtype: compute dtype.
+        on_check: called before each check.
+
+    Raises:
+        HoneError: a model, data or reward is not valid, or ``no_worse_by`` has no released model.
+    """
+    compared = [check.name for check in checks if check.no_worse_by is not None]
+    if compared and against is None:
+        raise ConfigError(
+            f"the check '{compared[0]}' has no_worse_by, but there is no released model to compare with",
+            where=KEY,
+            fix="--against MODEL, or remove no_worse_by",
+        )
+    conditions: list[Condition] = []
+    for check in checks:
+        on_check(check)
+        evaluation = _evaluate(model, check, dtype)
+        released = _evaluate(str(against), check, dtype) if check.no_worse_by is not None else None
+        conditions += _conditions(check, evaluation, released)
+    files = sorted({file for check in checks for file in check.data if Path(file).is_file()})
+    hashes = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
+    digests = [None if path is None else model_digest(find_actor(path)) for path in (model, against)]
+    return Verdict(model, against, tuple(conditions), hashes, str(digests[0]), digests[1])
+
+
+def _evaluate(model: str, check: Check, dtype: str) -> Evaluation:
+    path, _, name = (check.reward or "").rpartition(":")
+    reward = CustomRewardConfig(path=path or None, name=name or "compute_score")
+    return run_evaluation(
+        EvaluationRequest(
+            model=model,
+            files=list(check.data),
+            n=check.n,
+            temperature=check.temperature,
+            max_prompt_length=check.max_prompt_length,
+            max_response_length=check.max_response_length,
+            max_samples=check.max_samples,
+            reward=RewardConfig(custom_reward_function=reward),
+            seed=check.seed,
+            dtype=dtype,
+            episodes=episode_keys(find_actor(model), list(check.episodes)),
+        )
+    )
+
+
+def _conditions(check: Check, evaluation: Evaluation, released: Evaluation | None) -> Iterator[Condition]:
+    """Yield the conditions of one check with what was measured."""
+    missing = evaluation.metrics["val-aux/no_verdict_rate"]
+    if missing:  # a scorer that failed says nothing about the model
+        yield Condition(check.name, "verdicts", 1 - missing, 1.0, False, "share of answers that were scored")
+    by_prompt = prompt_scores(evaluation)
+    scores = list(by_prompt.values())
+    if check.at_least is not None:
+        low = lower_end(scores)
+        about = f"mean of {len(scores)} prompts {fmean(scores):.4f}" if scores else "no prompt has a score"
+        yield Condition(check.name, "at_least", low, check.at_least, low >= check.at_least, f"lower end; {about}")
+    if check.every:
+        full = sum(score >= 1 for score in scores)
+        share = full / len(scores) if scores else math.nan
+        yield Condition(check.name, "every", share, 1.0, share == 1.0, f"{full} of {len(scores)} prompts")
+    if check.no_worse_by is not None and released is not None:
+        other = prompt_scores(released)
+        differences = [score - other[prompt] for prompt, score in by_prompt.items() if prompt in other]
+        low = lower_end_of_difference(differences)
+        mean = fmean(differences) if differences else math.nan
+        about = f"lower end of the difference; mean {mean:+.4f} over {len(differences)} prompts"
+        yield Condition(check.name, "no_worse_by", low, -check.no_worse_by, low >= -check.no_worse_by, about)
+    for name, bounds in check.metrics.items():
+        value = evaluation.metrics.get(name, math.nan)
+        for bound, holds in (
+            (bounds.at_least, bounds.at_least is None or value >= bounds.at_least),
+            (bounds.at_most, bounds.at_most is None or value <= bounds.at_most),
+        ):
+            if bound is not None:
+                about = "metric of the evaluation" if name in evaluation.metrics else "not reported by this evaluation"
+                yield Condition(check.name, name, value, bound, holds, about)
+
+
+def prompt_scores(evaluation: Evaluation) -> dict[str, float]:
+    """Return the mean score of each prompt's answers that have a verdict: ``acc`` where a scorer gives it, else the reward."""
+    answers = [
+        (trajectory.uid, score)
+        for trajectory, score in zip(evaluation.trajectories, evaluation.scores, strict=True)
+        if trajectory.part == 0
+    ]
+    columns = score_columns([score for _, score in answers])
+    column = columns.get("acc", columns["reward"])
+    values: dict[str, list[float]] = {}
+    for (uid, score), value in zip(answers, column, strict=True):
+        if score.error is None and value is not None:
+            values.setdefault(uid, []).append(float(value))
+    return {uid: fmean(scores) for uid, scores in values.items()}
+
+
+def lower_end(scores: Sequence[float]) -> float:
+    """Return the lower end of the interval of a mean score.
+
+    Shares of right answers have Wilson's interval (Wilson 1927), which is below 1 even where all answers are right. Other scores have a
+    bootstrap interval over prompts.
+    """
+    if not scores:
+        return math.nan
+    if set(scores) <= {0.0, 1.0}:
+        count, share = len(scores), fmean(scores)
+        z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+        middle = share + z * z / (2 * count)
+        spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+        return (middle - spread) / (1 + z * z / count)
+    return bootstrap_interval(np.asarray([scores]), LEVEL)[0]
+
+
+def lower_end_of_difference(differences: Sequence[float]) -> float:
+    """Return the lower end of the interval of a mean difference, by the bootstrap over prompts; NaN for fewer than two prompts."""
+    return bootstrap_interval(np.asarray([differences]), LEVEL)[0] if len(differences) > 1 else math.nan

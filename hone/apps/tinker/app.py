@@ -1,0 +1,259 @@
+"""HTTP routes of a training service; they run in the server's thread and call the service on the engine's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from hone.apps.tinker import wire
+from hone.apps.tinker.adapters import AdapterShape, adam_settings
+from hone.apps.tinker.futures import Failure
+from hone.apps.tinker.service import TrainingService
+from hone.errors import HoneError, RequestError
+
+MAX_BODY, MAX_JSON = 256 * 2**20, 16 * 2**20
+"""Most bytes of a request with sequences, and of another."""
+MAX_HELD = 2 * MAX_BODY
+"""Most bytes of all requests that are being received."""
+POLL_SECONDS = 20.0
+"""How long a client waits for a result before it asks again."""
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+class TrainingEndpoint:
+    """Training protocol as an ASGI application (:attr:`app`).
+
+    Args:
+        service: trains and samples.
+        loop: event loop on which it runs.
+        token: access token that callers must send, as ``X-API-Key`` or bearer; None allows every caller.
+    """
+
+    def __init__(self, service: TrainingService, loop: asyncio.AbstractEventLoop, *, token: str | None) -> None:
+        self._service, self._loop, self._token = service, loop, token
+        self._held = 0
+        posts: dict[str, Callable[[Json], Any]] = {
+            "client/config": lambda body: self._config(),
+            "client/dynamic_config": lambda body: {},
+            "telemetry": lambda body: {"status": "accepted"},
+            "create_session": lambda body: {"type": "create_session", "session_id": service.create_session()},
+            "session_heartbeat": lambda body: service.heard_of(body["session_id"]) or {"type": "session_heartbeat"},
+            "create_model": self._create_model,
+            "get_info": lambda body: service.info(body["model_id"]),
+            "unload_model": lambda body: _future(service.unload(body["model_id"])),
+            "optim_step": lambda body: _future(
+                service.optim_step(body["model_id"], body["seq_id"], adam_settings(body.get("adam_params") or {}))
+            ),
+            "save_weights": lambda body: _future(
+                service.save(
+                    body["model_id"],
+                    body["seq_id"],
+                    body.get("path") or f"step-{body['seq_id']}",
+                    "weights",
+                    overwrite=bool(body.get("overwrite")),
+                )
+            ),
+            "save_weights_for_sampler": lambda body: _future(
+                service.save(body["model_id"], body["seq_id"], body.get("path"), "sampler_weights")
+            ),
+            "load_weights": self._load,
+            "create_sampling_session": lambda body: {
+                "type": "create_sampling_session",
+                "sampling_session_id": service.create_sampling_session(body.get("base_model"), body.get("model_path")),
+            },
+            "weights_info": lambda body: service.weights_info(body["tinker_path"]),
+            "sessions/{session}/finish": lambda body: {},
+            "asample": self._sample,
+            "cancel_future": self._cancel,
+        }
+        self.app = Starlette(
+            routes=[
+                Route("/api/v1/healthz", self._route(lambda request, body: {"status": "ok"}), methods=["GET"]),
+                Route(
+                    "/api/v1/get_server_capabilities", self._route(lambda r, b: self._capabilities()), methods=["GET"]
+                ),
+                Route("/api/v1/samplers/{name}", self._route(self._sampler), methods=["GET"]),
+                Route("/api/v1/forward_backward", self.forward_backward, methods=["POST"]),
+                Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
+                *(
+                    Route(
+                        f"/api/v1/{name}",
+                        self._route(lambda request, body, answer=answer: answer(body)),
+                        methods=["POST"],
+                    )
+                    for name, answer in posts.items()
+                ),
+            ],
+        )
+
+    # routes with other bodies than JSON ------------------------------------------------------------------------------
+
+    async def forward_backward(self, request: Request) -> Response:
+        """Begin a forward and backward pass; the body is protobuf."""
+        try:
+            self._check(request)
+            async with self._body(request, MAX_BODY) as body:
+                message = wire.parse_forward_backward(body)
+            data = wire.data_of(message)
+
+            def begin() -> str:
+                return self._service.forward_backward(
+                    message.model_id,
+                    message.seq_id,
+                    data,
+                    message.loss_fn,
+                    wire.settings_of(message),
+                    backward=not message.forward_only,
+                )
+
+            return JSONResponse(_future(await self._on_loop(begin), message.model_id))
+        except HoneError as error:
+            return _refusal(error)
+        except (ValueError, TypeError) as error:  # bytes that are no whole numbers
+            return _refusal(RequestError(f"the request is not complete: {error}"))
+
+    async def retrieve(self, request: Request) -> Response:
+        """Return the result of a request, or say that it is not there yet."""
+        try:
+            self._check(request)
+            async with self._body(request) as body:
+                name = str(json.loads(body)["request_id"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return _refusal(RequestError("the body names no request_id"))
+        except HoneError as error:
+            return _refusal(error)
+        waiting = self._service.futures.wait(name, POLL_SECONDS)
+        try:
+            outcome = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(waiting, self._loop))
+        except KeyError:
+            return JSONResponse({"detail": f"there is no request '{name}'"}, status_code=410)
+        if outcome is None:
+            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"})
+        if isinstance(outcome, Failure):
+            return JSONResponse({"error": outcome.message, "category": "user" if outcome.user else "server"})
+        if outcome.protobuf is not None:
+            return Response(outcome.protobuf, media_type=wire.PROTOBUF)
+        return JSONResponse(outcome.json)
+
+    # routes with JSON ------------------------------------------------------------------------------------------------
+
+    def _route(self, answer: Callable[[Request, Json], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def route(request: Request) -> Response:
+            try:
+                self._check(request)
+                async with self._body(request) as content:
+                    body = json.loads(content or b"{}") if request.method == "POST" else {}
+                return JSONResponse(await self._on_loop(lambda: answer(request, body)))
+            except HoneError as error:
+                return _refusal(error)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+                return _refusal(RequestError(f"the request is not complete: {type(error).__name__}: {error}"))
+
+        return route
+
+    def _config(self) -> Json:
+        return {"pjwt_auth_enabled": False, "credential_default_source": "api_key", "use_pyqwest_transport": False}
+
+    def _capabilities(self) -> Json:
+        service = self._service
+        model = {"model_name": service.name, "max_context_length": service.limits.max_model_len}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    def _sampler(self, request: Request, body: Json) -> Json:
+        return self._service.sampler(request.path_params["name"])
+
+    def _create_model(self, body: Json) -> Json:
+        optimizer = (body.get("optimizer_config") or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise RequestError(f"this server has no optimizer '{optimizer}'", fix="adamw", field="optimizer_config")
+        config = body.get("lora_config")
+        if not config:
+            raise RequestError("this server trains adapters", fix="create_lora_training_client", field="lora_config")
+        shape = AdapterShape(
+            int(config["rank"]), bool(config["train_attn"]), bool(config["train_mlp"]), bool(config["train_unembed"])
+        )
+        seed = config.get("seed")
+        name = self._service.create_model(body["session_id"], body["model_seq_id"], body["base_model"], shape, seed)
+        return _future(name, name)
+
+    def _load(self, body: Json) -> Json:
+        optimizer = bool(body.get("optimizer"))
+        if body.get("session_id") is not None:
+            name = self._service.create_from(
+                body["session_id"], body["model_seq_id"], body["path"], body.get("base_model"), optimizer=optimizer
+            )
+            return _future(name, name)
+        return _future(self._service.load(body["model_id"], body["seq_id"], body["path"], optimizer=optimizer))
+
+    def _sample(self, body: Json) -> Json:
+        name, sequences = self._service.sample(body)
+        return {**_future(name), "sample_sequence_ids": sequences}
+
+    def _cancel(self, body: Json) -> Json:
+        self._service.cancel(body["request_id"])
+        return {}
+
+    # access ----------------------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        """Check the access token.
+
+        Raises:
+            RequestError: it is missing or wrong.
+        """
+        if self._token is None:
+            return
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key") or bearer
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise RequestError("the API key is not the token of this server", code=_UNAUTHORIZED)
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request, most: int = MAX_JSON) -> AsyncIterator[bytes]:
+        """Receive the body of a request; it counts among the bytes held until the block ends.
+
+        Raises:
+            RequestError: it is too long, or too many bytes are being received.
+        """
+        parts, length = [], 0
+        try:
+            async for part in request.stream():
+                length += len(part)
+                self._held += len(part)
+                if length > most:
+                    raise RequestError(f"a request has at most {most} bytes", fix="fewer sequences a request")
+                if self._held > MAX_HELD:
+                    raise RequestError("too many large requests at once", fix="send it again", code=_BUSY)
+                parts.append(part)
+            yield b"".join(parts)
+        finally:
+            self._held -= length
+
+    async def _on_loop(self, call: Callable[[], T]) -> T:
+        async def run() -> T:
+            return call()
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
+
+
+_UNAUTHORIZED, _BUSY = "E-unauthorized", "E-busy"
+
+
+def _future(name: str, model: str | None = None) -> Json:
+    return {"request_id": name, "model_id": model}
+
+
+def _refusal(error: HoneError) -> Response:
+    status = {_UNAUTHORIZED: 401, _BUSY: 429}.get(error.code, 422)
+    body: Mapping[str, Any] = {"detail": str(error), "code": error.code}
+    return JSONResponse(body, status_code=status)

@@ -1,0 +1,488 @@
+"""Models in training, their operations in the order of the client, and sampling sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hone.apps.tinker import wire
+from hone.apps.tinker.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, shape_of
+from hone.apps.tinker.futures import Futures, Result
+from hone.apps.tinker.losses import loss_named
+from hone.apps.tinker.sampling import Sampler
+from hone.apps.tinker.saved_weights import SCHEME, SavedWeights
+from hone.data.seeding import derive_seed
+from hone.data.types import StopReason
+from hone.errors import RequestError
+from hone.generation.protocol import GenerationRequest, SamplingParams
+
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MOST_SAMPLES = 1024
+ABANDONED_SECONDS = 3600.0
+"""Time after which an adapter is dropped whose client was not heard of."""
+log = logging.getLogger("hone.serve")
+
+
+@dataclass
+class TrainedModel:
+    """An adapter in training.
+
+    Attributes:
+        adapter: its name in the model.
+        rank: of the adapter.
+        used: when it, or its session, was last heard of.
+        following: number of the next operation.
+        arrived: events of operations that came before their turn, by number.
+    """
+
+    adapter: str
+    rank: int
+    used: float
+    following: int = 1
+    arrived: dict[int, asyncio.Event] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """Limits of a training service.
+
+    Attributes:
+        max_model_len: tokens of a sequence.
+        max_rank: of an adapter.
+        max_adapters: adapters in training at once.
+    """
+
+    max_model_len: int
+    max_rank: int = 128
+    max_adapters: int = 16
+
+
+def _model_name(session: Any, number: Any) -> str:
+    """Return the name of a model, which is also that of its folder.
+
+    Raises:
+        RequestError: a client's part of it is not a name or a number.
+    """
+    if not isinstance(session, str) or not _SESSION.fullmatch(session):
+        raise RequestError("session_id has letters, digits, '_' and '-' only, 64 at most", field="session_id")
+    if type(number) is not int or not 0 <= number < 10**9:
+        raise RequestError("model_seq_id is a number from 0 to 999999999", field="model_seq_id")
+    return f"{session}:train:{number}"
+
+
+class TrainingService:
+    """Trains adapters of one model, and samples from what was saved. All methods run on the engine's event loop.
+
+    Args:
+        name: of the base model, as clients name it.
+        adapters: the model.
+        sampler: samples from it.
+        folder: where weights are saved: ``<folder>/<model>/<weights or sampler_weights>/<name>``.
+        stop_token_ids: tokens that end a response.
+        limits: of the service.
+        tokenizer: directory or name from which a client on this machine loads the tokenizer.
+
+    Attributes:
+        futures: results of the requests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        adapters: AdapterSet,
+        sampler: Sampler,
+        folder: Path,
+        *,
+        stop_token_ids: Sequence[int],
+        limits: ServiceLimits,
+        tokenizer: str,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.name, self.limits, self.futures = name, limits, Futures()
+        self._adapters, self._sampler, self._saved = adapters, sampler, SavedWeights(folder)
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._models: dict[str, TrainedModel] = {}
+        self._sessions: dict[str, Path | None] = {}
+        self._numbers = 0
+
+    # sessions and models ---------------------------------------------------------------------------------------------
+
+    def create_session(self) -> str:
+        """Return the name of a new session of a client."""
+        return f"session-{secrets.token_hex(8)}"
+
+    def create_model(self, session: str, number: int, base: str, shape: AdapterShape, seed: int | None) -> str:
+        """Begin to create an adapter; return the model's name, which is also that of the future.
+
+        Args:
+            session: of the client.
+            number: of the model within the session.
+            base: name of the base model.
+            shape: of the adapter.
+            seed: of its initialisation; None derives one from the model's name.
+        """
+        model = _model_name(session, number)
+
+        async def create() -> Result:
+            self._check_base(base)
+            self._add(model, shape, derive_seed(0, model) if seed is None else seed)
+            return Result({"model_id": model, "type": "create_model"})
+
+        self.futures.start(model, create())
+        return model
+
+    def _check_base(self, base: str | None) -> None:
+        if base is not None and base != self.name:
+            raise RequestError(
+                f"this server has no model '{base}'", fix=f"base_model='{self.name}'", field="base_model"
+            )
+
+    def _add(self, model: str, shape: AdapterShape, seed: int) -> None:
+        if not 1 <= shape.rank <= self.limits.max_rank:
+            raise RequestError(f"rank {shape.rank} is not in 1 to {self.limits.max_rank}", field="lora_config.rank")
+        self._drop_abandoned()
+        if len(self._models) >= self.limits.max_adapters:
+            raise RequestError(
+                f"{len(self._models)} adapters are in training, the most of this server",
+                fix="unload one, or start the server with a larger --max-adapters",
+            )
+        self._numbers += 1
+        adapter = f"hone_training_{self._numbers}"
+        self._adapters.add(adapter, shape, seed=seed % 2**63)
+        self._models[model] = TrainedModel(adapter, shape.rank, time.monotonic())
+
+    def info(self, model: str) -> dict[str, Any]:
+        """Return what a client wants to know of a model.
+
+        Raises:
+            RequestError: there is no such model.
+        """
+        data = {"arch": "causal_lm", "model_name": self.name, "tokenizer_id": self.tokenizer}
+        rank = self._model(model).rank
+        return {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": rank, "model_name": self.name}
+
+    def _model(self, name: str) -> TrainedModel:
+        if name not in self._models:
+            raise RequestError(f"there is no model '{name}' in training", field="model_id")
+        return self._models[name]
+
+    def heard_of(self, session: str) -> None:
+        """Note that the client of a session lives."""
+        for name, model in self._models.items():
+            if name.startswith(f"{session}:"):
+                model.used = time.monotonic()
+
+    def _drop_abandoned(self) -> None:
+        """Save and drop the adapters of clients that were not heard of for an hour."""
+        for name, model in list(self._models.items()):
+            if time.monotonic() - model.used > ABANDONED_SECONDS:
+                path = f"abandoned-{model.following}"
+                try:
+                    self._saved.write(self._adapters, model.adapter, name, "weights", path, overwrite=False)
+                    log.warning("'%s' was not heard of for an hour: saved as '%s', and dropped", name, path)
+                except RequestError as error:  # weights that are not finite, or saved under this name
+                    log.warning("'%s' was not heard of for an hour: dropped, not saved (%s)", name, error.what)
+                self._drop(name)
+
+    def _drop(self, model: str) -> None:
+        trained = self._models.pop(model)
+        self._adapters.remove(trained.adapter)
+        self._sampler.activate()
+        self._saved.mark(model, unsaved=False)
+        for event in trained.arrived.values():
+            event.set()
+
+    # operations ------------------------------------------------------------------------------------------------------
+
+    def submit(self, model: str, number: int, compute: Callable[[TrainedModel], Result]) -> str:
+        """Begin an operation of a model, in its turn: operations run in the order of their numbers, from 1 on.
+
+        Args:
+            model: name of the model.
+            number: of the operation.
+            compute: computes the result.
+
+        Returns:
+            The name of its future.
+        """
+        name = f"{model}:{number}"
+        self.futures.start(name, self._in_turn(model, number, compute))
+        return name
+
+    async def _in_turn(self, model: str, number: int, compute: Callable[[TrainedModel], Result]) -> Result:
+        trained = self._model(model)
+        if number < trained.following:
+            raise RequestError(f"operation {number} of this model has ended, its result is not kept", field="seq_id")
+        if number > trained.following:
+            await trained.arrived.setdefault(number, asyncio.Event()).wait()
+            self._model(model)
+        trained.used = time.monotonic()
+        try:
+            return compute(trained)
+        finally:
+            self._sampler.activate()
+            trained.following = number + 1
+            if event := trained.arrived.pop(number + 1, None):
+                event.set()
+
+    def forward_backward(
+        self,
+        model: str,
+        number: int,
+        data: Sequence[Datum],
+        loss: str,
+        settings: Mapping[str, float],
+        *,
+        backward: bool,
+    ) -> str:
+        """Begin a forward pass, and a backward pass that adds to the gradient."""
+
+        def compute(trained: TrainedModel) -> Result:
+            for place, datum in enumerate(data):
+                self._check_length(len(datum.tokens) + 1, f"datum {place}")
+            chosen, complete = loss_named(loss, settings)
+            if backward:
+                self._saved.mark(model, unsaved=True)
+            passed = self._adapters.forward_backward(trained.adapter, data, chosen, complete, backward=backward)
+            return Result(protobuf=wire.forward_backward_output(passed))
+
+        return self.submit(model, number, compute)
+
+    def optim_step(self, model: str, number: int, settings: AdamSettings) -> str:
+        """Begin an update by AdamW."""
+
+        def compute(trained: TrainedModel) -> Result:
+            self._saved.mark(model, unsaved=True)
+            return Result({"metrics": self._adapters.step(trained.adapter, settings)})
+
+        return self.submit(model, number, compute)
+
+    def save(self, model: str, number: int, name: str | None, kind: str, *, overwrite: bool = False) -> str:
+        """Begin to save an adapter; a name of None saves it for one sampling session.
+
+        Args:
+            model: name of the model.
+            number: of the operation.
+            name: of the saved weights.
+            kind: ``weights``, with the state of the optimizer, or ``sampler_weights``.
+            overwrite: whether weights of that name are replaced.
+        """
+
+        def compute(trained: TrainedModel) -> Result:
+            stored = name if name is not None else f"step-{number}"
+            folder = self._saved.write(self._adapters, trained.adapter, model, kind, stored, overwrite=overwrite)
+            self._sampler.forget(folder)
+            path = f"{SCHEME}{model}/{kind}/{stored}"
+            if kind == "weights":
+                return Result({"path": path, "type": "save_weights"})
+            answer: dict[str, Any] = {"path": path, "type": "save_weights_for_sampler"}
+            if name is None:
+                answer["sampling_session_id"] = self._open(folder)
+            return Result(answer)
+
+        return self.submit(model, number, compute)
+
+    def load(self, model: str, number: int, path: str, *, optimizer: bool) -> str:
+        """Begin to load saved weights into an adapter of the same shape."""
+
+        def compute(trained: TrainedModel) -> Result:
+            self._adapters.load(trained.adapter, self._saved.find(path), optimizer=optimizer)
+            return Result({"path": path, "model_id": model, "type": "load_weights"})
+
+        return self.submit(model, number, compute)
+
+    def create_from(self, session: str, number: int, path: str, base: str | None, *, optimizer: bool) -> str:
+        """Begin to create an adapter with saved weights; return the name of the future."""
+        model = _model_name(session, number)
+
+        async def create() -> Result:
+            self._check_base(base)
+            folder = self._saved.find(path)
+            self._add(model, shape_of(folder), 0)
+            try:
+                self._adapters.load(self._models[model].adapter, folder, optimizer=optimizer)
+            except BaseException:
+                self._drop(model)
+                raise
+            self._sampler.activate()
+            return Result({"path": path, "model_id": model, "type": "load_weights"})
+
+        self.futures.start(model, create())
+        return model
+
+    def unload(self, model: str) -> str:
+        """Begin to drop an adapter; return the name of the future."""
+        name = f"{model}:unload"
+
+        async def drop() -> Result:
+            self._model(model)
+            self._drop(model)
+            return Result({"model_id": model, "type": "unload_model"})
+
+        self.futures.start(name, drop())
+        return name
+
+    # sampling --------------------------------------------------------------------------------------------------------
+
+    def create_sampling_session(self, base: str | None, path: str | None) -> str:
+        """Return the name of a new sampling session.
+
+        Args:
+            base: name of the base model.
+            path: of saved weights; None samples from the base model.
+
+        Raises:
+            RequestError: there is no such model, or there are no such weights.
+        """
+        self._check_base(base)
+        return self._open(None if path is None else self._saved.find(path))
+
+    def _open(self, weights: Path | None) -> str:
+        self._numbers += 1
+        name = f"sampling-{self._numbers}-{secrets.token_hex(4)}"
+        self._sessions[name] = weights
+        return name
+
+    def sampler(self, name: str) -> dict[str, Any]:
+        """Return what a client wants to know of a sampling session.
+
+        Raises:
+            RequestError: there is no such session.
+        """
+        weights = self._weights_of(name)
+        path = None if weights is None else SCHEME + "/".join(weights.parts[-3:])
+        return {"sampler_id": name, "base_model": self.name, "model_path": path}
+
+    def weights_info(self, path: str) -> dict[str, Any]:
+        """Return what a client wants to know of saved weights.
+
+        Raises:
+            RequestError: there are none.
+        """
+        shape = shape_of(self._saved.find(path))
+        trains = {"train_attn": shape.attention, "train_mlp": shape.mlp, "train_unembed": shape.unembedding}
+        return {"base_model": self.name, "is_lora": True, "lora_rank": shape.rank, **trains}
+
+    def _weights_of(self, session: str) -> Path | None:
+        if session not in self._sessions:
+            raise RequestError(f"there is no sampling session '{session}'", field="sampling_session_id")
+        return self._sessions[session]
+
+    def sample(self, request: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Begin to sample; return the name of the future, and a name for each sequence."""
+        session, number, count = (
+            request.get("sampling_session_id"),
+            request.get("seq_id"),
+            request.get("num_samples") or 1,
+        )
+        if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:
+            raise RequestError(f"{count} samples are not in 1 to {_MOST_SAMPLES}", field="num_samples")
+        if session is None or number is None:
+            self._numbers += 1
+            name = f"sample-{self._numbers}-{secrets.token_hex(4)}"
+        else:
+            name = f"{session}:{number}"
+        self.futures.start(name, self._sample(name, request))
+        return name, [f"{name}:{index}" for index in range(count)]
+
+    def cancel(self, name: str) -> None:
+        """End the request of a sample; operations of models are never left out, because those after them depend on them."""
+        if name.startswith(("sampling-", "sample-")):
+            self.futures.cancel(name)
+
+    async def _sample(self, name: str, request: Mapping[str, Any]) -> Result:
+        session = request.get("sampling_session_id")
+        if session is None:
+            path = request.get("model_path")
+            self._check_base(request.get("base_model"))
+            weights = None if path is None else self._saved.find(path)
+        else:
+            weights = self._weights_of(session)
+        for unserved in (
+            "topk_prompt_logprobs",
+            "target_prompt_logprobs",
+            "prompt_alt_tokens_k",
+            "record_stability_info",
+        ):
+            if request.get(unserved):
+                raise RequestError(f"this server cannot serve '{unserved}'", field=unserved)
+        prompt = _tokens(request["prompt"], self._adapters.vocabulary)
+        params = self._params(request["sampling_params"], request.get("topk_sample_logprobs") or 0, len(prompt))
+        seed = request["sampling_params"].get("seed")
+        seed = secrets.randbits(62) if seed is None else int(seed)
+        count = request.get("num_samples") or 1
+        requests = [
+            GenerationRequest(f"{name}:{index}", prompt, params, derive_seed(seed, index)) for index in range(count)
+        ]
+        prompt_log_probs = await self._prompt_log_probs(weights, prompt) if request.get("prompt_logprobs") else None
+        completions = await asyncio.gather(*(self._sampler.complete(weights, one) for one in requests))
+        sequences = [
+            {
+                "tokens": completion.token_ids,
+                "log_probs": completion.log_probs,
+                "stopped": completion.stop_reason is StopReason.STOP,
+                "likeliest": completion.alternatives,
+            }
+            for completion in completions
+        ]
+        return Result(protobuf=wire.sample_response(sequences, prompt_log_probs))
+
+    def _params(self, given: Mapping[str, Any], top_log_probs: int, prompt: int) -> SamplingParams:
+        self._check_length(prompt + 1, "the prompt with one token of an answer")
+        room = self.limits.max_model_len - prompt
+        most = given.get("max_tokens") or room
+        self._check_length(prompt + most, "prompt and max_tokens")
+        stop = given.get("stop")
+        texts = (stop,) if isinstance(stop, str) else tuple(part for part in stop or () if isinstance(part, str))
+        ids = tuple(int(part) for part in stop or () if not isinstance(part, str)) if not isinstance(stop, str) else ()
+        temperature = float(given.get("temperature", 1.0))
+        if not math.isfinite(temperature) or temperature < 0:
+            raise RequestError(f"temperature {temperature:g} is not 0 or more", field="sampling_params.temperature")
+        return SamplingParams(
+            max_tokens=most,
+            temperature=temperature,
+            top_k=int(given.get("top_k", -1)),
+            top_p=float(given.get("top_p", 1.0)),
+            stop=texts,
+            stop_token_ids=self._stop_token_ids if stop is None else ids,
+            ignore_eos=stop is not None and not ids,
+            top_log_probs=top_log_probs,
+        )
+
+    async def _prompt_log_probs(self, weights: Path | None, prompt: Sequence[int]) -> list[float | None]:
+        if len(prompt) == 1:
+            return [None]
+        return [None, *await self._sampler.score(weights, Datum(prompt[:-1], prompt[1:], {}))]
+
+    def _check_length(self, tokens: int, what: str) -> None:
+        if tokens > self.limits.max_model_len:
+            raise RequestError(
+                f"{what}: {tokens} tokens, the most of this server is {self.limits.max_model_len}",
+                fix="shorter sequences, or a server with a larger --max-model-len",
+            )
+
+
+def _tokens(prompt: Mapping[str, Any], vocabulary: int) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Raises:
+        RequestError: it has other chunks than text, no token, or ids that the model lacks.
+    """
+    tokens: list[int] = []
+    for chunk in prompt.get("chunks") or ():
+        if "tokens" not in chunk:
+            raise RequestError("the prompt has a chunk that is not text", field="prompt")
+        tokens += [int(token) for token in chunk["tokens"]]
+    if not tokens:
+        raise RequestError("the prompt has no tokens", field="prompt")
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise RequestError(f"the prompt has ids that are not in 0 to {vocabulary - 1}", field="prompt")
+    return tokens

@@ -1,0 +1,1 @@
+"""Configurations of other libraries: launch scripts are followed, settings translated."""

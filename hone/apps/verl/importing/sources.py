@@ -1,0 +1,217 @@
+"""Sources of a run of verl: a launch script, a YAML file, or override lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.apps.verl.importing.completing import complete
+from hone.apps.verl.importing.llamafactory import import_llama_factory, is_llama_factory
+from hone.apps.verl.importing.settings import translate
+from hone.apps.verl.importing.translation import Translation
+from hone.apps.verl.launch import Argument, End, Launch, Trace, Trouble, follow, launches, other_programs, shown
+from hone.config.check import yaml_value
+from hone.config.overrides import parse_overrides
+from hone.errors import ConfigError
+
+_KNOWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
+"""Names of verl's own configuration files: they hold its defaults."""
+_OVERRIDE = re.compile(r"[+~]*[\w.@/]+=|~[\w.]+$")
+_SFT_BLOCKS, _RL_BLOCKS = {"model", "optim", "engine"}, {"actor_rollout_ref", "critic", "algorithm", "reward_model"}
+
+
+def import_script(
+    source: str,
+    *,
+    directory: Path,
+    arguments: Sequence[str] = (),
+    number: int | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Translation:
+    """Translate a launch script, or the override lines of a file.
+
+    Args:
+        source: text of the script, or one override per line.
+        directory: its directory, for the configuration files that it names.
+        arguments: arguments of the script.
+        number: number of the training command, from 1; needed when there are several.
+        variables: variables of the environment in which the script would run.
+
+    Raises:
+        ConfigError: the script has several training commands, and ``number`` does not choose one.
+    """
+    trace = follow(source, directory=str(directory), arguments=arguments, variables=variables)
+    training_commands, lost = launches(trace.started)
+    if not training_commands:
+        return _without_training(source, trace)
+    launch = _chosen(training_commands, number)
+    translation = Translation(launch.command, environment=launch.environment)
+    translation.remarks += trace.remarks
+    translation.not_understood += trace.troubles
+    _report_other_words(launch, translation)
+    lines = [*_file_settings(launch, directory, translation), *launch.settings]
+    lost = [word for word in lost if word.line > launch.line and word.text.strip()]
+    if lost and launch is training_commands[-1]:
+        what = "a comment above ends the command in a shell; the settings after it are used anyway"
+        translation.remarks.append(Trouble(lost[0].line, what))
+        lines += lost
+    translate(lines, translation)
+    if launch.command == "sft" and launch.processes is not None:
+        _add_processes(launch, launch.processes, translation)
+    if "one_step_off" in launch.program:
+        translation.add("trainer.async_training.max_staleness", 1, "the next batch is generated during training")
+    if not launch.program.endswith(("hone", "train")) or "." in launch.program:
+        complete(translation)
+    return translation
+
+
+def _add_processes(launch: Launch, processes: str, translation: Translation) -> None:
+    """Set the workers of a node to the number of processes that a launcher starts there."""
+    if not processes.isdigit():
+        what = f"the launcher starts {processes} processes on a node; set trainer.n_gpus_per_node to that number"
+        translation.remarks.append(Trouble(launch.line, what))
+    elif translation.values.get("trainer.n_gpus_per_node", 1) != int(processes):
+        translation.add(
+            "trainer.n_gpus_per_node", int(processes), f"the launcher starts {processes} processes on a node"
+        )
+
+
+def _without_training(source: str, trace: Trace) -> Translation:
+    """Translate override lines; a script that starts no training is not understood."""
+    if trace.end is not None:
+        return Translation(not_understood=[*trace.troubles, _ended(trace.end)])
+    others = [Trouble(line, f"{name} trains nothing") for line, name in other_programs(trace.started)]
+    lines = _plain_lines(source)
+    settings = sum(_OVERRIDE.match(line.text) is not None for line in lines)
+    if not others and not source.startswith("#!") and 0 < len(lines) <= 2 * settings:
+        return import_overrides(lines)
+    nothing = [Trouble(0, "the script starts no training command")]
+    return Translation(not_understood=others or trace.troubles or nothing)
+
+
+def _ended(end: End) -> Trouble:
+    what = f"the script ends here ({end.command}), before a training command"
+    if end.variables:
+        what += f"; a condition asks for {', '.join(end.variables)}: give the value with --set {end.variables[0]}=VALUE"
+    return Trouble(end.line, what)
+
+
+def _report_other_words(launch: Launch, translation: Translation) -> None:
+    """Report why each word that does not set a key is not translated."""
+    for word in launch.strays:
+        text = shown(word.text)
+        if re.fullmatch(r"(\$\w+|\$\(\.\.\.\))+", text) and text != word.text:
+            what = f"{text} is among the settings, but its content is unknown until the script runs, so it is not translated"
+            notes = translation.remarks if launch.settings else translation.not_understood
+            notes.append(Trouble(word.line, what))
+        else:
+            translation.not_understood.append(Trouble(word.line, text))
+
+
+def import_overrides(lines: Sequence[Argument]) -> Translation:
+    """Translate override lines of verl, for reinforcement learning or supervised fine-tuning according to their blocks."""
+    translation = Translation(_command_of(line.text.lstrip("+~") for line in lines))
+    translate(list(lines), translation)
+    complete(translation)
+    return translation
+
+
+def import_yaml(source: str) -> Translation:
+    """Translate a configuration file of verl, or of LLaMA-Factory.
+
+    Raises:
+        ConfigError: it is not a mapping in YAML.
+    """
+    tree = _mapping(source, "the file")
+    if is_llama_factory(tree):
+        return import_llama_factory(tree)
+    lines = _flat(tree)
+    translation = Translation(_command_of(line.text for line in lines))
+    translate(lines, translation)
+    complete(translation)
+    return translation
+
+
+def _command_of(keys: Iterable[str]) -> str:
+    """Return the command of some keys: supervised fine-tuning has a top-level block model, reinforcement learning has roles."""
+    blocks = {key.partition("=")[0].partition(".")[0] for key in keys}
+    return "sft" if blocks & _SFT_BLOCKS and not blocks & _RL_BLOCKS else "train"
+
+
+def _plain_lines(source: str) -> list[Argument]:
+    """The lines of a text of overrides, shell quotes and continuations taken off."""
+    lines = []
+    for number, line in enumerate(source.splitlines(), start=1):
+        text = line.strip().removesuffix("\\").strip()
+        if text and not text.startswith("#"):
+            lines.append(Argument(_unquoted(text), number))
+    return lines
+
+
+def _unquoted(text: str) -> str:
+    """Return the line as a shell passes it to a program, when it is a single shell word."""
+    trace = follow(f"line {text}")
+    words = [word.text for command in trace.started for word in command.words[1:]]
+    plain = words[0] if len(words) == 1 and not trace.troubles and "${" not in text else text
+    return plain if not parse_overrides([plain])[1] else text
+
+
+def _chosen(commands: list[Launch], number: int | None) -> Launch:
+    if number is not None and 1 <= number <= len(commands):
+        return commands[number - 1]
+    if len(commands) == 1 and number is None:
+        return commands[0]
+    listed = "; ".join(f"{at}: {launch.program} in line {launch.line}" for at, launch in enumerate(commands, start=1))
+    raise ConfigError(
+        f"the script starts {len(commands)} training commands ({listed})",
+        why="a configuration describes one run",
+        fix=f"choose one with --launch 1 ... --launch {len(commands)}",
+        where="--launch",
+    )
+
+
+def _file_settings(launch: Launch, directory: Path, translation: Translation) -> list[Argument]:
+    """The settings of the configuration file that a launch names, where it can be found."""
+    options = launch.options
+    name = next((options[option] for option in ("--config-name", "-cn") if option in options), None)
+    if name is None:
+        return []
+    stem = name.removesuffix(".yaml")
+    folder = next((options[o] for o in ("--config-path", "--config-dir", "-cp", "-cd") if o in options), ".")
+    for base in (Path(folder), directory / folder, directory / "config", directory):
+        file = base / f"{stem}.yaml"
+        if file.is_file():
+            return _flat(_mapping(file.read_text(encoding="utf-8"), str(file)))
+    if stem not in _KNOWN_FILES:
+        what = (
+            f"the keys of {stem}.yaml are not translated: the file is not here; `hone config import {stem}.yaml` does"
+        )
+        translation.remarks.append(Trouble(launch.line, what))
+    return []
+
+
+def _mapping(source: str, name: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(source)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{name} is not valid YAML: {' '.join(str(error).split())}", fix="correct the line"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} holds no mapping of keys", fix="a configuration file is a mapping of blocks")
+    return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[Argument]:
+    lines = []
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            lines += _flat(value, f"{path}.")
+        elif name != "_target_":
+            lines.append(Argument(f"{path}={yaml_value(value)}", 0))
+    return lines

@@ -1,0 +1,330 @@
+"""Following a launch script without executing it, up to the training commands that it would start."""
+
+from __future__ import annotations
+
+import fnmatch
+import posixpath
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tree_sitter import Node
+
+from hone.apps.verl.launch.conditions import holds
+from hone.apps.verl.launch.ending import End, names_around
+from hone.apps.verl.launch.expansion import Variables
+from hone.apps.verl.launch.grammar import faults, line_of, parse, text_of, words_of
+from hone.apps.verl.launch.programs import inner_script, output_of
+from hone.apps.verl.launch.words import UNDECIDED, Argument, Started, Trouble, is_open, is_setting, mark
+
+_DEPTH, _STEPS, _ROUNDS = 20, 20_000, 100
+"""Bounds of nesting, of commands, and of the rounds of one loop."""
+
+
+@dataclass
+class Trace:
+    """The commands that a script would start, and what could not be followed."""
+
+    started: list[Started] = field(default_factory=list)
+    troubles: list[Trouble] = field(default_factory=list)
+    remarks: list[Trouble] = field(default_factory=list)
+    end: End | None = None
+
+
+class _Exit(Exception):
+    end: End | None = None
+
+
+def follow(
+    source: str, *, directory: str = ".", arguments: Iterable[str] = (), variables: Mapping[str, str] | None = None
+) -> Trace:
+    """Follow a script and return the commands that it would start.
+
+    Args:
+        source: text of the script.
+        directory: its directory.
+        arguments: arguments of the script.
+        variables: variables of the environment in which it would run.
+    """
+    walk = _Walk(directory, list(arguments), dict(variables or {}))
+    try:
+        walk.script(source)
+    except _Exit as left:
+        walk.trace.end = left.end
+    except RecursionError:
+        walk.trace.troubles.append(Trouble(1, "the script is nested too deeply"))
+    return walk.trace
+
+
+class _Walk:
+    """Follows commands in order. Each one's truth is True, False, or None where only the machine decides it."""
+
+    def __init__(self, directory: str, arguments: list[str], variables: dict[str, str]) -> None:
+        self.trace = Trace()
+        self._variables = Variables(directory, self._output, values={**variables}, arguments=arguments)
+        self._functions: dict[str, Node] = {}
+        self._printed: list[str] | None = None
+        """What a command substitution has printed so far; None outside of one."""
+        self._folder, self._depth, self._steps, self._lines_before = ".", 0, 0, 0
+
+    def script(self, source: str, lines_before: int = 0) -> bool | None:
+        """Follow a script's text; ``lines_before`` is where it begins inside the outer script."""
+        root, outer, self._lines_before = parse(source), self._lines_before, lines_before
+        for fault in list(faults(root))[:1]:
+            self._note(self.trace.troubles, fault, f"not shell: {text_of(fault).strip()[:60] or fault.type}")
+        try:
+            return self._all(root.named_children)
+        finally:
+            self._lines_before = outer
+
+    def _note(self, notes: list[Trouble], node: Node, what: str) -> None:
+        notes.append(Trouble(self._lines_before + line_of(node), what))
+
+    def _all(self, nodes: Iterable[Node]) -> bool | None:
+        truth: bool | None = True
+        for node in nodes:
+            truth = self._one(node) if node.type != "comment" else truth
+        return truth
+
+    def _one(self, node: Node) -> bool | None:
+        self._steps += 1
+        if self._steps > _STEPS:
+            self._note(self.trace.troubles, node, f"more than {_STEPS} commands run before this line")
+            raise _Exit
+        match node.type:
+            case "command":
+                return self._command(node)
+            case "variable_assignment":
+                self._assign(node)
+            case "variable_assignments" | "declaration_command":
+                self._all(child for child in node.named_children if child.type == "variable_assignment")
+            case "unset_command":
+                for child in node.named_children:
+                    self._variables.values.pop(text_of(child), None)
+            case "test_command":
+                return holds(self._flat(node)[1:-1])
+            case "list":
+                return self._list(node)
+            case "negated_command":
+                truth = self._all(node.named_children)
+                return None if truth is None else not truth
+            case "pipeline":
+                if self._printed is None:
+                    self._all(node.named_children)
+                self._print(mark("OUTPUT"))
+                return None
+            case "redirected_statement":
+                return self._redirected(node)
+            case "if_statement":
+                self._if(node)
+            case "case_statement":
+                self._case(node)
+            case "for_statement":
+                self._for(node)
+            case "while_statement" | "c_style_for_statement":
+                if _sets(node):
+                    self._note(self.trace.remarks, node, "a loop that only the machine can decide about is left out")
+            case "function_definition":
+                self._functions[text_of(node.child_by_field_name("name"))] = node.children[-1]
+            case "compound_statement" if node.children[0].type == "((":
+                value = "".join(self._guarded(node, lambda: [self._variables.arithmetic(node)]))
+                return None if not value or is_open(value) else value != "0"
+            case "compound_statement" | "subshell" | "do_group" | "ERROR":
+                return self._all(node.named_children)
+        return True
+
+    def _guarded(self, node: Node, expand: Callable[[], list[str]]) -> list[str]:
+        """Expand a node; one without a value is a trouble, and becomes nothing."""
+        try:
+            return expand()
+        except ValueError as error:
+            self._note(self.trace.troubles, node, str(error))
+            return []
+
+    def _fields(self, nodes: Iterable[Node]) -> list[Argument]:
+        """Expand written words, each with its line."""
+        return [
+            Argument(text, self._lines_before + line_of(word[0]))
+            for word in words_of(node for node in nodes if node.type != "comment")
+            for text in self._guarded(word[0], lambda word=word: self._variables.fields(word))
+        ]
+
+    def _text(self, node: Node | None) -> str:
+        return "".join(self._guarded(node, lambda: [self._variables.text(node)])) if node is not None else ""
+
+    def _flat(self, node: Node) -> list[str]:
+        """The operators and operands of a condition, in their order."""
+        if node.type.endswith("_expression") or node.type == "test_command":
+            return [word for child in node.children for word in self._flat(child)]
+        return [self._text(node) if node.is_named else node.type]
+
+    def _list(self, node: Node) -> bool | None:
+        left, how, right = (child for child in node.children if child.type != "comment")
+        before = len(self._printed or ())
+        truth = self._one(left)
+        if self._printed is not None and truth is None:  # a probe of the machine, taken as failed
+            del self._printed[before:]
+            truth = False
+        if how.type == "&&":
+            return False if truth is False else self._one(right)
+        if truth or (truth is None and not _sets(right)):
+            return truth
+        return self._one(right)
+
+    def _redirected(self, node: Node) -> bool | None:
+        body = node.child_by_field_name("body")
+        if body is None:
+            return True
+        document = next((child for child in node.children if child.type == "heredoc_redirect"), None)
+        if document is None or text_of(body) != "cat":
+            return self._one(body)
+        start, text = (next(c for c in document.children if c.type == f"heredoc_{n}") for n in ("start", "body"))
+        self._print(text_of(text) if text_of(start)[0] in "'\"\\" else self._text(text))
+        return True
+
+    def _if(self, node: Node) -> None:
+        undecided: list[Node] | None = None
+        for clause in (node, *(child for child in node.children if child.type in ("elif_clause", "else_clause"))):
+            parts = [c for c in clause.children if c.type not in ("elif_clause", "else_clause")]
+            then = next((at for at, child in enumerate(parts) if child.type == "then"), 0)
+            truth = self._all(child for child in parts[:then] if child.is_named)
+            body = [child for child in parts[then:] if child.is_named]
+            if truth is None:
+                self._note(self.trace.remarks, clause, "only the machine can decide this condition: taken as false")
+                undecided = body if undecided is None else undecided
+            if truth:
+                try:
+                    self._all(body)
+                except _Exit:
+                    if undecided is None:
+                        raise
+                    self._note(self.trace.remarks, node, "the script ends otherwise: the condition is taken as true")
+                    self._all(undecided)
+                return
+
+    def _case(self, node: Node) -> None:
+        value = self._text(node.child_by_field_name("value"))
+        for item in (child for child in node.children if child.type == "case_item"):
+            patterns = item.children_by_field_name("value")
+            if not any(fnmatch.fnmatchcase(value, self._text(pattern)) for pattern in patterns):
+                continue
+            try:
+                self._all(child for child in item.named_children if child not in patterns)
+            except _Exit:
+                if not is_open(value):
+                    raise
+            return
+
+    def _for(self, node: Node) -> None:
+        words = node.children_by_field_name("value")
+        values = [word.text for word in self._fields(words)] if words else self._variables.arguments
+        for value in values[:_ROUNDS]:
+            self._variables.values[text_of(node.child_by_field_name("variable"))] = value
+            self._all(node.children_by_field_name("body"))
+
+    def _command(self, node: Node) -> bool | None:
+        name = node.child_by_field_name("name")
+        if name is None or not text_of(name):
+            return True
+        words = self._fields([name.children[0], *node.children_by_field_name("argument")])
+        assigned = (child for child in node.children if child.type == "variable_assignment")
+        environment = tuple(text_of(child.child_by_field_name("name")) for child in assigned)
+        try:
+            return self._run(words, environment) if words else True
+        except _Exit as left:
+            left.end = left.end or End(self._lines_before + line_of(node), text_of(node), names_around(node))
+            raise
+
+    def _run(self, arguments: list[Argument], environment: tuple[str, ...]) -> bool | None:
+        words = [argument.text for argument in arguments]
+        match words:
+            case ["test", *inside]:
+                return holds(inside)
+            case ["false", *_]:
+                return False
+            case ["exit" | "return", *_]:
+                raise _Exit
+            case ["shift", *count]:
+                del self._variables.arguments[: int(count[0]) if count and count[0].isdigit() else 1]
+                return True
+            case ["set", "--", *given]:
+                self._variables.arguments = given
+                return True
+            case ["cd", *_, folder]:
+                self._folder = posixpath.normpath(folder)
+                return True
+            case ["true" | ":" | "set" | "source" | "." | "mkdir" | "ulimit", *_]:
+                return True
+            case ["eval", *rest]:
+                return self._nested(lambda: self.script(" ".join(rest), arguments[0].line - 1))
+        if words[0] in self._functions:
+            return self._call(words)
+        printed = output_of(words, self._folder)
+        if printed is not None:
+            self._print(printed)
+            return True
+        inner = inner_script(words)
+        if inner is not None:
+            return self._nested(lambda: self.script(words[inner], arguments[inner].line - 1))
+        if self._printed is None:
+            self.trace.started.append(Started(tuple(arguments), environment, arguments[0].line))
+        self._print(mark("OUTPUT"))
+        return None
+
+    def _print(self, text: str) -> None:
+        if self._printed is not None:
+            self._printed.append(text)
+
+    def _output(self, node: Node) -> str:
+        """Return the output of a command substitution; a mark when it depends on the machine."""
+        if node.child_by_field_name("redirect") is not None:
+            return mark("OUTPUT")
+        outer = self._printed, self._folder, self._variables.values
+        self._printed, self._variables.values = [], dict(self._variables.values)
+        try:
+            self._nested(lambda: self._all(node.named_children))
+            return "\n".join(self._printed).rstrip("\n")
+        finally:
+            self._printed, self._folder, self._variables.values = outer
+
+    def _assign(self, node: Node) -> None:
+        target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        values, name = self._variables.values, text_of(target)
+        appends, before = any(child.type == "+=" for child in node.children), values.get(name)
+        if value is not None and value.type == "array":
+            items = [item.text for item in self._fields(value.named_children)]
+            old = [before] if isinstance(before, str) else before or []
+            values[name] = [*old, *items] if appends else items
+            return
+        text = self._text(value)
+        if any(text == mark(undecided) for undecided in UNDECIDED):
+            text = mark(name, computed=True)
+        if isinstance(before, list) and appends:
+            values[name] = ["".join([*before[:1], text]), *before[1:]]
+        else:
+            values[name] = f"{before or ''}{text}" if appends else text
+
+    def _call(self, words: list[str]) -> bool | None:
+        outer, self._variables.arguments = self._variables.arguments, words[1:]
+        try:
+            return self._nested(lambda: self._one(self._functions[words[0]]))
+        finally:
+            self._variables.arguments = outer
+
+    def _nested(self, follow_: Callable[[], bool | None]) -> bool | None:
+        """Follow a function, a substitution or a script inside a word; its end is not the end of the outer script."""
+        if self._depth >= _DEPTH:
+            return None
+        self._depth += 1
+        try:
+            return follow_()
+        except _Exit:
+            return None
+        finally:
+            self._depth -= 1
+
+
+def _sets(node: Node) -> bool:
+    """Tell whether something inside a command sets a variable, or a key of a training run."""
+    if node.type == "variable_assignment" or (node.type in ("word", "concatenation") and is_setting(text_of(node))):
+        return True
+    return any(_sets(child) for child in node.children)
