@@ -157,8 +157,8 @@ class RewardHacking(Detector):
     changes = "terms of the reward, `reward.overlong_buffer.enable`, `use_kl_loss`, `optim.lr`"
     reads = ("critic/score/mean",)
     fires = (
-        "since the best validation the training score rose by more than 0.1 of its range (rlwatch: drift 0.1) and the held-out score "
-        "fell by as much, in 2 validations in a row"
+        "since the best validation the training score rose by more than 0.1 of the range that it had until then (rlwatch: drift 0.1) "
+        "and the held-out score fell by as much, in 2 validations in a row"
     )
     why = "the policy learns what the reward pays for, not the task"
     columns = ("score", "text")
@@ -168,7 +168,8 @@ class RewardHacking(Detector):
         super().__init__(settings)
         self._reward, self._streak = Reward(10), Streak()
         self._symptom: Symptom | None = None
-        self._best: dict[str, tuple[float, float, float]] = {}  # held-out score, train score and length then
+        self._best: dict[str, tuple[float, float, float, float]] = {}
+        """Best held-out score; the train score, the length and the range of train scores then, which a hack widens later."""
 
     def examine(self, metrics: Metrics) -> Symptom | None:
         self._reward.add(metrics)
@@ -176,12 +177,13 @@ class RewardHacking(Detector):
         if not held_out or not self._reward.means:
             return self._symptom if self._streak.length >= 2 else None
         train, length = fmean(self._reward.means), metrics.get("response_length/mean", 0.0)
-        scale = self.drift * (self._reward.highest - self._reward.lowest)
+        span = self._reward.highest - self._reward.lowest
         widest: tuple[float, str] | None = None
         for name, value in held_out.items():
-            best = self._best.setdefault(name, (value, train, length))
+            best = self._best.setdefault(name, (value, train, length, span))
+            scale = self.drift * (best[3] or span)
             if value >= best[0]:
-                self._best[name] = (value, train, length)
+                self._best[name] = (value, train, length, span)
             elif scale > 0 and best[0] - value > scale and train - best[1] > scale:
                 widest = max(widest or (0.0, ""), (best[0] - value, name))
         if self._streak.add(widest is not None) < 2 or widest is None:
@@ -191,7 +193,7 @@ class RewardHacking(Detector):
         return self._symptom
 
     def _describe(self, name: str, value: float, train: float, metrics: Metrics) -> Symptom:
-        score, train_then, length_then = self._best[name]
+        score, train_then, length_then, _ = self._best[name]
         what = f"the training score rose {train_then:.3g} -> {train:.3g}, while {name} fell {score:.3g} -> {value:.3g}"
         terms = {name: metrics[name] for name in metrics if name.startswith("reward/") and name.endswith("/mean")}
         shown = ", ".join(f"{name} {mean:.3g}" for name, mean in terms.items()) or "the reward has one term"

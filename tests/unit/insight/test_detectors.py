@@ -389,6 +389,16 @@ def test_a_validation_that_ends_later_is_read_with_the_next_step(tmp_path: Path)
     assert detected.count("reward_hacking") == 1
 
 
+def test_a_hack_that_widens_the_range_of_the_reward_is_seen(tmp_path: Path):
+    seen, detected = watch(tmp_path), []
+    for step in range(1, 81):
+        gain = max(0.0, (step - 30) / 5)  # a term without bound, from step 30 on
+        held_out = {"val-core/gsm8k/acc/mean@1": 0.85 - 0.03 * gain} if step % 10 == 0 else {}
+        scores = {"critic/score/mean": 1.0 + gain, "critic/score/min": 0.0, "critic/score/max": 1.5 + 3 * gain}
+        detected += [alert.detector for alert in seen.observe(step, healthy(step)[0] | scores | held_out)]
+    assert "reward_hacking" in detected, "the fall of 0.3 is less than a tenth of the range at the end, 3.1"
+
+
 def test_an_alert_names_the_samples_of_the_nearest_archived_step(tmp_path: Path):
     seen = watch(tmp_path)
     log_probs = [([-1.0, -1.0], [-1.0, -1.1]), ([-1.0, -1.0], [-1.0, -9.0]), ([-1.0], [-3.0])]
