@@ -11,8 +11,26 @@ from hone.algorithms.aggregate import aggregate_loss
 from hone.algorithms.divergences import DIVERGENCES, LOG_PROB_FLOOR, divergence
 from hone.algorithms.kl import KL_KINDS, kl_penalty
 from hone.algorithms.masked import masked_mean, where_mask, wide
-from hone.algorithms.spans import span_sums
 from hone.errors import ConfigError, did_you_mean
+
+
+def span_sums(values: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each token the sum of its span, and the number of tokens in it; differentiable.
+
+    >>> sums, sizes = span_sums(torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0, 0, 1]]))
+    >>> sums.tolist(), sizes.tolist()
+    ([[3.0, 3.0, 4.0]], [[2.0, 2.0, 1.0]])
+
+    Args:
+        values: ``[B, T]``.
+        spans: ``[B, T]`` int64, the span of each token, below ``T``; -1 outside of the response, where the result is the value itself.
+    """
+    inside = spans >= 0
+    index = spans.clamp(min=0)
+    sums = torch.zeros_like(values).scatter_add(-1, index, torch.where(inside, values, 0.0))
+    sizes = torch.zeros_like(values).scatter_add(-1, index, inside.to(values))
+    return torch.where(inside, sums.gather(-1, index), values), torch.where(inside, sizes.gather(-1, index), 1.0)
+
 
 TOP_K = "_topk"
 DISTILLATION_MODES = (*KL_KINDS, *DIVERGENCES, *(kind + TOP_K for kind in DIVERGENCES))
@@ -51,7 +69,7 @@ def distillation_token_loss(
         log_prob_min_clamp: smallest log-prob (negative); smaller ones are raised to it and get no gradient.
         loss_max_clamp: a token's loss is limited to +- this (positive), without gradient beyond.
         spans: ``[B, T]`` int64, for estimates from the sampled token: the log-probs of a span's tokens are added up, the distance is of
-            these sums, and each token of the span gets an equal part of it. See :func:`~hone.algorithms.spans.span_sums`.
+            these sums, and each token of the span gets an equal part of it. See :func:`~hone.algorithms.distillation.span_sums`.
 
     Raises:
         ConfigError: unknown mode, a clamp of the wrong sign, ``tail_bucket=false`` for another mode, or spans of distributions.

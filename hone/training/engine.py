@@ -7,8 +7,10 @@ normalises and gives all ranks the same number of micro-batches. The backend app
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +28,51 @@ from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
 from hone.models.offload import ActivationOffload
-from hone.training.clock import DeviceClock
 from hone.training.loss_scale import LossScale
 from hone.training.microbatches import MicroBatchRecorder
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
 from hone.training.updates import LossFn, Outputs, PartialLoss, Statistics, Totals
+
+
+class DeviceClock:
+    """Adds up the durations of blocks on a device.
+
+    On CUDA the host only queues work, so its own clock would measure the launches. There a block is timed by two events on the
+    current stream: from the moment at which the device reaches the block until it has computed all of it. Only :meth:`take` waits.
+
+    Args:
+        device: that computes; for all but CUDA the host's clock counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the block."""
+        if not self._on_cuda:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._events.append((start, end))
+
+    def take(self) -> float:
+        """Return the seconds since the last call; on CUDA after the device has computed all blocks."""
+        events, self._events = self._events, []
+        if events:
+            events[-1][1].synchronize()
+        seconds = self._seconds + sum(start.elapsed_time(end) for start, end in events) / 1e3
+        self._seconds = 0.0
+        return seconds
+
 
 Forward = Callable[[Head, PackedSequences, bool], dict[str, Tensor]]
 """(head, packed micro-batch, with_entropy) to the head's outputs, each ``[U]``; with a gradient where it is enabled."""

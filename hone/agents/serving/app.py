@@ -24,7 +24,6 @@ from hone.agents.serving.intake import check_structure, max_request_bytes, read_
 from hone.agents.serving.messages import CountBody, MessagesBody, MessagesCall, count_tokens
 from hone.agents.serving.messages.errors import error_body, is_messages_path, status_of
 from hone.agents.serving.metrics import CONTENT_TYPE, CountedApp
-from hone.agents.serving.refusals import no_such_path
 from hone.agents.serving.replicas import ReplicaRoutes
 from hone.agents.serving.responses import ResponsesBody, ResponsesCall, ResponseStore
 from hone.agents.serving.service import Service
@@ -35,6 +34,44 @@ from hone.agents.serving.text import TextCall
 from hone.agents.serving.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from hone.agents.serving.wire import ChatBody, TextBody, decode, parse
 from hone.agents.serving.workers import Workers
+
+SERVED = (
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize, /metrics, /version, "
+    "/health and /sessions/<id>"
+)
+ANOTHER_KIND = {
+    "/v1/embeddings": "embeddings",
+    "/v1/audio": "speech",
+    "/v1/images": "images",
+    "/v1/moderations": "moderation",
+    "/v1/rerank": "scores of documents",
+    "/v1/score": "scores of texts",
+    "/pooling": "embeddings",
+    "/classify": "classes",
+    "/score": "scores of texts",
+    "/rerank": "scores of documents",
+}
+"""What the paths below a prefix give."""
+ANOTHER_SERVICE = ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/fine_tuning", "/v1/vector_stores", "/v1/assistants",
+                   "/v1/threads", "/v1/realtime", "/v1/conversations", "/v1/evals")  # fmt: skip
+"""Prefixes of OpenAI's services apart from a model."""
+
+
+def no_such_path(method: str, path: str) -> ApiError:
+    """Return the error for a path without a route."""
+    kind = next((kind for prefix, kind in ANOTHER_KIND.items() if _is_below(path, prefix)), None)
+    if kind is not None:
+        problem = f"this server's model generates text, and {path} is for {kind}"
+    elif any(_is_below(path, prefix) for prefix in ANOTHER_SERVICE):
+        problem = f"{path} is a service of OpenAI that this server does not have"
+    else:
+        problem = f"{method} {path} does not exist"
+    return ApiError(404, f"{problem}; served are {SERVED}", code="not_found")
+
+
+def _is_below(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}/")
+
 
 B = TypeVar("B", bound=BaseModel)
 R = TypeVar("R")

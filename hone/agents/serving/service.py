@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +20,6 @@ from hone.agents.rendering.template import Template
 from hone.agents.serving.errors import ApiError, bad_request, too_long
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.options import named_by_options
-from hone.agents.serving.prompt_size import PromptSize
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody, TextBody
 from hone.data.tokenizer import decoded
@@ -29,6 +28,59 @@ from hone.generation.grammars import check_compiles
 from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Alternatives, Completion, Constraint, GenerationRequest, SamplingParams
 from hone.insight.audit import AuditLog
+
+_USUAL_CHARACTERS = 8
+"""Characters per token below which a text is tokenized at once; text of people has about 4."""
+_PIECE = 2**16
+"""Characters of a piece of a longer text."""
+
+
+class PromptSize:
+    """Refuses text that cannot fit in the context, without tokenizing all of it.
+
+    A token stands for at most as many characters as its name in the vocabulary. So a text of more characters than ``max_tokens``
+    such tokens cannot fit. Most tokens are shorter than the longest one: a text that passes and is unusually long is tokenized piece
+    by piece, and refused at twice the context length, which is more than the cuts can add.
+
+    Args:
+        tokenizer: of the model.
+        max_tokens: context length.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Maximum of characters in a prompt."""
+        return self._max_tokens * max(map(len, self._tokenizer.get_vocab()))
+
+    def check(self, texts: Iterable[str], param: str) -> None:
+        """Check that texts fit in one prompt together.
+
+        Args:
+            texts: of the prompt.
+            param: field of the request.
+
+        Raises:
+            ApiError: they cannot fit.
+        """
+        texts = list(texts)
+        characters = sum(map(len, texts))
+        if characters > self.max_characters:
+            raise too_long(f"{characters} characters", self._max_tokens, param)
+        if characters > _USUAL_CHARACTERS * self._max_tokens:
+            self._count(texts, param)
+
+    def _count(self, texts: list[str], param: str) -> None:
+        tokens = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                encoded: Any = self._tokenizer(text[start : start + _PIECE], add_special_tokens=False)
+                tokens += len(encoded["input_ids"])
+                if tokens > 2 * self._max_tokens:
+                    raise too_long(f"more than {tokens // 2} tokens", self._max_tokens, param)
+
 
 MAX_RENDERERS = 32
 """Maximum of kept renderers, one for each combination of template arguments."""

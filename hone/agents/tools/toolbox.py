@@ -19,7 +19,6 @@ from hone.agents.episode import Episode
 from hone.agents.messages import Message, ToolCall, text_of_parts, tool_message
 from hone.agents.tools.base import Schema, Tool, ToolError, ToolResult
 from hone.agents.tools.noise import Noisy, with_noise
-from hone.agents.tools.truncation import truncate
 from hone.config.agents import MultiTurnConfig
 from hone.data.episode_log import CallRecord, CallStatus
 from hone.data.images import IMAGE_PARTS, read_image
@@ -27,6 +26,41 @@ from hone.data.row_images import part_image
 from hone.errors import ConfigError, DataError, HoneError, NoVerdict, did_you_mean
 from hone.insight.audit import AuditLog
 from hone.text import valid_text
+
+_CHARACTERS_PER_TOKEN = 32
+"""Characters tokenized per allowed token on either side, so that huge results are not tokenized completely."""
+
+
+def truncate(text: str, limit: int, side: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """Truncate a text to ``limit`` tokens with a mark; also return whether it was truncated.
+
+    Args:
+        text: text of any length.
+        limit: maximum tokens kept, without the mark.
+        side: side to remove: ``left``, ``middle`` or ``right``.
+        tokenizer: tokenizer that counts the tokens.
+    """
+    reach = limit * _CHARACTERS_PER_TOKEN
+    if len(text) <= 2 * reach:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= limit:
+            return text, False
+        head, tail = ids, ids
+    else:
+        head = tokenizer.encode(text[:reach], add_special_tokens=False)
+        tail = tokenizer.encode(text[-reach:], add_special_tokens=False)
+
+    def words(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids)).strip("\ufffd")
+
+    if side == "right":
+        return f"{words(head[:limit])}...(truncated)", True
+    if side == "left":
+        return f"(truncated)...{words(tail[-limit:])}", True
+    first = (limit + 1) // 2
+    last = words(tail[len(tail) - (limit - first) :])
+    return f"{words(head[:first])}...(truncated)...{last}", True
+
 
 log = logging.getLogger("hone.agents.tools")
 

@@ -13,7 +13,7 @@ from support.ragged_cases import Case, build
 from torch import Tensor
 
 from hone.algorithms import policy_losses, rollout_correction
-from hone.algorithms.policy_losses.selection import draw, draw_largest, exact_mean
+from hone.algorithms.policy_losses.covariance import draw, draw_largest, exact_mean
 from hone.errors import ConfigError
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hone.algorithms import distillation_advantages
-from hone.algorithms.distillation import distillation_token_loss
-from hone.algorithms.spans import span_sums
+from hone.algorithms.distillation import distillation_token_loss, span_sums
 from hone.errors import ConfigError
 
 SAMPLED = ("k1", "abs", "k2", "k3")

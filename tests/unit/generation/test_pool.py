@@ -22,8 +22,7 @@ from hone.errors import GenerationError, ProcessError
 from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.pool.concurrency import Concurrency
 from hone.generation.pool.replica import Replica
-from hone.generation.pool.supervision import within
-from hone.generation.pool.weights import PublishedWeights
+from hone.generation.pool.supervision import PublishedWeights, within
 from hone.generation.protocol import Completion
 
 pytestmark = pytest.mark.application("hone/generation")

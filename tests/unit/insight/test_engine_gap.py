@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hone.apps.lab.engine_gap import THRESHOLDS, Threshold, Verdict, judge
+from hone.apps.lab.mismatch import THRESHOLDS, Threshold, Verdict, judge
 from hone.insight.metrics import find_metric
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from hone.training.clock import DeviceClock
+from hone.training.engine import DeviceClock
 
 
 def test_blocks_add_up_and_are_taken_once() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.models import random_batch
 
 from hone.data.ragged import Ragged
-from hone.training.token_keys import token_keys
+from hone.training.objectives import token_keys
 
 
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 12), data=st.data())

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification, PreTrainedTokenizerBase
 
 from hone.config.model import ModelConfig
 from hone.config.parallel import FsdpConfig, ParallelConfig
@@ -21,13 +21,28 @@ from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import Head
-from hone.models.images import find_processor
+from hone.models.images import attach_processor, find_processor
 from hone.models.kernels.cpu.memory import heap_watch
-from hone.models.loading import adapter_off, causal_lm, with_adapter
+from hone.models.loading import (
+    REWARD_SETTINGS,
+    VALUE_SETTINGS,
+    adapter_off,
+    as_policy,
+    as_reward_model,
+    causal_lm,
+    image_processor,
+    load_empty,
+    policy_factory,
+    prepare,
+    reward_factory,
+    value_head,
+    with_adapter,
+)
+from hone.models.padding import set_model_padding
+from hone.models.streaming import WeightFiles, fill, materialise
 from hone.training.backends.fsdp2.gradients import clip_gradients
-from hone.training.backends.fsdp2.loading import load_sharded
 from hone.training.backends.fsdp2.pipeline import Fsdp2PipelineLoop, StageComputation
-from hone.training.backends.fsdp2.sharding import Sharded
+from hone.training.backends.fsdp2.sharding import Sharded, shard_model
 from hone.training.backends.fsdp2.tensor_parallel import add_partial_gradients
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.checkpoints.model_state import ModelStager
@@ -37,6 +52,38 @@ from hone.training.layout import Meshes
 from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import ProcessRanks
 from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, Statistics, UpdateResult
+
+
+def load_sharded(
+    kind: ModelKind, config: ModelConfig, settings: TrainSettings, *, fsdp: FsdpConfig, meshes: Meshes, seed: int
+) -> Sharded:
+    """Create parameters without storage, shard them, and load the shards one tensor at a time. Collective.
+
+    Raises:
+        ModelError: the model cannot be loaded or sharded with this layout.
+    """
+    model, files = _empty(kind, config, seed)
+    sharded = shard_model(model, meshes, fsdp, settings.dtype, settings.compile_layers)
+    materialise(sharded.computation, torch.device("cpu") if fsdp.offload_policy else settings.device)
+    fill(causal_lm(model), files, fresh=("score.", "classifier.") if kind in ("value", "reward") else ())
+    return sharded
+
+
+def _empty(kind: ModelKind, config: ModelConfig, seed: int) -> tuple[nn.Module, WeightFiles]:
+    if kind == "reward":
+        factory = reward_factory(config)
+        model, files = load_empty(factory, config, **REWARD_SETTINGS)
+        ready = as_reward_model(model, factory, config, seed=seed, trainable=True)
+        set_model_padding(ready, config)
+        return ready, files
+    if kind != "value":
+        model, files = load_empty(policy_factory(config), config)
+        attach_processor(model, image_processor(config))
+        return as_policy(model, config, seed=seed, trainable=kind == "policy"), files
+    model, files = load_empty(AutoModelForTokenClassification, config, **VALUE_SETTINGS)
+    value_head(model)
+    prepare(model, config)
+    return model, files
 
 
 class Fsdp2Backend:

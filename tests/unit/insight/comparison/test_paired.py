@@ -14,8 +14,9 @@ from hone.apps.lab.comparison.paired import (
     compare_paired,
     pair_scores,
     seeds_needed,
+    student_cdf,
+    student_quantile,
 )
-from hone.apps.lab.comparison.student import student_cdf, student_quantile
 
 
 @pytest.mark.parametrize(
