@@ -238,7 +238,6 @@ def turns_end(config: SFTConfig | PreferenceConfig, evidence: Evidence) -> Itera
 def thinking_fits(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """A template that opens a thinking block leaves enough tokens for the answer."""
     from hone.data.chat import render_texts
-    from hone.rewards.scorers import scorer_for
 
     tokenizer = evidence.tokenizer
     if tokenizer is None or not tokenizer.chat_template or not _asks_in_messages(config, evidence):
@@ -250,11 +249,8 @@ def thinking_fits(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     limit = config.data.max_response_length
     if not re.search(r"<think(ing)?>\s*\Z", text) or limit >= _FEW_TOKENS:
         return
-    sources = {str(row.values.get(config.data.reward_fn_key)) for row in evidence.train_rows}
-    names = {config.reward.scorer} if config.reward.scorer else {s.name for s in map(scorer_for, sources) if s}
-    reads = next(
-        (f"; scorer {name} reads {_READS_THE_END[name]}" for name in sorted(names) if name in _READS_THE_END), ""
-    )
+    named = sorted(_scorers(config, evidence) & _READS_THE_END.keys())
+    reads = f"; scorer {named[0]} reads {_READS_THE_END[named[0]]}" if named else ""
     yield warning(
         f"the chat template opens a thinking block, and thoughts and answer together have data.max_response_length={limit} "
         f"tokens{reads}",
@@ -262,6 +258,39 @@ def thinking_fits(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         fix="data.apply_chat_template_kwargs={enable_thinking: false}, or data.max_response_length=4096",
         where="data.max_response_length",
     )
+
+
+@rule("R93", RLConfig, stage=Stage.TEMPLATE)
+def marks_of_answers_are_text(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The marks that a reward looks for are text to the tokenizer, not special tokens, which are cut before scoring."""
+    tokenizer = evidence.tokenizer
+    if tokenizer is None:
+        return
+    cut = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = sorted(token for token in cut if token.strip() and token not in str(tokenizer.chat_template))
+    path = config.reward.custom_reward_function.path
+    if path is not None and Path(path).is_file():
+        reader, text = path, Path(path).read_text(encoding="utf-8", errors="replace")
+    elif "gsm8k" in _scorers(config, evidence):
+        reader, text = "scorer gsm8k", "####"
+    else:
+        return
+    for token in special:
+        if token in text:
+            yield warning(
+                f"{reader} reads {token!r}, which is a special token ({tokenizer.convert_tokens_to_ids(token)}) of the tokenizer",
+                why="special tokens are cut from the text that a reward gets, so it never sees this one",
+                fix=f'"special": false for {token!r} in tokenizer.json, or another mark in prompts and reward',
+                where="reward",
+            )
+
+
+def _scorers(config: RLConfig, evidence: Evidence) -> set[str]:
+    """Return the names of the scorers that the rows have."""
+    from hone.rewards.scorers import scorer_for
+
+    sources = {str(row.values.get(config.data.reward_fn_key)) for row in evidence.train_rows}
+    return {config.reward.scorer} if config.reward.scorer else {s.name for s in map(scorer_for, sources) if s}
 
 
 def stop_ids(config: RLConfig, evidence: Evidence) -> set[int]:

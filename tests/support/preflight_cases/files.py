@@ -110,6 +110,21 @@ def same_tokenizer(world: World) -> None:
     shutil.copy(world.model / "tokenizer.json", world.folder / "teacher" / "tokenizer.json")
 
 
+def mark_is_special(world: World) -> None:
+    """Make the mark of GSM8K's answers a special token."""
+    settings = json.loads((world.model / "tokenizer.json").read_text())
+    last = settings["added_tokens"][-1]
+    settings["added_tokens"].append({**last, "id": last["id"] + 1, "content": "####", "special": True})
+    (world.model / "tokenizer.json").write_text(json.dumps(settings))
+
+
+def mark_is_text(world: World) -> None:
+    """Make it a token that is not special."""
+    settings = json.loads((world.model / "tokenizer.json").read_text())
+    settings["added_tokens"][-1]["special"] = False
+    (world.model / "tokenizer.json").write_text(json.dumps(settings))
+
+
 DIRECTORIES = [
     Case(
         "R84 distillation.teachers_share_the_tokenizer",
@@ -445,6 +460,15 @@ TEMPLATES = [
         then="model.custom_chat_template=null",
         given="model.custom_chat_template=TMP/plain.jinja",
         tree="sft",
+        warns=True,
+    ),
+    Case(
+        "R93 template.marks_of_answers_are_text",
+        breaks=mark_is_special,
+        says=("scorer gsm8k", "'####'"),
+        advice='"special": false',
+        repairs=mark_is_text,
+        given="reward.scorer=gsm8k",
         warns=True,
     ),
     Case(
