@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -268,21 +269,34 @@ def marks_of_answers_are_text(config: RLConfig, evidence: Evidence) -> Iterator[
         return
     cut = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = sorted(token for token in cut if token.strip() and token not in str(tokenizer.chat_template))
-    path = config.reward.custom_reward_function.path
-    if path is not None and Path(path).is_file():
-        reader, text = path, Path(path).read_text(encoding="utf-8", errors="replace")
-    elif "gsm8k" in _scorers(config, evidence):
-        reader, text = "scorer gsm8k", "####"
-    else:
-        return
-    for token in special:
-        if token in text:
-            yield warning(
-                f"{reader} reads {token!r}, which is a special token ({tokenizer.convert_tokens_to_ids(token)}) of the tokenizer",
-                why="special tokens are cut from the text that a reward gets, so it never sees this one",
-                fix=f'"special": false for {token!r} in tokenizer.json, or another mark in prompts and reward',
-                where="reward",
-            )
+    for reader, text in _readers(config, evidence):
+        for token in special:
+            if token in text:
+                yield warning(
+                    f"{reader} reads {token!r}, which is a special token ({tokenizer.convert_tokens_to_ids(token)}) of the tokenizer",
+                    why="special tokens are cut from the text that a reward gets, so it never sees this one",
+                    fix=f'"special": false for {token!r} in tokenizer.json, or another mark in prompts and reward',
+                    where="reward",
+                )
+
+
+def _readers(config: RLConfig, evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Yield what scores responses, with its code: the docstring of a scorer names the marks that it reads."""
+    from hone.rewards.scorers import SCORERS
+    from hone.rewards.terms import read_terms
+
+    try:
+        terms = read_terms(config.reward.terms)
+    except HoneError:
+        return  # another rule reports it
+    functions = [term.function for term in terms if term.function] if terms else [config.reward.custom_reward_function]
+    files = [function.path for function in functions if function.path]
+    names = {term.scorer for term in terms} if terms else set() if files else _scorers(config, evidence)
+    for file in files:
+        if Path(file).is_file():
+            yield file, Path(file).read_text(encoding="utf-8", errors="replace")
+    for name in [name for name in SCORERS if name in names]:
+        yield f"scorer {name}", inspect.getsource(SCORERS.get(name).compute)
 
 
 def _scorers(config: RLConfig, evidence: Evidence) -> set[str]:

@@ -110,11 +110,11 @@ def same_tokenizer(world: World) -> None:
     shutil.copy(world.model / "tokenizer.json", world.folder / "teacher" / "tokenizer.json")
 
 
-def mark_is_special(world: World) -> None:
-    """Make the mark of GSM8K's answers a special token."""
+def mark_is_special(world: World, mark: str = "####") -> None:
+    """Make the mark of an answer a special token."""
     settings = json.loads((world.model / "tokenizer.json").read_text())
     last = settings["added_tokens"][-1]
-    settings["added_tokens"].append({**last, "id": last["id"] + 1, "content": "####", "special": True})
+    settings["added_tokens"].append({**last, "id": last["id"] + 1, "content": mark, "special": True})
     (world.model / "tokenizer.json").write_text(json.dumps(settings))
 
 

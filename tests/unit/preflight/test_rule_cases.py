@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.preflight import safetensors_head, write_rows
 from support.preflight_cases import CASES, Case, World
-from support.preflight_cases.files import TEMPLATE_FILES
+from support.preflight_cases.files import TEMPLATE_FILES, mark_is_special
 from typer.testing import CliRunner
 
 from hone.cli.main import app
@@ -113,3 +113,13 @@ def test_a_rule_reports_its_case_and_nothing_after_the_fix(world: World, case: C
 def test_a_valid_configuration_has_no_findings(world: World, tree: str) -> None:
     outcome = check(world, Case("R00 none", tree=tree))
     assert (outcome.exit_code, outcome.findings, outcome.fired) == (0, [], set())
+
+
+@pytest.mark.parametrize(
+    ("given", "mark"), [("reward.scorer=exact", "<answer>"), ("reward.terms=[{scorer:math}]", "####")]
+)
+def test_the_marks_of_every_scorer_and_term_are_looked_for(world: World, given: str, mark: str) -> None:
+    (case,) = [case for case in CASES if case.code == "R93"]
+    mark_is_special(world, mark)
+    outcome = check(world, replace(case, given=given))
+    assert [finding["code"] for finding in outcome.findings] == ["R93"] and mark in outcome.findings[0]["what"]
