@@ -25,7 +25,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from numbered_tokenizer import numbered_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from hone.generation import ENGINES
 from hone.generation.protocol import Engine, GenerationRequest, SamplingParams
@@ -136,7 +137,7 @@ def measure(dtype: str, repeats: int) -> None:
     use_hone_attention(ours)
     engine = ENGINES.get("native")(
         model=ours,
-        tokenizer=PreTrainedTokenizerBase(),
+        tokenizer=numbered_tokenizer(VOCABULARY),
         device=torch.device("cpu"),
         dtype=dtype,
         max_num_seqs=SEQUENCES,

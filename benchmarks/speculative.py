@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 
 import torch
+from numbered_tokenizer import numbered_tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hone.generation.native.engine import NativeEngine
 from hone.generation.native.speculative import Drafter, Speculation
@@ -106,7 +107,7 @@ def measure(policy: nn.Module, small: nn.Module, count: int, temperature: float,
     engines = {
         name: NativeEngine(
             policy,
-            PreTrainedTokenizerBase(),
+            numbered_tokenizer(VOCABULARY),
             device=CPU,
             dtype="float32",
             max_num_seqs=64,

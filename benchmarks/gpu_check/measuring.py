@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from numbered_tokenizer import numbered_tokenizer
 from roofline import qwen3
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gpu_check.results import Result
 from hone.generation import ENGINES
@@ -42,7 +43,7 @@ def engine_of(result: Result, model: Any, dtype: str, rows: int, longest: int) -
     """Return a native engine over a model with Hone's attention."""
     use_hone_attention(model)
     return ENGINES.get("native")(
-        model=model, tokenizer=PreTrainedTokenizerBase(), device=torch.device(result.device), dtype=dtype,
+        model=model, tokenizer=numbered_tokenizer(model.config.vocab_size), device=torch.device(result.device), dtype=dtype,
         max_num_seqs=rows, max_cache_tokens=rows * longest, max_model_len=longest, gpu_memory_utilization=0.9,
     )  # fmt: skip
 
