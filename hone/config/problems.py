@@ -21,6 +21,7 @@ class ConfigProblems(ConfigError):
 
 def raise_together(problems: Sequence[HoneError]) -> None:
     """Raise a single problem, or :class:`ConfigProblems` with several; do nothing without problems."""
+    problems = list({problem.render(): problem for problem in problems}.values())  # two rules may meet the same mistake
     if len(problems) == 1:
         raise problems[0]
     if problems:

@@ -15,7 +15,7 @@ from hone.config import TREES, RLConfig, SFTConfig, documentation, load_config, 
 from hone.config.check import check_values
 from hone.config.layers import PRESETS, preset_names
 from hone.config.load import PRESET_KINDS
-from hone.config.problems import ConfigProblems
+from hone.config.problems import ConfigProblems, raise_together
 from hone.errors import ConfigError
 
 
@@ -311,3 +311,13 @@ def test_bounds_hold_exactly_where_the_tree_states_them(data: st.DataObject) -> 
 def test_config_can_be_replaced_like_any_dataclass() -> None:
     config = load_config(SFTConfig)
     assert dataclasses.replace(config, dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_a_mistake_that_two_rules_meet_is_said_once():
+    same, other = ConfigError("3 is wrong", where="a.key"), ConfigError("4 is wrong", where="a.key")
+    with pytest.raises(ConfigError) as caught:
+        raise_together([same, ConfigError("3 is wrong", where="a.key")])
+    assert caught.value.render() == same.render()
+    with pytest.raises(ConfigProblems) as several:
+        raise_together([same, other, same])
+    assert [problem.what for problem in several.value.problems] == ["3 is wrong", "4 is wrong"]
