@@ -180,7 +180,8 @@ def _run(
     objects: GivenObjects | None = None,
 ) -> Run:
     from hone.cli.main import log_to_stderr
-    from hone.cli.programs import announce, run_training, serve_first_rank
+    from hone.cli.programs import announce, run_training
+    from hone.cluster.torchrun.ranks import follows
     from hone.hub.resolve import resolve_names
     from hone.preflight import check
     from hone.trainers.callbacks import Callbacks, calling
@@ -202,10 +203,9 @@ def _run(
             values[key] = files
     built = build_config(tree, values, preset=preset, config=config, overrides=overrides)
     downloads = resolve_names(built)
-    if serve_first_rank(built) is not None:
-        return Run(built.trainer.default_local_dir)
-    check(built)
-    announce(built)
+    if not follows(built):
+        check(built)
+        announce(built)
     with calling(Callbacks(on_step, on_sample)), in_use(objects):
         code = run_training(built, downloads, program)
     if code == 128 + 2:

@@ -113,6 +113,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         command.main(args=arguments, prog_name="hone")
     except HoneError as error:
+        from hone.cluster.torchrun.ranks import let_first_speak
+
+        let_first_speak()
         if debug:
             traceback.print_exception(error)
         else:

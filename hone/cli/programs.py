@@ -33,29 +33,14 @@ def checked_config(
     Raises:
         HoneError: the configuration has errors.
     """
+    from hone.cluster.torchrun.ranks import follows
     from hone.preflight import check
 
     config, downloads = local_config(tree, overrides, preset, config_path, config_name)
-    if (code := serve_first_rank(config)) is not None:
-        raise typer.Exit(code)
-    check(config)
-    announce(config)
+    if not follows(config):
+        check(config)
+        announce(config)
     return config, downloads
-
-
-def serve_first_rank(config: AnyConfig) -> int | None:
-    """Serve the first rank of a launched run to its end, and return the exit code; None where this process has a run to train.
-
-    Raises:
-        ConfigError: trainer.runtime=torchrun, but no launcher started this process.
-    """
-    from hone.cluster.torchrun.ranks import LaunchedRank
-
-    if config.trainer.runtime != "torchrun" or LaunchedRank.from_environment().rank == 0:
-        return None
-    from hone.cluster.torchrun.worker import serve
-
-    return serve()
 
 
 def announce(config: AnyConfig) -> None:
@@ -109,10 +94,13 @@ def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained
     Raises:
         HoneError: another process trains in the directory, or any other mistake of the user.
     """
+    from hone.cluster.torchrun.ranks import follows
     from hone.insight.run_directory import RunDirectory
     from hone.preflight.plan.local import planned
     from hone.trainers.session import lock_run
 
+    if follows(config):
+        return train(config)
     with lock_run(config.trainer):
         RunDirectory(config.trainer.default_local_dir).expect(planned(config), downloads)
         return train(config)

@@ -13,6 +13,7 @@ from hone.config.limits import micro_batch_tokens
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import HoneError, ProcessError
+from hone.insight import activity
 from hone.insight.activity import Record
 
 LOG_LINES = 15
@@ -94,6 +95,13 @@ def worker_lost(
         stage = f"{run_stage} > {record.stage if record else name}"
         fix = f"{memory_knob(config, stage)}; then {rerun}"
     return WorkerLost(what, names=[name], why="its part of the weights and of the optimizer's state is lost", fix=fix)
+
+
+def rank_lost(run: Path, config: AnyConfig) -> WorkerLost:
+    """Return the error for a launched rank that is gone: the first whose process no longer exists here."""
+    records = activity.read_records(run / activity.FOLDER)
+    gone = next((record for record in records if record.rank is not None and not record.is_alive()), None)
+    return worker_lost("another rank" if gone is None else gone.name, gone, "is gone", config=config)
 
 
 def out_of_memory(error: BaseException, config: AnyConfig, stage: str) -> OutOfMemory:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hone.cluster.failures import WorkerLost
 from hone.cluster.supervisor import ConfigT, Supervisor, resuming_config
+from hone.cluster.torchrun.ranks import follows
 from hone.trainers.notices import notices_of
 from hone.trainers.session import lock_run
 
@@ -21,6 +22,10 @@ def supervised(config: ConfigT, attempt: Callable[[ConfigT, Supervisor], int]) -
     Raises:
         WorkerLost: a worker was lost more often than trainer.max_restarts.
     """
+    if follows(config):
+        from hone.trainers.launched_session import followed
+
+        return followed(lambda supervisor: attempt(config, supervisor))
     with lock_run(config.trainer):  # kept between the attempts
         restarts = config.trainer.max_restarts if config.trainer.runtime == "ray" else 0
         supervisor = Supervisor(Path(config.trainer.default_local_dir), restarts)

@@ -27,6 +27,7 @@ from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
+from hone.trainers.launched_session import LaunchedSession
 from hone.trainers.reporting import memory_metrics, update_metrics
 from hone.trainers.session import RunSession, session_steps
 
@@ -45,7 +46,8 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
     def __init__(self, config: ConfigT, supervisor: Supervisor | None = None) -> None:
         self.config: ConfigT = config
         self.supervisor = supervisor or Supervisor(Path(), 0)
-        self.session = RunSession(config, on_hang=self.supervisor.on_hang)
+        begin = LaunchedSession if config.trainer.runtime == "torchrun" else RunSession
+        self.session: RunSession | LaunchedSession = begin(config, on_hang=self.supervisor.on_hang)
         resume = self.session.resumed_from
         self.tokenizer = run_tokenizer(config)
         self.image_processor = run_image_processor(config, self.tokenizer)

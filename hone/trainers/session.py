@@ -196,6 +196,10 @@ class RunSession:
         if self._callbacks.step(step, metrics):
             self._stopped_by_callback = True
 
+    def shared(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns; in a launched run the first rank makes it for all."""
+        return make()
+
     @property
     def wants_samples(self) -> bool:
         """True if a function of the user receives the rollouts."""

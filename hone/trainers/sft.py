@@ -65,7 +65,8 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
                 there = self.runtime.put(batch)
                 there = there.updated(self.runtime.group("teacher").teach(there).result())
             else:
-                there = self.runtime.put(batch.updated(asyncio.run(self._served_teachers.columns(batch))))
+                columns = self.session.shared(lambda: asyncio.run(self._served_teachers.columns(batch)))
+                there = self.runtime.put(batch.updated(columns))
         if self.config.distillation.loss_mode in TOP_K_MODES:
             said = self.runtime.fetch(there.select(LOG_PROBS)).ragged(LOG_PROBS).values
             mask = batch.ragged("response_mask").values.bool()

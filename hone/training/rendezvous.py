@@ -12,7 +12,22 @@ from torch.distributed.constants import default_pg_timeout
 from hone.errors import ConfigError
 
 
-def join_ranks(device: torch.device, address: str, rank: int, world: int) -> None:
+def meeting_store(address: str, rank: int, world: int) -> Store:
+    """Return the store at which ranks meet.
+
+    Args:
+        address: ``HOST:PORT``; rank 0 listens there.
+        rank: of this process.
+        world: number of ranks.
+
+    Raises:
+        DistNetworkError: rank 0 cannot listen at the address, or another rank cannot reach it.
+    """
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), world, is_master=rank == 0, timeout=default_pg_timeout)
+
+
+def join_ranks(device: torch.device, store: Store, rank: int, world: int) -> None:
     """Connect this process with the other ranks. Collective.
 
     On CUDA tensors of the device travel by NCCL, whose communicators are made at once for this process's GPU, and tensors of the host
@@ -20,16 +35,13 @@ def join_ranks(device: torch.device, address: str, rank: int, world: int) -> Non
 
     Args:
         device: of the run.
-        address: ``HOST:PORT`` at which the ranks meet; rank 0 listens there.
+        store: at which the ranks meet.
         rank: of this process.
         world: number of ranks.
 
     Raises:
         ConfigError: two ranks have the same GPU.
-        DistNetworkError: rank 0 cannot listen at the address, or another rank cannot reach it.
     """
-    host, _, port = address.rpartition(":")
-    store = TCPStore(host, int(port), world, is_master=rank == 0, timeout=default_pg_timeout)
     if device.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         return

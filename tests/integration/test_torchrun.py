@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from support.patience import LONG
 from support.small_preferences import make_small_preferences, small_preference_settings
 from support.world import metrics, steps_saved
+from torch._C._distributed_c10d import TCPStore
 
+from hone.cluster.torchrun.exchange import packed, unpacked
 from hone.cluster.torchrun.ranks import LaunchedRank
-from hone.cluster.torchrun.runtime import values_of
 from hone.config import PreferenceConfig, load_config
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
 from hone.errors import ConfigError
 from hone.insight import activity
 from hone.trainers import preference
@@ -49,18 +57,25 @@ def local(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return metrics(where)
 
 
-def launch(data: Path, where: Path, log: Path, *launcher: str, steps: int = STEPS) -> subprocess.Popen[bytes]:
+def launch(
+    data: Path, where: Path, log: Path, *launcher: str, steps: int = STEPS, words: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
     """Start `hone prefer` on two ranks."""
-    words = small_preference_settings(data, where, *OPTIONS, *RANKS, f"trainer.total_training_steps={steps}")
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *launcher),
-            *("-m", "hone.cli.main", "prefer", "preflight.allow=[R47]", *words),
+            *("-m", "hone.cli.main", *words_of(data, where, steps), *words),
         ],
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def words_of(data: Path, where: Path, steps: int) -> list[str]:
+    """Return the command's words."""
+    settings = small_preference_settings(data, where, *OPTIONS, *RANKS, f"trainer.total_training_steps={steps}")
+    return ["prefer", "preflight.allow=[R47]", *settings]
 
 
 def assert_close(where: Path, expected: list[dict]) -> None:
@@ -111,23 +126,104 @@ def test_a_mistake_is_one_message(data: Path, tmp_path: Path):
     assert output.count("R02") == 1 and "trainer.nnodes=1 trainer.n_gpus_per_node=1" in output
 
 
-def test_the_error_of_a_rank_is_its_cause():
-    """A user's mistake comes before other errors, and those before collectives that broke for lack of a rank."""
-    mistake, bug, echo = ConfigError("3 is wrong"), KeyError("a bug"), RuntimeError("gloo: connection closed by peer")
-    for errors in ([echo, mistake, bug], [mistake, echo]):
-        with pytest.raises(ConfigError):
-            values_of(dict(enumerate(map(failed, errors))))
-    with pytest.raises(KeyError):
-        values_of(dict(enumerate(map(failed, [echo, bug]))))
-    done: Future[int] = Future()
-    done.set_result(7)
-    assert values_of({0: done, 1: done}) == [7, 7]
+@pytest.mark.long("hone/cluster/torchrun", "hone/trainers/launched_session.py")
+@pytest.mark.parametrize("words", [("data.train_files=nowhere.parquet",), ("data.max_lenght=3",)])
+def test_a_mistake_of_all_ranks_is_said_once(data: Path, tmp_path: Path, words: tuple[str, ...]):
+    log = tmp_path / "log"
+    run = launch(data, tmp_path / "run", log, words=words)
+    assert run.wait(LONG) != 0
+    output = log.read_text()
+    assert output.count("  Fix: ") == 1, output
 
 
-def failed(error: BaseException) -> Future[int]:
-    answer: Future[int] = Future()
-    answer.set_exception(error)
-    return answer
+@pytest.mark.long("hone/cluster/torchrun", "hone/trainers/launched_session.py")
+def test_strangers_at_every_port_of_the_ranks(data: Path, local: list[dict], tmp_path: Path):
+    """Lines, frames, pickles and silence at whatever the ranks listen on, before the second rank comes and later.
+
+    What torch's own transport does with bytes that imitate one of its ranks is not tried.
+    """
+    where, log = tmp_path / "run", tmp_path / "log"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    command = [sys.executable, "-m", "hone.cli.main", *words_of(data, where, STEPS)]
+
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command, stdout=log.open("ab"), stderr=subprocess.STDOUT, env={**os.environ, **variables, **names}
+        )
+
+    ranks, held, met = [start(0)], [], set[int]()
+    deadline = time.monotonic() + LONG
+    while any(rank.poll() is None for rank in ranks):
+        assert time.monotonic() < deadline and not any(rank.poll() for rank in ranks), log.read_text()
+        for port in ports_of(ranks) - met:
+            met.add(port)
+            for words in (
+                b"",
+                b"hello\n",
+                struct.pack(">I", 5) + b"abcde",
+                pickle.dumps({"a": 1}),
+                b"GET / HTTP/1.1\r\n\r\n",
+            ):
+                with contextlib.suppress(OSError):
+                    held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+                    held[-1].sendall(words)
+        if len(ranks) == 1 and met:
+            ranks.append(start(1))
+        time.sleep(0.02)
+    assert [rank.returncode for rank in ranks] == [0, 0], log.read_text()
+    assert_close(where, local)
+
+
+def ports_of(processes: list[subprocess.Popen[bytes]]) -> set[int]:
+    """Return the ports that processes listen on."""
+    ports = set[int]()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            connections = psutil.Process(process.pid).net_connections("tcp")
+            ports |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+    return ports
+
+
+@pytest.mark.long("hone/cluster/torchrun", "hone/trainers/launched_session.py")
+def test_what_ranks_tell_each_other():
+    program = Path(__file__).parents[1] / "support" / "launched_program.py"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run([*launcher, str(program)], capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all was heard") == 2
+
+
+def test_bytes_of_a_stranger_are_no_objects():
+    """What is received is JSON and safetensors; a pickle is an error."""
+    batch = Batch(
+        {
+            "uid": ["a", "b"],
+            "ids": Ragged.from_rows([[1, 2, 3], []], torch.int64),
+            "half": torch.tensor([0.5, -1.0], dtype=torch.bfloat16),
+        },
+        kl=0.25,
+    )
+    received = unpacked(packed({"value": batch}))["value"]
+    assert received.names() == batch.names() and received.meta == batch.meta and received.uids == ["a", "b"]
+    assert received.ragged("ids").to_lists() == [[1, 2, 3], []]
+    assert torch.equal(received.tensor("half"), batch.tensor("half"))
+    with pytest.raises(ValueError):
+        unpacked(struct.pack("<Q", 64) + pickle.dumps(Evil()).ljust(64))
+    assert not Evil.ran
+    with pytest.raises(TypeError):
+        packed({"value": Evil()})
+
+
+class Evil:
+    """Run code when it is unpickled."""
+
+    ran = False
+
+    def __reduce__(self) -> tuple:
+        return setattr, (Evil, "ran", True)
 
 
 def test_the_variables_of_a_launcher():

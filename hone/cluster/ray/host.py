@@ -32,7 +32,7 @@ from hone.errors import ProcessError
 from hone.insight import activity
 from hone.models.kernels.cpu.memory import MemoryUse
 from hone.training.layout import build_meshes
-from hone.training.rendezvous import join_ranks
+from hone.training.rendezvous import join_ranks, meeting_store
 from hone.user_objects import UserObject, receive_objects
 
 log = logging.getLogger("hone")
@@ -133,7 +133,8 @@ class WorkerHost:
         if place.shares_models:
             with activity.waiting("all workers of the pool", on=[place.pool]):
                 try:
-                    join_ranks(device, place.meeting, place.rank, place.world)
+                    store = meeting_store(place.meeting, place.rank, place.world)
+                    join_ranks(device, store, place.rank, place.world)
                 except torch.distributed.DistNetworkError as error:
                     raise ProcessError(
                         f"{place.pool}[{place.rank}] cannot connect to the others at {place.meeting}: {str(error).splitlines()[0]}",

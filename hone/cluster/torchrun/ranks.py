@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError
 
+POOL = "main"
+"""Name of the only pool of ranks."""
+PRECEDENCE = 10.0
+"""Seconds that the first rank has to say what is wrong; the launcher then ends the others."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -61,6 +68,23 @@ def _number(environment: Mapping[str, str], name: str) -> int:
             code="R02",
         )
     return int(environment[name])
+
+
+def follows(config: AnyConfig) -> bool:
+    """Return whether this process is a launched rank other than the first, which alone speaks to the user.
+
+    Raises:
+        ConfigError: trainer.runtime=torchrun, but no launcher started this process.
+    """
+    return config.trainer.runtime == "torchrun" and LaunchedRank.from_environment().rank > 0
+
+
+@functools.cache
+def let_first_speak() -> None:
+    """Wait on a rank other than the first, whose message a launcher would cut off if this rank ended before."""
+    if all(name in os.environ for name in _VARIABLES) and os.environ["RANK"] != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PRECEDENCE)
 
 
 def check_launched(config: AnyConfig) -> LaunchedRank:
