@@ -233,8 +233,8 @@ def _in_use(directory: Path, owner: LockOwner | None) -> HoneError:
     return HoneError(
         f"the directory is in use by {owner or 'another process'}",
         where=str(directory),
-        why="two runs in one directory overwrite each other's metrics and checkpoints",
+        why="two runs or services in one directory overwrite each other's files",
         fix="choose another directory: trainer.experiment_name=<another name>, or trainer.default_local_dir=DIR (and another "
-        f"trainer.checkpoint_dir if it is set); or wait for the run, or end it: {end}",
+        f"trainer.checkpoint_dir if it is set), of a service --out DIR; or wait for the other, or end it: {end}",
         code="E-run-in-use",
     )

@@ -31,8 +31,16 @@ def serve_training(request: TrainRequest) -> None:
     """Load the model and serve training and sampling of its adapters in the foreground.
 
     Raises:
-        HoneError: the model cannot be loaded, or the address is not available.
+        HoneError: the folder is in use, the model cannot be loaded, or the address is not available.
     """
+    from hone.insight.run_lock import RunLock
+
+    folder = request.out or Path(tempfile.mkdtemp(prefix="hone-training-"))
+    with RunLock(folder):  # before what another service is writing is taken for interrupted
+        _serve(request, folder)
+
+
+def _serve(request: TrainRequest, folder: Path) -> None:
     max_model_len = prepare_server(request)
     from hone.agents.serving.server import HttpServer
     from hone.apps.tinker.app import TrainingEndpoint
@@ -40,7 +48,6 @@ def serve_training(request: TrainRequest) -> None:
 
     token = request.token or None
     limits = ServiceLimits(max_model_len, request.max_rank, request.max_adapters)
-    folder = request.out or Path(tempfile.mkdtemp(prefix="hone-training-"))
     with engine_loop() as loop:
         service = call_on_loop(loop, lambda: open_service(request, folder, limits))
         app = TrainingEndpoint(service, loop, token=token).app

@@ -18,6 +18,7 @@ from support.messages import raises
 from support.patience import LONG, SOON
 from support.small_sft import make_small_sft, small_sft_settings
 
+from hone.apps.tinker.serve import TrainRequest, serve_training
 from hone.errors import HoneError
 from hone.insight.run_lock import LOCK, LockOwner, RunLock
 
@@ -136,6 +137,16 @@ def test_children_do_not_keep_the_lock_of_a_killed_process(holder: subprocess.Po
     assert len(children.stdout.split()) >= 2, "the children live on"
     with eventually_locked(run):
         assert json.loads((run / LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("holder", [HOLDER], indirect=True)
+def test_a_second_training_service_leaves_the_folder_alone(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    """A service at its start removes what a kill left half written; to a second one, that is what the first is writing."""
+    run = tmp_path / "run"
+    (half := run / "model:train:1" / "weights" / ".new-one").mkdir(parents=True)
+    with raises(HoneError, str(holder.pid), code="E-run-in-use", where=str(run)):
+        serve_training(TrainRequest(model=str(tmp_path / "none"), out=run))
+    assert half.exists()
 
 
 def eventually_locked(run: Path) -> RunLock:
