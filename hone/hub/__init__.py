@@ -2,7 +2,6 @@
 
     known_models    the models that `hone models get NAME` knows, with licence, size and source
     get             bring one of them into a directory
-    wheel_model     the model that a Python package carries as GGUF
     names           parse ORG/NAME[:SUBSET[:SPLIT]][@REVISION]
     download        bring a model, tokenizer, adapter or dataset of the hub into the local cache
     columns         the columns of well-known datasets, converted to Hone's

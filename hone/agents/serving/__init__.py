@@ -14,7 +14,6 @@
 ``metrics``       counters and histograms for Prometheus
 ``content``       text of a reply for the client
 ``chat``          ``/v1/chat/completions``: messages to tokens, tokens to messages
-``turn_stream``   deltas of a chat's reply while it is sampled
 ``text``          ``/v1/completions``
 ``tokenization``  ``/tokenize`` and ``/detokenize``
 ``responses``     ``/v1/responses``, as a chat

@@ -8,19 +8,71 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
+import inspect
 import json
 import os
 import select
 import signal
 import sys
 import threading
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from hone.errors import ConfigError
 from hone.generation.remote import messages
-from hone.generation.server.backend import BackendSettings
-from hone.generation.server.backends import open_backend
+from hone.generation.server.backend import Backend, BackendSettings
 from hone.generation.server.serve import EngineServer, listen
+
+_STAND_INS = Path(__file__).parents[1] / "stand_ins"
+
+
+def provide_torchvision(model: str) -> None:
+    """Let this process and its children import the stand-in of torchvision, if a model has images and there is no torchvision.
+
+    transformers must not be imported yet: it looks for torchvision once.
+
+    Args:
+        model: directory.
+    """
+    file = Path(model) / "config.json"
+    if not file.is_file() or "vision_config" not in json.loads(file.read_text()):
+        return
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(_STAND_INS))
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*([before] if before else []), str(_STAND_INS)])
+
+
+_BACKENDS = {
+    "vllm": "vllm_backend:VllmBackend",
+    "vllm with LoRA": "vllm_adapters:VllmAdapterBackend",
+    "sglang": "sglang_backend:SglangBackend",
+    "trtllm": "trtllm_backend:TrtllmBackend.start",
+    "native": "native_backend:NativeBackend",
+}
+"""Engine to ``module:callable``: a class, or a coroutine function that starts the engine."""
+
+
+async def open_backend(settings: BackendSettings) -> Backend:
+    """Start the engine of the settings.
+
+    Raises:
+        ValueError: there is no backend for the engine.
+    """
+    name = "vllm with LoRA" if settings.engine == "vllm" and settings.lora else settings.engine
+    if name not in _BACKENDS:
+        raise ValueError(f"no server for engine '{settings.engine}'")
+    if settings.engine == "vllm":
+        provide_torchvision(settings.model)
+    module, _, attributes = _BACKENDS[name].partition(":")
+    start: Any = import_module(f"hone.generation.server.{module}")
+    for attribute in attributes.split("."):
+        start = getattr(start, attribute)
+    backend = start(settings)
+    return await backend if inspect.isawaitable(backend) else backend
+
 
 _WATCH_SECONDS = 0.5
 

@@ -3,13 +3,83 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, get_args
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from hone.errors import GenerationError
 from hone.generation.remote.transports import open_chunk
-from hone.generation.server.adapters import AdapterFolder
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.vllm_backend import VllmBackend
+
+_ADAPTER_NAME = ".default."
+"""Adapter name in PEFT's parameter names, which its files do not have."""
+_LORA_WEIGHT = re.compile(r"\.lora_[AB]\.weight$")
+
+
+class AdapterFolder:
+    """A LoRA adapter in PEFT's layout, in a temporary directory.
+
+    Attributes:
+        path: of the directory.
+
+    Args:
+        shape: ``r`` and ``lora_alpha``.
+    """
+
+    def __init__(self, shape: Mapping[str, float]) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="hone-adapter-")
+        self.path, self._shape = self._directory.name, shape
+        self._arrived: dict[str, Tensor] = {}
+        self._names: set[str] = set()
+
+    def begin(self) -> None:
+        """Start a new version."""
+        self._arrived = {}
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Store copies of some weights."""
+        self._arrived |= {name.replace(_ADAPTER_NAME, "."): tensor.clone() for name, tensor in tensors}
+
+    def finish(self) -> None:
+        """Write the version to the directory.
+
+        Raises:
+            GenerationError: a weight is missing, or does not belong to a LoRA adapter.
+        """
+        arrived = set(self._arrived)
+        foreign = sorted(name for name in arrived if not _LORA_WEIGHT.search(name)) or (
+            ["nothing"] if not arrived else []
+        )
+        if foreign:
+            raise GenerationError(
+                f"'{foreign[0]}' is not a weight of a LoRA adapter, and this engine takes only those",
+                fix="actor_rollout_ref.rollout.merge_lora=true for an engine that takes whole weights",
+            )
+        modules = {name.split(".lora_")[0] for name in arrived}
+        expected = self._names | {f"{module}.lora_{side}.weight" for module in modules for side in "AB"}
+        if missing := sorted(expected - arrived):
+            raise GenerationError(
+                f"{len(missing)} of {len(expected)} weights of the adapter have not arrived, such as '{missing[0]}'",
+                why="the engine would sample from a mixture of two policies",
+                fix="send every parameter of the adapter",
+            )
+        self._names = arrived
+        modules_by_suffix = sorted({module.rsplit(".", 1)[-1] for module in modules})
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": modules_by_suffix}
+        save_file(self._arrived, Path(self.path, "adapter_model.safetensors"))
+        Path(self.path, "adapter_config.json").write_text(json.dumps({**config, **self._shape}))
+        self._arrived = {}
+
+    def remove(self) -> None:
+        """Remove the directory."""
+        self._directory.cleanup()
 
 
 class VllmAdapterBackend(VllmBackend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import time
 from collections import deque
@@ -11,8 +12,53 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 from rich.text import Text
 
+from hone.insight.curves import svg_curve
 from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker
-from hone.insight.trackers.notebook import NotebookDisplay
+
+_SECONDS = 0.5
+"""Shortest time between two updates, so that fast steps do not flood the notebook."""
+
+
+class NotebookDisplay:
+    """Output of a notebook cell with the newest line and the curve of one metric."""
+
+    def __init__(self) -> None:
+        from IPython.display import DisplayHandle  # pyright: ignore[reportMissingImports]
+
+        self._metric: str | None = None
+        self._curve: list[tuple[float, float]] = []
+        self._shown, self._line = 0.0, "starting"
+        self._handle = DisplayHandle()
+        self._handle.display(self._content(), raw=True)
+
+    def show(self, line: str, step: int, metrics: Mapping[str, float], metric: str | None) -> None:
+        """Show a step.
+
+        Args:
+            line: text of the step.
+            step: number of the step.
+            metrics: metrics of the step.
+            metric: metric of the curve, if no earlier step has one.
+        """
+        self._line, self._metric = line, self._metric or metric
+        if self._metric is not None and self._metric in metrics:
+            self._curve.append((step, metrics[self._metric]))
+        if time.monotonic() - self._shown >= _SECONDS:
+            self._update()
+
+    def finish(self, line: str) -> None:
+        """Show the last line with the whole curve."""
+        self._line = line
+        self._update()
+
+    def _update(self) -> None:
+        self._shown = time.monotonic()
+        self._handle.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        curve = svg_curve(self._curve, title=self._metric or "") if len(self._curve) > 1 else ""
+        return {"text/plain": self._line, "text/html": f"<pre>{html.escape(self._line)}</pre>{curve}"}
+
 
 _FIELDS = (
     ("reward", ("critic/rewards/mean",), ".3f"),

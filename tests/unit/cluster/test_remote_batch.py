@@ -22,7 +22,7 @@ from hone.cluster.remote_batch import RemoteBatch, RowInfo
 from hone.data.batch import Batch, same_column
 from hone.data.ragged import Ragged
 from hone.data.types import Sample, StopReason, Trajectory
-from hone.rewards.calls import with_conversation
+from hone.rewards.sources import with_conversation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,7 @@ import json
 import pytest
 from support.messages import raises
 
-from hone.config.data import CustomDatasetConfig, DataConfig
-from hone.config.sampler import SamplerConfig
+from hone.config.data import CustomDatasetConfig, DataConfig, SamplerConfig
 from hone.data.conversations import ConversationDataset
 from hone.data.convert import Conversion, convert
 from hone.data.curriculum import make_sampler

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.messages import raises
 
-from hone.config.data import DataConfig
-from hone.config.sampler import SamplerConfig
+from hone.config.data import DataConfig, SamplerConfig
 from hone.data.curriculum import make_sampler
 from hone.data.stages import RowFacts, StagedSampler, StageSpec, read_stages, rows_of_stages
 from hone.data.types import Sample

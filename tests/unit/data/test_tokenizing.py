@@ -6,8 +6,7 @@ from support.chat_templates import assistant, user
 from support.messages import raises
 
 from hone.data import tokenizing
-from hone.data.token_cache import TokenCache, cache_folder
-from hone.data.tokenizing import Chats, tokenize, tokenize_here
+from hone.data.tokenizing import Chats, TokenCache, cache_folder, tokenize, tokenize_here
 from hone.errors import DataError
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

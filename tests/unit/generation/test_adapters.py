@@ -16,7 +16,7 @@ from hone.config.load import load_config
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError, GenerationError
 from hone.generation.options import adapter_shape, sends_adapter
-from hone.generation.server.adapters import AdapterFolder
+from hone.generation.server.vllm_adapters import AdapterFolder
 
 MODULES = [f"base_model.model.model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"]
 APART = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.merge_lora=false"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,76 @@ from hone.agents.messages import Message
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.chat_prompt import chat_prompt, ending_of, template_kwargs
 from hone.agents.serving.errors import ApiError
-from hone.agents.serving.messages.blocks import content_blocks, messages_from
+from hone.agents.serving.messages.blocks import content_blocks, messages_from, tool_use
 from hone.agents.serving.messages.errors import error_body
-from hone.agents.serving.messages.events import EventSequence
 from hone.agents.serving.messages.request import CountBody, MessagesBody, chat_body, renamed
 from hone.agents.serving.replies import first_stop
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
 from hone.agents.serving.wire import ChatBody
 from hone.data.types import StopReason
+
+Event = dict[str, Any]
+
+
+class EventSequence:
+    """Events of the blocks of one message.
+
+    Args:
+        signature: signature of its thinking.
+        omits_thinking: True to leave the text of thinking out.
+    """
+
+    def __init__(self, signature: str, *, omits_thinking: bool) -> None:
+        self._signature, self._omits_thinking = signature, omits_thinking
+        self._open: str | None = None
+        self._count = 0
+
+    def thinking(self, delta: str) -> Iterator[Event]:
+        """Yield the events of more reasoning."""
+        yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+        if not self._omits_thinking:
+            yield self._delta({"type": "thinking_delta", "thinking": delta})
+
+    def text(self, delta: str) -> Iterator[Event]:
+        """Yield the events of more text."""
+        yield from self._begin("text", {"type": "text", "text": ""})
+        yield self._delta({"type": "text_delta", "text": delta})
+
+    def call(self, call: dict[str, Any]) -> Iterator[Event]:
+        """Yield the events of a part of a tool call in the form of chat; the first part has its id."""
+        if "id" in call:
+            yield from self.end()
+            yield from self._begin("tool_use", tool_use(call, {}))
+        arguments = call["function"].get("arguments")
+        if arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def end(self) -> Iterator[Event]:
+        """Yield the events that end the unfinished block, if there is one."""
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": self._signature})
+        self._open = None
+        yield {"type": "content_block_stop", "index": self._count - 1}
+
+    def finish(self) -> Iterator[Event]:
+        """Yield the events that end the last block; a reply without any block has an empty text."""
+        if not self._count:
+            yield from self._begin("text", {"type": "text", "text": ""})
+        yield from self.end()
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
+        if self._open == kind:
+            return
+        yield from self.end()
+        self._open, self._count = kind, self._count + 1
+        yield {"type": "content_block_start", "index": self._count - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
+
 
 _REASONS = {"tool_calls": "tool_use", "stop": "end_turn", "length": "max_tokens"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import fnmatch
 import operator
 import posixpath
@@ -14,8 +15,45 @@ from tree_sitter import Node
 from hone.apps.verl.launch.ending import End, names_around
 from hone.apps.verl.launch.expansion import Variables
 from hone.apps.verl.launch.grammar import faults, line_of, parse, text_of, words_of
-from hone.apps.verl.launch.programs import inner_script, output_of
 from hone.apps.verl.launch.words import UNDECIDED, Argument, Started, Trouble, is_open, is_setting, mark, open_names
+
+_SHELLS = ("bash", "sh", "zsh")
+
+
+def output_of(words: list[str], folder: str) -> str | None:
+    """Return the output of a command if its words alone determine it, else None.
+
+    Args:
+        words: words of the command.
+        folder: working directory after the script's changes.
+    """
+    match words:
+        case ["date", *arguments]:
+            pattern = next((a[1:] for a in arguments if a.startswith("+")), "%c")
+            return datetime.datetime.now().strftime(pattern.replace("%s", "%Y%m%d%H%M%S"))
+        case ["pwd"]:
+            return folder
+        case ["dirname", *_, path]:
+            return posixpath.dirname(path) or "."
+        case ["basename", path, *suffix]:
+            return posixpath.basename(path).removesuffix(suffix[0] if suffix else "")
+        case ["realpath" | "readlink" | "echo", *rest]:
+            return " ".join(word for word in rest if not re.fullmatch(r"-[a-z]+", word))
+        case ["printf", text] if "%" not in text and "\\" not in text:
+            return text
+        case ["printf", *_]:
+            return mark("OUTPUT")
+    return None
+
+
+def inner_script(words: list[str]) -> int | None:
+    """Return the index of a script that is given as text (``bash -c 'script'``), or None."""
+    for at, word in enumerate(words[:-1]):
+        if word.rpartition("/")[2] in _SHELLS:
+            option = next((i for i in range(at + 1, len(words) - 1) if re.fullmatch(r"-[a-z]*c", words[i])), None)
+            return option + 1 if option is not None else None
+    return None
+
 
 _NUMBERS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Any, Self
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -16,24 +19,172 @@ from hone.config.parallel import ParallelConfig
 from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.errors import ConfigError
+from hone.errors import CheckpointError, ConfigError
+from hone.insight import activity
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.memory import heap_watch
 from hone.models.loading import adapter_off, model_settings
-from hone.training.backends.megatron.checkpoint import restore_optimizer, stage_checkpoint
 from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups, build_groups
 from hone.training.backends.megatron.loading import LoadedStage, load_stage
+from hone.training.backends.megatron.model import Stage
 from hone.training.backends.megatron.optimizer import ShardedOptimizer
-from hone.training.backends.megatron.pipeline import MegatronPipelineLoop
 from hone.training.backends.megatron.support import require_model, require_settings
 from hone.training.backends.protocol import ModelKind, Weights
+from hone.training.checkpoints.checksums import leave_checksums
+from hone.training.checkpoints.model_state import optimizer_folder
+from hone.training.checkpoints.optimizer_state import check_saved
+from hone.training.checkpoints.shards import dist_rank, load_shards, read_index, stage_whole
+from hone.training.checkpoints.storage import Storage
+from hone.training.checkpoints.weights import in_layers, stage_layers
 from hone.training.engine import MicroBatchLoop, TrainSettings
 from hone.training.export_stream import in_dtype
 from hone.training.layout import Meshes
-from hone.training.ranks import ProcessRanks
+from hone.training.packing import pack
+from hone.training.pipeline_loop import LossOf, MicroBatch, PipelineLoop
+from hone.training.ranks import ProcessRanks, RankGroup
 from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, Statistics, UpdateResult
+
+_STEP = "step"
+
+
+def stage_checkpoint(
+    loaded: LoadedStage,
+    optimizer: ShardedOptimizer | None,
+    device: torch.device,
+    location: str,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Callable[[], None]:
+    """Copy what this rank writes of model and optimizer. Collective.
+
+    Returns:
+        A function that writes the files, without collectives, in any thread and during training.
+    """
+    checkpoint = Storage(location).recording()
+    whole = loaded.weights.whole(loaded.parameters, device)
+    writes = [stage_layers(in_layers(whole, loaded.skeleton), loaded.skeleton, checkpoint / name, tokenizer)]
+    if optimizer is not None:
+        about: dict[str, Any] = {"optimizer": optimizer.kind, "trained": loaded.weights.all_names, "state": {}}
+        state = _named_state(loaded, optimizer, device)
+        writes.append(stage_whole(state, about, checkpoint / optimizer_folder(name)))
+    rank = dist_rank()
+
+    def write() -> None:
+        while writes:  # frees what is written
+            writes.pop(0)()
+        leave_checksums(checkpoint, name, rank)
+
+    return write
+
+
+def restore_optimizer(loaded: LoadedStage, optimizer: ShardedOptimizer, location: str, name: str) -> None:
+    """Load the optimizer's state of a checkpoint of any backend and layout.
+
+    Raises:
+        CheckpointError: the state is of another model or optimizer, or damaged.
+    """
+    storage = Storage(location) / optimizer_folder(name)
+    shapes = {name: parameter.shape for name, parameter in loaded.skeleton.named_parameters()}
+    local = {name for names in loaded.weights.names().values() for name in names}
+    try:
+        index = read_index(storage)
+        check_saved(index.values, set(shapes), optimizer.kind, storage)
+        steps = {key: torch.zeros(()) for key in index.tensors if key.startswith(f"{_STEP}/")}
+        load_shards(steps, storage, index)
+        if not steps:
+            return  # saved before the first update
+
+        def saved(key: str) -> Iterator[tuple[str, Tensor]]:
+            for name in shapes.keys() & local:
+                value = torch.zeros(shapes[name])
+                load_shards({f"{key}/{name}": value}, storage, index)
+                yield name, value
+
+        for key in optimizer.state_keys:
+            tensors = {name: torch.zeros_like(parameter) for name, parameter in loaded.parameters.items()}
+            loaded.weights.fill(tensors, saved(key))
+            optimizer.load_state(key, tensors)
+        optimizer.load_steps(int(max(float(step) for step in steps.values())))
+    except OSError as error:
+        raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
+
+
+def _named_state(
+    loaded: LoadedStage, optimizer: ShardedOptimizer, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the optimizer's state by Hugging Face names. Collective."""
+    steps = optimizer.steps()
+    if steps == 0:
+        return
+    for name in loaded.weights.all_names:
+        yield f"{_STEP}/{name}", torch.tensor(float(steps))
+    for key in optimizer.state_keys:
+        for name, value in loaded.weights.whole(optimizer.state(key), device):
+            yield f"{key}/{name}", value
+
+
+class MegatronPipelineLoop(PipelineLoop):
+    """Runs batches through a pipeline of Megatron's stages, with or without gradient.
+
+    Args:
+        stage: of this rank.
+        chunk: the stage with its gradient reduction; None if it is not trained.
+        groups: process groups.
+        settings: budget, device and dtype.
+        ranks: the data-parallel ranks that share each mini-batch.
+        cost: cost model of a sequence.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        chunk: DistributedDataParallel | None,
+        groups: Groups,
+        settings: TrainSettings,
+        *,
+        ranks: RankGroup,
+        cost: CostModel,
+    ) -> None:
+        super().__init__(_outputs(stage), settings, pipeline=groups.pipeline, ranks=ranks, cost=cost)
+        self._stage, self._chunk, self._groups = stage, chunk, groups
+        self._communicator = P2PCommunicator(groups.pipeline, stage.config)
+
+    def run(
+        self, micro_batches: list[MicroBatch], head: Head, with_entropy: bool, loss_of: LossOf, *, train: bool
+    ) -> None:
+        """Take the micro-batches through the stages; see :meth:`PipelineLoop.run`."""
+
+        def step(remaining: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]] | None]:
+            del model  # the gradient reduction around the stage
+            rows, micro = next(remaining)
+            packed = pack(micro, self._device)
+            activity.tick()
+            with autocast(self._device, self._settings.dtype):
+                if not self._groups.last_stage:
+                    return self._stage(packed), None
+                outputs = packed.outputs_by_row(self._forward(head, packed, with_entropy))
+            loss = loss_of(rows, micro, outputs)
+            return loss, lambda loss: (loss, torch.zeros((), dtype=torch.int, device=self._device), None)
+
+        with self.computing(), on_device(self._device):
+            forward_backward_pipelining_without_interleaving(
+                forward_step_func=step,
+                data_iterator=iter(micro_batches),
+                model=self._stage if self._chunk is None else self._chunk,
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # shapes are sent before hidden states
+                micro_batch_size=1,
+                forward_only=not train,
+                p2p_communicator=self._communicator,
+                pg_collection=self._groups.collection,
+            )
+
+
+def _outputs(stage: Stage) -> Callable[[Head, PackedSequences, bool], dict[str, Tensor]]:
+    """Return the forward pass of the last stage."""
+    return lambda head, packed, with_entropy: head(stage, packed, with_entropy=with_entropy)
 
 
 class MegatronBackend:

@@ -7,9 +7,14 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -17,12 +22,65 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hone.models.activations import checkpointing_arguments
+from hone.models.attention.context import AttentionContext, Scoring
 from hone.models.heads import Backbone
 from hone.models.inputs import PackedSequences
 from hone.models.loading import value_head
-from hone.training.backends.megatron.attention import PackedAttention
-from hone.training.backends.megatron.experts import PaddedExperts, Router
 from hone.training.backends.megatron.groups import Groups
+
+if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine Megatron reads a name that it has not set
+    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Router(TopKRouter):
+    """Router without biases of experts, which Megatron would update in a compiled function."""
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        del routing_map, padding_mask
+
+
+class PaddedExperts(MoELayer):
+    """Experts of which each rank of a group has some; every rank computes the tokens of all ranks for its own.
+
+    Megatron gathers the same number of tokens from each rank, so that fewer are padded with zeros, which change nothing: experts have no
+    biases, and the padding's outputs are dropped.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+            parallel_state._set_global_memory_buffer()  # gathered tokens are stored in it
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute the experts: ``[N, 1, H]`` to ``[N, 1, H]``."""
+        tokens = len(hidden_states)
+        largest = torch.tensor(tokens, device=hidden_states.device)
+        if self.ep_group.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ep_group)
+        padded = F.pad(hidden_states, (0, 0, 0, 0, 0, int(largest) - tokens))
+        outputs: Any = super().forward(padded, *args, **kwargs)
+        output, bias = outputs
+        return output[:tokens], bias
+
+
+class PackedAttention(nn.Module):
+    """Attention that an :class:`~hone.models.attention.context.AttentionContext` computes; it travels as the attention mask.
+
+    Args:
+        config: of the model.
+        layer_number: of the layer, from 1.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self.layer, self.scoring = layer_number - 1, Scoring(config.kv_channels**-0.5)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext, **_: Any) -> Tensor:
+        """Compute attention: ``[N, 1, heads, head_dim]`` to ``[N, 1, heads * head_dim]``."""
+        by_head = [states.permute(1, 2, 0, 3) for states in (query, key, value)]
+        output = attention_mask.attend(self.layer, by_head[0], by_head[1], by_head[2], self.scoring)
+        return output.flatten(2).transpose(0, 1)
 
 
 class Stage(Backbone):

@@ -18,7 +18,7 @@ from support.templates import SHAPES, tokenizer
 from hone.agents.messages import AssistantTurn, Message
 from hone.agents.rendering import Renderer, renderer_for
 from hone.agents.rendering.probes import ASKED
-from hone.agents.serving.turn_stream import TurnStream
+from hone.agents.serving.chat import TurnStream
 
 FEW = examples(6, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
 WITH_TOOLS = [name for name in sorted(SHAPES) if name != "gemma3"]
