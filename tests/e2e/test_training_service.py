@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,12 +16,11 @@ import tinker
 import torch
 from peft import PeftModel
 from support.launch import hone
-from support.patience import LONG, SOON
+from support.serve import listening
 from support.world import World
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).parents[2]
 TOKEN = "tml-a-token"
 pytestmark = [
     pytest.mark.slow,
@@ -34,33 +30,9 @@ pytestmark = [
 
 @contextlib.contextmanager
 def serving(model: Path, out: Path) -> Iterator[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "hone.cli.main",
-        "serve",
-        str(model),
-        "--name",
-        "digits",
-        "--train",
-        "--port",
-        "0",
-        "--out",
-        str(out),
-    ]
-    environment = {**os.environ, "HONE_SERVE_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
-    log = out.with_suffix(".log")
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-        try:
-            deadline = time.monotonic() + LONG
-            while " at http://" not in log.read_text():
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.1)
-            yield log.read_text().partition(" at ")[2].partition(",")[0]
-        finally:
-            process.terminate()
-            process.wait(SOON)
+    words = ["serve", model, "--name", "digits", "--train", "--port", "0", "--out", out]
+    with listening([sys.executable, "-m", "hone.cli.main", *words], out.with_suffix(".log"), TOKEN) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from hone.apps.tinker import wire
 from hone.apps.tinker.adapters import AdapterShape, adam_settings
+from hone.apps.tinker.bodies import check_body
 from hone.apps.tinker.futures import Failure
 from hone.apps.tinker.service import TrainingService
 from hone.errors import HoneError, RequestError
@@ -78,17 +79,20 @@ class TrainingEndpoint:
         }
         self.app = Starlette(
             routes=[
-                Route("/api/v1/healthz", self._route(lambda request, body: {"status": "ok"}), methods=["GET"]),
-                Route(
-                    "/api/v1/get_server_capabilities", self._route(lambda r, b: self._capabilities()), methods=["GET"]
+                *(
+                    Route(f"/api/v1/{name}", self._route(name, answer), methods=["GET"])
+                    for name, answer in {
+                        "healthz": lambda request, body: {"status": "ok"},
+                        "get_server_capabilities": lambda request, body: self._capabilities(),
+                        "samplers/{name}": self._sampler,
+                    }.items()
                 ),
-                Route("/api/v1/samplers/{name}", self._route(self._sampler), methods=["GET"]),
                 Route("/api/v1/forward_backward", self.forward_backward, methods=["POST"]),
                 Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
                 *(
                     Route(
                         f"/api/v1/{name}",
-                        self._route(lambda request, body, answer=answer: answer(body)),
+                        self._route(name, lambda request, body, answer=answer: answer(body)),
                         methods=["POST"],
                     )
                     for name, answer in posts.items()
@@ -127,8 +131,8 @@ class TrainingEndpoint:
         try:
             self._check(request)
             async with self._body(request) as body:
-                name = str(json.loads(body)["request_id"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+                name = check_body("retrieve_future", json.loads(body))["request_id"]
+        except (ValueError, RecursionError):
             return _refusal(RequestError("the body names no request_id"))
         except HoneError as error:
             return _refusal(error)
@@ -147,12 +151,12 @@ class TrainingEndpoint:
 
     # routes with JSON ------------------------------------------------------------------------------------------------
 
-    def _route(self, answer: Callable[[Request, Json], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def _route(self, name: str, answer: Callable[[Request, Json], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
             try:
                 self._check(request)
                 async with self._body(request) as content:
-                    body = json.loads(content or b"{}") if request.method == "POST" else {}
+                    body = check_body(name, json.loads(content or b"{}")) if request.method == "POST" else {}
                 return JSONResponse(await self._on_loop(lambda: answer(request, body)))
             except HoneError as error:
                 return _refusal(error)
@@ -179,9 +183,7 @@ class TrainingEndpoint:
         config = body.get("lora_config")
         if not config:
             raise RequestError("this server trains adapters", fix="create_lora_training_client", field="lora_config")
-        shape = AdapterShape(
-            int(config["rank"]), bool(config["train_attn"]), bool(config["train_mlp"]), bool(config["train_unembed"])
-        )
+        shape = AdapterShape(config["rank"], config["train_attn"], config["train_mlp"], config["train_unembed"])
         seed = config.get("seed")
         name = self._service.create_model(body["session_id"], body["model_seq_id"], body["base_model"], shape, seed)
         return _future(name, name)

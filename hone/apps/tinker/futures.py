@@ -11,8 +11,10 @@ from typing import Any
 
 from hone.errors import HoneError
 
-KEPT_SECONDS = 3600.0
-"""How long a result is kept."""
+KEPT_SECONDS, KEPT_BYTES = 3600.0, 256 * 2**20
+"""How long a result is kept, and how many bytes of results: beyond them, those that were fetched go first, then the oldest."""
+_OVERHEAD = 2**11
+"""Bytes of a result besides its protobuf."""
 log = logging.getLogger("hone.serve")
 
 
@@ -38,6 +40,8 @@ class Futures:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Result | Failure]] = {}
         self._ended: dict[str, float] = {}
+        self._fetched: dict[str, None] = {}
+        self._bytes = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._tasks
@@ -49,7 +53,18 @@ class Futures:
             work.close()
             return
         task = self._tasks[name] = asyncio.get_running_loop().create_task(_outcome(work))
-        task.add_done_callback(lambda _: self._ended.setdefault(name, time.monotonic()))
+        task.add_done_callback(lambda task: self._end(name, task))
+
+    def _end(self, name: str, task: asyncio.Task[Result | Failure]) -> None:
+        self._ended[name] = time.monotonic()
+        self._bytes += _size(task)
+        while self._bytes > KEPT_BYTES and len(self._ended) > 1:
+            self._forget(next(iter(self._fetched), next(iter(self._ended))))
+
+    def _forget(self, name: str) -> None:
+        self._bytes -= _size(self._tasks.pop(name))
+        self._fetched.pop(name, None)
+        del self._ended[name]
 
     async def wait(self, name: str, seconds: float) -> Result | Failure | None:
         """Return the outcome of a request, or None if it is not there within ``seconds``.
@@ -59,6 +74,8 @@ class Futures:
         """
         task = self._tasks[name]
         done, _ = await asyncio.wait([task], timeout=seconds)
+        if name in self._ended:
+            self._fetched[name] = None
         return task.result() if done else None
 
     def cancel(self, name: str) -> None:
@@ -68,8 +85,14 @@ class Futures:
 
     def _forget_old(self) -> None:
         limit = time.monotonic() - KEPT_SECONDS
-        for name in [name for name, ended in self._ended.items() if ended < limit]:
-            del self._tasks[name], self._ended[name]
+        while self._ended and self._ended[oldest := next(iter(self._ended))] < limit:
+            self._forget(oldest)
+
+
+def _size(task: asyncio.Task[Result | Failure]) -> int:
+    """Return the bytes of a result that has ended."""
+    outcome = None if task.cancelled() else task.result()
+    return _OVERHEAD + len(getattr(outcome, "protobuf", None) or b"")
 
 
 async def _outcome(work: Coroutine[Any, Any, Result]) -> Result | Failure:

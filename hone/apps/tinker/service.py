@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,10 @@ from hone.errors import RequestError
 from hone.generation.protocol import GenerationRequest, SamplingParams
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MOST_SAMPLES = 1024
+_MOST_SESSIONS = 2**16
+"""Sampling sessions; the one that was not used for the longest time is forgotten."""
+_MOST_WAITING = 4096
+"""Operations of a model that wait for those before them."""
 ABANDONED_SECONDS = 3600.0
 """Time after which an adapter is dropped whose client was not heard of."""
 log = logging.getLogger("hone.serve")
@@ -110,7 +113,7 @@ class TrainingService:
         self._adapters, self._sampler, self._saved = adapters, sampler, SavedWeights(folder)
         self._stop_token_ids = tuple(stop_token_ids)
         self._models: dict[str, TrainedModel] = {}
-        self._sessions: dict[str, Path | None] = {}
+        self._sessions: OrderedDict[str, Path | None] = OrderedDict()
         self._numbers = 0
 
     # sessions and models ---------------------------------------------------------------------------------------------
@@ -222,6 +225,10 @@ class TrainingService:
         if number < trained.following:
             raise RequestError(f"operation {number} of this model has ended, its result is not kept", field="seq_id")
         if number > trained.following:
+            if len(trained.arrived) >= _MOST_WAITING:
+                raise RequestError(
+                    f"{_MOST_WAITING} operations of this model wait already", fix=f"send operation {trained.following}"
+                )
             await trained.arrived.setdefault(number, asyncio.Event()).wait()
             self._model(model)
         trained.used = time.monotonic()
@@ -349,6 +356,8 @@ class TrainingService:
         self._numbers += 1
         name = f"sampling-{self._numbers}-{secrets.token_hex(4)}"
         self._sessions[name] = weights
+        if len(self._sessions) > _MOST_SESSIONS:
+            self._sessions.popitem(last=False)
         return name
 
     def sampler(self, name: str) -> dict[str, Any]:
@@ -374,24 +383,19 @@ class TrainingService:
     def _weights_of(self, session: str) -> Path | None:
         if session not in self._sessions:
             raise RequestError(f"there is no sampling session '{session}'", field="sampling_session_id")
+        self._sessions.move_to_end(session)
         return self._sessions[session]
 
     def sample(self, request: Mapping[str, Any]) -> tuple[str, list[str]]:
         """Begin to sample; return the name of the future, and a name for each sequence."""
-        session, number, count = (
-            request.get("sampling_session_id"),
-            request.get("seq_id"),
-            request.get("num_samples") or 1,
-        )
-        if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:
-            raise RequestError(f"{count} samples are not in 1 to {_MOST_SAMPLES}", field="num_samples")
-        if session is None or number is None:
+        session, number = request.get("sampling_session_id"), request.get("seq_id")
+        if session not in self._sessions or number is None:  # a name of another kind would take that of an operation
             self._numbers += 1
             name = f"sample-{self._numbers}-{secrets.token_hex(4)}"
         else:
             name = f"{session}:{number}"
         self.futures.start(name, self._sample(name, request))
-        return name, [f"{name}:{index}" for index in range(count)]
+        return name, [f"{name}:{index}" for index in range(request.get("num_samples", 1))]
 
     def cancel(self, name: str) -> None:
         """End the request of a sample; operations of models are never left out, because those after them depend on them."""
@@ -415,12 +419,12 @@ class TrainingService:
             if request.get(unserved):
                 raise RequestError(f"this server cannot serve '{unserved}'", field=unserved)
         prompt = _tokens(request["prompt"], self._adapters.vocabulary)
-        params = self._params(request["sampling_params"], request.get("topk_sample_logprobs") or 0, len(prompt))
+        params = self._params(request["sampling_params"], request.get("topk_sample_logprobs", 0), len(prompt))
         seed = request["sampling_params"].get("seed")
-        seed = secrets.randbits(62) if seed is None else int(seed)
-        count = request.get("num_samples") or 1
+        seed = secrets.randbits(62) if seed is None else seed
         requests = [
-            GenerationRequest(f"{name}:{index}", prompt, params, derive_seed(seed, index)) for index in range(count)
+            GenerationRequest(f"{name}:{index}", prompt, params, derive_seed(seed, index))
+            for index in range(request.get("num_samples", 1))
         ]
         prompt_log_probs = await self._prompt_log_probs(weights, prompt) if request.get("prompt_logprobs") else None
         completions = await asyncio.gather(*(self._sampler.complete(weights, one) for one in requests))
@@ -438,19 +442,16 @@ class TrainingService:
     def _params(self, given: Mapping[str, Any], top_log_probs: int, prompt: int) -> SamplingParams:
         self._check_length(prompt + 1, "the prompt with one token of an answer")
         room = self.limits.max_model_len - prompt
-        most = given.get("max_tokens") or room
+        most = given.get("max_tokens", room)
         self._check_length(prompt + most, "prompt and max_tokens")
         stop = given.get("stop")
         texts = (stop,) if isinstance(stop, str) else tuple(part for part in stop or () if isinstance(part, str))
-        ids = tuple(int(part) for part in stop or () if not isinstance(part, str)) if not isinstance(stop, str) else ()
-        temperature = float(given.get("temperature", 1.0))
-        if not math.isfinite(temperature) or temperature < 0:
-            raise RequestError(f"temperature {temperature:g} is not 0 or more", field="sampling_params.temperature")
+        ids = tuple(part for part in stop or () if not isinstance(part, str)) if not isinstance(stop, str) else ()
         return SamplingParams(
             max_tokens=most,
-            temperature=temperature,
-            top_k=int(given.get("top_k", -1)),
-            top_p=float(given.get("top_p", 1.0)),
+            temperature=given.get("temperature", 1.0),
+            top_k=given.get("top_k", -1),
+            top_p=given.get("top_p", 1.0),
             stop=texts,
             stop_token_ids=self._stop_token_ids if stop is None else ids,
             ignore_eos=stop is not None and not ids,
@@ -480,7 +481,7 @@ def _tokens(prompt: Mapping[str, Any], vocabulary: int) -> list[int]:
     for chunk in prompt.get("chunks") or ():
         if "tokens" not in chunk:
             raise RequestError("the prompt has a chunk that is not text", field="prompt")
-        tokens += [int(token) for token in chunk["tokens"]]
+        tokens += chunk["tokens"]
     if not tokens:
         raise RequestError("the prompt has no tokens", field="prompt")
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:

@@ -25,7 +25,8 @@ from tinker.types import Datum as TinkerDatum
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 
 from hone.apps.tinker import app as service_app
-from hone.apps.tinker import wire
+from hone.apps.tinker import futures, wire
+from hone.apps.tinker import service as service_module
 from hone.apps.tinker.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, Passed, adam_settings
 from hone.apps.tinker.app import TrainingEndpoint
 from hone.apps.tinker.futures import Failure, Result
@@ -594,6 +595,65 @@ def test_adapters_of_dead_clients_are_saved_and_make_room(tmp_path: Path) -> Non
     asyncio.run(play())
 
 
+def test_a_sample_does_not_take_the_name_of_an_operation(tmp_path: Path) -> None:
+    """It did: the operation of a neighbour was never run, and those after it waited for ever."""
+
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        sample = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {"max_tokens": 1}}
+        outcome = await result(service, service.sample({**sample, "sampling_session_id": model, "seq_id": 1})[0])
+        assert isinstance(outcome, Failure) and outcome.user
+        assert isinstance(await result(service, service.optim_step(model, 1, RATES["one"])), Result)
+
+    asyncio.run(play())
+
+
+def test_what_clients_leave_behind_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that nobody fetches, operations that wait for one that never comes, sampling sessions."""
+
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        first = service.create_sampling_session(None, None)
+        for number in range(100):
+            service.sampler(first)
+            last = service.create_sampling_session(None, None)
+            await result(service, service.sample({"prompt": {}, "sampling_params": {}})[0])
+            service.optim_step(model, 2 + number, RATES["one"])
+        assert len(service._sessions) == 8 and service.sampler(first) != service.sampler(last)
+        assert service.futures._bytes <= 20_000
+        refused = await result(service, service.optim_step(model, 200, RATES["one"]))
+        assert isinstance(refused, Failure) and refused.user and "8 operations" in refused.message
+        assert isinstance(await result(service, service.optim_step(model, 1, RATES["one"])), Result)
+        assert isinstance(await result(service, f"{model}:9"), Result)
+
+    monkeypatch.setattr(futures, "KEPT_BYTES", 20_000)
+    for name in ("_MOST_SESSIONS", "_MOST_WAITING"):
+        monkeypatch.setattr(service_module, name, 8)
+    asyncio.run(play())
+
+
+def test_results_that_were_fetched_make_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        kept = futures.Futures()
+
+        async def large() -> Result:
+            return Result(protobuf=b"x" * 10_000)
+
+        for number in range(12):
+            kept.start(str(number), large())
+            await asyncio.sleep(0.01)
+            if number % 2:
+                await kept.wait(str(number), 60)
+        assert [str(number) in kept for number in range(12)] == [
+            number % 2 == 0 or number == 11 for number in range(12)
+        ]
+
+    monkeypatch.setattr(futures, "KEPT_BYTES", 90_000)
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("rename", [1, 2])
 def test_after_a_kill_the_service_has_what_was_saved(
     rename: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -664,3 +724,40 @@ def test_bodies_are_bounded_and_wrong_ones_are_the_client_s_mistake(
         monkeypatch.setattr(service_app, "MAX_HELD", 100)
         assert client.post("/api/v1/telemetry", content=b" " * 101).status_code == 429
         assert client.post("/api/v1/telemetry", content=b"{}").status_code == 200 and endpoint._held == 0
+
+
+OPERATION = {"model_id": "s:train:0", "seq_id": 1}
+SAMPLE: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {"max_tokens": 2}, "base_model": "tiny"}  # fmt: skip
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("save_weights", {**OPERATION, "path": 3}, "path"),
+    ("save_weights_for_sampler", {**OPERATION, "path": {"a": 1}}, "path"),
+    ("save_weights", {**OPERATION, "overwrite": [True]}, "overwrite"),
+    ("load_weights", {**OPERATION, "path": None}, "path"),
+    ("optim_step", {**OPERATION, "seq_id": "1"}, "seq_id"),
+    ("optim_step", {**OPERATION, "seq_id": 1.5}, "seq_id"),
+    ("optim_step", {**OPERATION, "model_id": ["s"]}, "model_id"),
+    ("create_model", {"session_id": "s", "model_seq_id": 1, "base_model": 5, "lora_config": {"rank": 1}}, "base_model"),
+    ("create_sampling_session", {"base_model": ["tiny"]}, "base_model"),
+    ("weights_info", {"tinker_path": 5}, "tinker_path"),
+    *(
+        ("asample", {**SAMPLE, "sampling_params": params}, "sampling_params")
+        for params in (3, {"max_tokens": "5"}, {"max_tokens": -1}, {"top_k": 2**70}, {"top_p": math.nan}, {"seed": 2**70}, {"stop": {"a": 1}})
+    ),
+    ("asample", {**SAMPLE, "prompt": "text"}, "prompt"),
+    ("asample", {**SAMPLE, "prompt": {"chunks": [{"tokens": "abc"}]}}, "prompt.chunks.0.tokens"),
+    ("asample", {**SAMPLE, "topk_sample_logprobs": 10**9}, "topk_sample_logprobs"),
+    ("asample", {**SAMPLE, "num_samples": True}, "num_samples"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "field"), WRONG)
+def test_a_wrong_type_is_refused_before_anything_begins(
+    tmp_path: Path, route: str, body: dict[str, Any], field: str
+) -> None:
+    """They were accepted, took the number of an operation, and ended as errors of the server with a traceback in its log."""
+    with engine_loop() as loop:
+        service = call_on_loop(loop, lambda: service_in(tmp_path))
+        client = TestClient(TrainingEndpoint(service, loop, token=None).app)
+        answer = client.post(f"/api/v1/{route}", content=json.dumps(body))
+        assert answer.status_code == 422 and field in answer.json()["detail"], answer.text
+        assert not service.futures._tasks
