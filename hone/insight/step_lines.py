@@ -5,6 +5,7 @@ All lines of a step are written and flushed together. A half line that a kill le
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -50,8 +51,13 @@ class StepLines:
         lines = [json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records]
         file = self._open()
         with disk_errors(self.path):
-            file.write("".join(lines))
-            file.flush()
+            try:
+                file.write("".join(lines))
+                file.flush()
+            except OSError:
+                with contextlib.suppress(OSError):  # its buffer holds them: no later call may write them, or fail again
+                    self.close()
+                raise
         self._last_names = names | self._last_names if step == last else names
         self._last_step = step
 
@@ -71,9 +77,9 @@ class StepLines:
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _open(self) -> IO[str]:
         """Return the file, open at its end; a half last line is removed when it is opened."""

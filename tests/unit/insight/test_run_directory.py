@@ -213,6 +213,18 @@ def test_disk_full_while_appending(run, tmp_path):
         run.log_metrics(2, {})
 
 
+def test_lines_that_found_no_space_are_not_written_later(run, monkeypatch):
+    """Closing wrote them once more: the run ended with that error and a traceback, or with the lines after those of a resumed run."""
+    run.log_metrics(1, {"loss": 1.0})
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(run._metrics, "_file", full)
+        with raises(HoneError, code="E-disk-full"):
+            run.log_metrics(2, {"loss": 2.0})
+        run.close()
+    run.log_metrics(2, {"loss": 3.0})
+    assert [row["loss"] for row in map(json.loads, run.metrics_path.read_text().splitlines())] == [1.0, 3.0]
+
+
 def test_disk_full_leaves_the_old_file_and_no_litter(run, monkeypatch):
     run.write_rollouts(1, table(1, [{"text": "good"}]))
 
