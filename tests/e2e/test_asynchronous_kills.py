@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 from support import forked_engines
+from support.forked_engines import engines_of
 from support.launch import Command, hone
+from support.slow_loop import ASYNCHRONOUS, PROMPTS
 from support.world import World, metrics, rl_command, run_record
 
 pytestmark = pytest.mark.long("hone/trainers/rollouter.py", "hone/trainers/group_buffer.py")
-DRIVER_KILLS, ENGINE_KILLS, STEPS, PROMPTS = 12, 8, 40, 4
-KEYS = (
-    *("trainer.async.max_staleness=2", "trainer.async.partial_rollouts=true", "trainer.save_freq=1"),
-    *("actor_rollout_ref.rollout.multi_turn={enable: true, max_assistant_turns: 2}",),
-    "actor_rollout_ref.rollout.agent.default_agent_loop=support.slow_loop:SlowTool",
-    *(
-        "actor_rollout_ref.rollout.num_replicas=2",
-        f"data.train_batch_size={PROMPTS}",
-        "algorithm.filter_groups.enable=false",
-    ),
-    *("actor_rollout_ref.rollout.server_pool={max_attempts: 1000, start_attempts: 1000, health_check_period: 0.5}",),
-    *(
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-        "preflight.reward_rows=0",
-        f"trainer.total_training_steps={STEPS}",
-    ),
-)
+DRIVER_KILLS, ENGINE_KILLS, STEPS = 12, 8, 40
 
 
 def start(world: World, folder: Path, number: int) -> Command:
-    words = rl_command(world, folder / "run", "grpo", *KEYS)
+    words = rl_command(world, folder / "run", "grpo", *ASYNCHRONOUS, f"trainer.total_training_steps={STEPS}")
     return Command(words, folder / f"log{number}", folder, prepare=forked_engines.install)
-
-
-def engines(command: Command) -> list[psutil.Process]:
-    """Engine processes: each leads a session, and is forked from a process that leads one too."""
-    processes = []
-    for process in psutil.Process(command.process.pid).children(recursive=True):
-        try:
-            if os.getsid(process.pid) == process.pid and process.ppid() != command.process.pid:
-                processes.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return processes
 
 
 def saved(folder: Path) -> int:
@@ -70,8 +42,10 @@ def test_twenty_kills_leave_the_ledger_whole(world: World, tmp_path: Path) -> No
         assert progressed, command.log.read_text()
         time.sleep(chance.random() * 0.4)  # also in the middle of a checkpoint
         if kill is None:
-            assert command.wait_until(lambda command=command: bool(engines(command))), command.log.read_text()
-            chance.choice(engines(command)).kill()
+            assert command.wait_until(lambda command=command: bool(engines_of(command.process.pid))), (
+                command.log.read_text()
+            )
+            chance.choice(engines_of(command.process.pid)).kill()
         else:
             command.signal(signal.SIGKILL, group=True)
             command.wait()

@@ -16,6 +16,8 @@ import time
 from types import SimpleNamespace
 from typing import IO, Any
 
+import psutil
+
 from hone.generation.remote import process
 from hone.generation.server import native_backend, program
 
@@ -70,6 +72,16 @@ def _become_engine(files: list[int], parent: int) -> None:
         program.main()
     finally:
         os._exit(1)
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    """Return the engines of a run: each leads a session, and is forked from a process that leads one too."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(child.pid) == child.pid and child.ppid() != pid:
+                found.append(child)
+    return found
 
 
 class ForkedEngine:
