@@ -8,6 +8,8 @@ import re
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from hone.apps.tinker.adapters import AdapterSet
 from hone.errors import RequestError
 
@@ -47,19 +49,26 @@ class SavedWeights:
             mark.unlink()
 
     def mark(self, model: str, *, unsaved: bool) -> None:
-        """Note on the disk that a model has, or no longer has, weights that are not saved."""
+        """Note on the disk that a model has, or no longer has, weights that are not saved.
+
+        Raises:
+            RequestError: the disk is full.
+        """
         mark = self._folder / _UNSAVED / model
-        if unsaved:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        else:
-            mark.unlink(missing_ok=True)
+        try:
+            if unsaved:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            else:
+                mark.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(error) from error
 
     def write(self, adapters: AdapterSet, adapter: str, model: str, kind: str, name: str, *, overwrite: bool) -> Path:
         """Save an adapter under another name, and rename its folder when it is whole; return the folder.
 
         Raises:
-            RequestError: the name is none, or has weights already, or a weight is not finite.
+            RequestError: the name is none, or has weights already, or a weight is not finite, or the disk is full.
         """
         folder = self._place(model, kind, name)
         new, old = (folder.with_name(f"{state}-{name}") for state in (_NEW, _OLD))
@@ -73,10 +82,12 @@ class SavedWeights:
             if folder.exists():
                 folder.rename(old)
             new.rename(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(new, ignore_errors=True)
             if old.exists() and not folder.exists():
                 old.rename(folder)
+            if isinstance(error, OSError | SafetensorError):
+                raise _unwritable(error) from error
             raise
         shutil.rmtree(old, ignore_errors=True)
         if kind == "weights":
@@ -108,3 +119,11 @@ class SavedWeights:
         if any(part.is_symlink() for part in (folder, *list(folder.parents)[:2])):
             raise RequestError(f"{kind} '{name}' of this model is a link, which is not followed", field="path")
         return folder
+
+
+def _unwritable(error: Exception) -> RequestError:
+    return RequestError(
+        f"the server's disk cannot be written ({error})",
+        why="nothing was changed",
+        fix="free space there, then send it again as the next operation",
+    )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from support.examples import examples
@@ -605,6 +606,33 @@ def test_a_sample_does_not_take_the_name_of_an_operation(tmp_path: Path) -> None
         outcome = await result(service, service.sample({**sample, "sampling_session_id": model, "seq_id": 1})[0])
         assert isinstance(outcome, Failure) and outcome.user
         assert isinstance(await result(service, service.optim_step(model, 1, RATES["one"])), Result)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: os error 28")])
+def test_a_full_disk_is_said_and_changes_nothing(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was an error of the server with a traceback in its log."""
+
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    async def play() -> None:
+        service = service_in(tmp_path)
+        model = await model_of(service)
+        place = (Path, "touch") if isinstance(error, OSError) else (service._adapters, "save")
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, full)
+            outcomes = [
+                await result(service, service.forward_backward(model, 1, data("one", 1), "ppo", {}, backward=True)),
+                await result(service, service.save(model, 2, "w", "weights")),
+            ]
+        failed = outcomes[0 if isinstance(error, OSError) else 1]
+        assert isinstance(failed, Failure) and failed.user and "free space" in failed.message
+        saved = await result(service, service.save(model, 3, "v", "weights"))
+        assert isinstance(saved, Result)
 
     asyncio.run(play())
 
