@@ -184,9 +184,9 @@ class Client:
                 answer = self._line.getresponse()
                 content = answer.read()
                 break
-            except (http.client.RemoteDisconnected, ConnectionError, http.client.BadStatusLine):
+            except BaseException as error:
                 self._line.close()  # the server may close a connection between two requests
-                if not again:
+                if not again or not isinstance(error, ConnectionError | http.client.BadStatusLine):
                     raise
         self.count[answer.status] += 1
         return answer.status, content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -20,21 +19,25 @@ def _object(**fields: Any) -> type[BaseModel]:
     return create_model("Body", __config__=_CONFIG, **defaults)  # type: ignore[call-overload, no-any-return]
 
 
-_Name: Any = Annotated[str, Field(max_length=512)]
-_Number: Any = Annotated[int, Field(ge=0, lt=2**31)]
-_Seed: Any = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
+def _bounded(kind: Any, **bounds: Any) -> Any:
+    return Annotated[kind, Field(**bounds)]
+
+
+_Name = _bounded(str, max_length=512)
+_Number = _bounded(int, ge=0, lt=2**31)
+_Seed = _bounded(int, ge=MIN_SEED, le=MAX_SEED)
 _OPERATION = {"model_id": _Name, "seq_id": _Number}
 _CREATION = {"session_id": _Name, "model_seq_id": int}
 _WEIGHTS = {"base_model": _Name | None, "model_path": _Name | None}
 _SHAPE = _object(rank=int, train_attn=bool, train_mlp=bool, train_unembed=bool, seed=_Seed | None)
 _PROMPT = _object(chunks=list[_object(tokens=list[_Number] | None)])  # type: ignore[misc]
 _PARAMS = _object(
-    max_tokens=Annotated[int, Field(ge=1, lt=2**31)] | None,
+    max_tokens=_bounded(int, ge=1, lt=2**31) | None,
     seed=_Seed | None,
-    stop=str | Annotated[list[str | _Number], Field(max_length=MAX_STOPS)] | None,
-    temperature=Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None,
-    top_k=Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None,
-    top_p=Annotated[float, Field(gt=0, le=1)] | None,
+    stop=str | _bounded(list[str | _Number], max_length=MAX_STOPS) | None,
+    temperature=_bounded(float, ge=0, le=MAX_TEMPERATURE) | None,
+    top_k=_bounded(int, ge=-1, le=MAX_TOP_K) | None,
+    top_p=_bounded(float, gt=0, le=1) | None,
 )
 _BODIES: dict[str, type[BaseModel]] = {
     "session_heartbeat": _object(session_id=_Name),
@@ -60,9 +63,9 @@ _BODIES: dict[str, type[BaseModel]] = {
         seq_id=_Number | None,
         prompt=_PROMPT,
         sampling_params=_PARAMS,
-        num_samples=Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None,
+        num_samples=_bounded(int, ge=1, le=MAX_SAMPLES) | None,
         prompt_logprobs=bool | None,
-        topk_sample_logprobs=Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None,
+        topk_sample_logprobs=_bounded(int, ge=0, le=MAX_TOP_LOG_PROBS) | None,
     ),
     "cancel_future": _object(request_id=_Name),
     "retrieve_future": _object(request_id=_Name),
@@ -70,7 +73,7 @@ _BODIES: dict[str, type[BaseModel]] = {
 _ANY = _object()
 
 
-def check_body(route: str, body: Any) -> Mapping[str, Any]:
+def check_body(route: str, body: Any) -> dict[str, Any]:
     """Return the body of a request to a route, without what is null.
 
     Raises:
