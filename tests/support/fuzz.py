@@ -28,7 +28,7 @@ from support.patience import SOON
 
 EXAMPLES_VARIABLE = "HONE_FUZZ_EXAMPLES"
 """Environment variable with the number of requests to each server."""
-USUAL = 1000
+USUAL = 400
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 7, 2**31, -(2**31) - 1, 2**63, 2**64, -(2**63) - 1, 10**30, 10**400),
     *(0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), float("-inf")),
