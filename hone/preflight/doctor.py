@@ -266,7 +266,9 @@ def _sandbox() -> Iterator[Check]:
         return
     best = next(iter(working.values()))
     if not best.unprotected:
-        yield Check(name, OK, f"{best.name} protects {', '.join(PROTECTIONS)}")
+        yield Check(
+            name, OK, f"{best.name} protects {', '.join(PROTECTIONS)}; memory is bounded by {best.memory_bound}"
+        )
         return
     result = f"{best.name} (bubblewrap: {missing.get('bubblewrap')}); not protected: "
     result += "; ".join(f"{name} ({PROTECTIONS[name]})" for name in best.unprotected)

@@ -31,7 +31,7 @@ PROTECTIONS = {
     "network": "other machines, and servers on this one",
     "files": "files that the trainer's user or everyone may read or write",
     "processes": "signals to this user's processes, and their environment",
-    "memory": "memory that belongs to no process: files in memory, user namespaces",
+    "memory": "memory that belongs to no process: files in memory, shared mappings, buffers of sockets",
     "disk": "space on disks that everyone may write to",
 }
 """What a sandbox protects, and what a program reaches without it."""
@@ -58,12 +58,21 @@ class Backend:
         python: interpreter for programs.
         filtered: True to filter system calls.
         landlock: version of Landlock; 0 to use none.
+        cgroup: folder of a control group (version 2) in which each program gets its own; empty without one.
     """
 
     name: str
     python: str
     filtered: bool = True
     landlock: int = 0
+    cgroup: str = ""
+
+    @property
+    def memory_bound(self) -> str:
+        """Text: what bounds the memory of a program, with the kernel's for it."""
+        counted = "counting of its processes, mappings, pipes and sockets"
+        group = f"memory.max and pids.max in {self.cgroup}" if self.cgroup else "no cgroup"
+        return f"{counted}; {'the filter of system calls' if self.filtered else 'no filter'}; {group}"
 
     @property
     def unprotected(self) -> tuple[str, ...]:
@@ -72,7 +81,7 @@ class Backend:
             "network": self.name == "bubblewrap" or self.filtered,
             "files": self.name == "bubblewrap" or self.landlock > 0,
             "processes": self.name != "process" or self.landlock >= SIGNALS,
-            "memory": self.filtered and (self.name == "bubblewrap" or self.landlock > 0),
+            "memory": (self.filtered or self.cgroup != "") and (self.name == "bubblewrap" or self.landlock > 0),
             "disk": self.name == "bubblewrap" or self.landlock > 0,
         }
         return tuple(name for name in PROTECTIONS if not given[name])
@@ -102,6 +111,7 @@ class Backend:
             "uid": None if confined else uid,
             "filter": program and base64.b64encode(program).decode(),
             "landlock": rules(self.landlock, _readable(self.python)) if self.landlock and not confined else None,
+            "cgroup": self.cgroup,
             "limits": vars(limits) | {"cpu_seconds": seconds},
         }
 
@@ -136,7 +146,13 @@ def _bubblewrap(limits: Limits, *, root: bool) -> list[str]:
         parents = [str(parent) for parent in reversed(Path(prefix).parents) if parent not in (Path("/"), Path("/tmp"))]
         arguments += [word for parent in parents for word in ("--perms", "0755", "--dir", parent)]
         arguments += ["--ro-bind", prefix, prefix]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
+    # no terminals, and no /dev/zero, whose shared mappings belong to no process: /dev/full reads the same
+    arguments += ["--proc", "/proc", "--tmpfs", "/dev", "--dev-bind", "/dev/full", "/dev/zero"]
+    for name in ("null", "full", "random", "urandom"):
+        arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}.items():
+        arguments += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
+    arguments += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
     arguments += ["--remount-ro", "/dev", "--chdir", "/tmp"]
     return arguments
 

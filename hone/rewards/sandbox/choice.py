@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hone.errors import ConfigError
 from hone.rewards.sandbox.backends import PROTECTIONS, Backend
@@ -48,12 +50,13 @@ def choose(requested: str, required: Sequence[str] = ()) -> Backend:
             fix=f"install bubblewrap ({missing.get('bubblewrap', 'it works here')}), or remove these names from the list",
             where="reward.sandbox.require",
         )
-    _warn_if_weak(backend, missing.get("bubblewrap", ""))
+    _say(backend, missing.get("bubblewrap", ""))
     return backend
 
 
 @functools.cache
-def _warn_if_weak(backend: Backend, reason: str) -> None:
+def _say(backend: Backend, reason: str) -> None:
+    logger.info("the sandbox for code is %s; memory is bounded by %s", backend.name, backend.memory_bound)
     if backend.unprotected:
         logger.warning(
             "the sandbox for code is weak here (%s%s). Programs can access: %s",
@@ -76,11 +79,12 @@ def available() -> tuple[dict[str, Backend], dict[str, str]]:
         names.insert(1, "user")
     version = landlock_version()
     candidates = [
-        Backend(name, python, filtered, landlock)
+        Backend(name, python, filtered, landlock, cgroup)
         for name in names
         for python in dict.fromkeys(pythons if name == "user" else pythons[:1])
         for filtered in ((True, False) if system_call_filter(sockets=True) else (False,))
         for landlock in ((version, 0) if version and name != "bubblewrap" else (0,))
+        for cgroup in (*_cgroups(), "")
     ]
     for backend in candidates:
         if backend.name not in working:
@@ -90,6 +94,24 @@ def available() -> tuple[dict[str, Backend], dict[str, str]]:
             else:
                 working[backend.name] = backend
     return working, {name: failure for name, failure in missing.items() if name not in working}
+
+
+def _cgroups() -> list[str]:
+    """Return the nearest control group (version 2) that bounds memory and in which this user may make others, if any."""
+    with contextlib.suppress(OSError):
+        current = next(
+            line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")
+        )
+        mounts = [
+            line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - cgroup2 " in line
+        ]
+        for root, point in (mount[3:5] for mount in mounts):
+            here = Path(point, os.path.relpath(current, root))
+            for folder in (here, *here.parents):
+                control = folder / "cgroup.subtree_control"
+                if control.exists() and {"memory", "pids"} <= set(control.read_text().split()):
+                    return [str(folder)] if os.access(folder, os.W_OK) else []
+    return []
 
 
 def _failure(backend: Backend) -> str:

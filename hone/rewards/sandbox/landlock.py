@@ -9,21 +9,14 @@ import ctypes
 from typing import Any
 
 _CREATE_RULESET, _VERSION = 444, 1  # number of the system call, and its flag to ask for the version
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE, _DEVICE_CONTROL = (
-    1 << 0,
-    1 << 1,
-    1 << 2,
-    1 << 3,
-    1 << 14,
-    1 << 15,
-)
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE, _DEVICE_CONTROL = (1 << bit for bit in (0, 1, 2, 3, 14, 15))
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 """All rights to files by the first version that knows them."""
 _TCP, _SCOPES = 0b11, 0b11  # bind and connect (version 4); abstract sockets and signals of others (version 6)
 SIGNALS = 6
 """First version that keeps signals from other processes."""
 _READABLE = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/sys", "/proc/filesystems")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def landlock_version() -> int:

@@ -1,11 +1,11 @@
 """Parent process of one sandboxed program: enforces its limits and ends all processes that it started.
 
-Run as ``python -I -S supervisor.py`` with only the standard library. It reads one JSON request (a line) from standard input and
+Run as ``python -I -S supervisor.py`` with only the standard library and ``processes.py``. It reads one JSON request (a line) from standard input and
 writes one JSON answer to standard output. When standard input closes, the requesting process is gone, and the program is ended.
 Orphans of the program become children of this process, so none escapes.
 
     request: argv, tail, env, stdin, files {path: text}, directory (make one for the files), uid, filter (base64, or null),
-             landlock (see landlock.rules, or null), limits {...}
+             landlock (see landlock.rules, or null), cgroup (folder, or empty), limits {...}
     answer:  ending, exit_code, stdout, stderr (base64), seconds, error, left (folder that could not be removed)
 """
 
@@ -19,7 +19,6 @@ import math
 import os
 import resource
 import selectors
-import signal
 import stat
 import struct
 import subprocess
@@ -29,15 +28,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent))  # python -I leaves it out
+from processes import (
+    LOCK,
+    PIPE,
+    descendants,
+    end_all,
+    exceeds,
+    files_of_mount,
+    locks,
+    opened,
+    socket_bytes,
+    unix_sockets,
+    usage,
+)  # noqa: E402
+
 POLL = 0.02
 """Seconds between two checks of memory and processor time, and at least between two of the program's files."""
 CHUNK = 65536
 CONFINING_PROCESSES = 4
 """Maximum number of processes that only confine the program."""
 _DROP_BOUND, _CAPABILITIES = 24, 0x20080522  # of prctl(2), and the version of capset(2)
-_SUBREAPER, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 36, 38, 22, 2  # of prctl(2)
+_SET_DUMPABLE, _SUBREAPER, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 4, 36, 38, 22, 2  # of prctl(2)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT, _BELOW_PATH = 444, 445, 446, 1  # system calls of Landlock
-_PAGE, _TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+_SOCKET = socket_bytes()
+_UNSEEN = 25
+"""Looks in a row at processes that hide what they have open, after which they are ended."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -67,6 +83,8 @@ class Supervised:
         self.output: dict[int, bytearray] = {}
         self.exit_code: int | None = None
         self.folder: str | None = None
+        self.unseen, self.sockets = 0, unix_sockets("self")
+        self.group = Path(request["cgroup"], f"hone-sandbox-{os.getpid()}") if request["cgroup"] else None
         self.filter = base64.b64decode(request["filter"]) if request["filter"] else None
 
     def run(self) -> dict[str, Any]:
@@ -77,7 +95,12 @@ class Supervised:
             ending = self._watch(child, begun + self.limits["seconds"])
             end_all()
             self._drain()
+            if ending == "finished" and self.group and "oom_kill 0" not in (self.group / "memory.events").read_text():
+                ending = "memory"
         finally:
+            if self.group and self.group.exists():
+                end_all()
+                self.group.rmdir()
             left = self.folder is not None and not _remove(self.folder)
         stdout, stderr = (base64.b64encode(bytes(text)).decode() for text in self.output.values())
         return {
@@ -94,6 +117,7 @@ class Supervised:
     def _start(self) -> subprocess.Popen[bytes]:
         request = self.request
         files = self._files()
+        self._make_group()
         stdin = _in_memory(_encoded(request["stdin"]))
         argv = [*request["argv"], *(word for _, words in files for word in words), *request["tail"]]
         child = subprocess.Popen(
@@ -139,14 +163,31 @@ class Supervised:
                 os.chown(path, self.request["uid"], self.request["uid"])
         return []
 
+    def _make_group(self) -> None:
+        """Make a control group for the program, with its files in memory."""
+        if self.group:
+            self.group.mkdir()
+            size = (self.limits["memory_mb"] + 2 * self.limits["disk_mb"]) * 2**20
+            bounds = {
+                "memory.max": size,
+                "memory.swap.max": 0,
+                "pids.max": self.limits["processes"] + CONFINING_PROCESSES * (self.folder is None),
+            }
+            for name, value in bounds.items():
+                if name != "memory.swap.max" or (self.group / name).exists():  # else the kernel does not count it
+                    (self.group / name).write_text(str(value))
+
     def _confine(self) -> None:
         """Set limits, and another user for root, in the child process before the program."""
         limits, megabyte = self.limits, 2**20
+        if self.group:
+            (self.group / "cgroup.procs").write_text("0")
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_CPU, math.ceil(limits["cpu_seconds"]) + 1)
         _limit(resource.RLIMIT_AS, limits["memory_mb"] * megabyte)
         _limit(resource.RLIMIT_FSIZE, limits["disk_mb"] * megabyte)
         _limit(resource.RLIMIT_NOFILE, limits["open_files"])
+        _limit(resource.RLIMIT_SIGPENDING, 1024)
         if not self.request["directory"]:
             return  # bubblewrap does the rest
         uid = self.request["uid"]
@@ -158,6 +199,7 @@ class Supervised:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
+            _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
         elif os.geteuid() == 0:
             _drop_capabilities()
         if self.filter is not None:
@@ -182,11 +224,12 @@ class Supervised:
                 now = time.monotonic()
                 if now > deadline:
                     return "timeout"
-                if now - looked > POLL:
-                    looked, (processes, memory, seconds) = now, usage()
+                if now > looked:
+                    processes, memory, seconds = self._usage()
+                    looked = time.monotonic() + POLL
                     if processes > self.limits["processes"] + CONFINING_PROCESSES:
                         return "processes"
-                    if memory > self.limits["memory_mb"] * 2**20:
+                    if memory > self.limits["memory_mb"] * 2**20 or self.unseen > _UNSEEN:
                         return "memory"
                     if seconds > self.limits["cpu_seconds"]:
                         return "timeout"
@@ -200,8 +243,23 @@ class Supervised:
         """Return whether the program's files are too many or too large."""
         files, size = self.limits["files"], self.limits["disk_mb"] * 2**20
         if self.folder is None:  # bubblewrap's file systems have a size, and their number of files is known
-            return any(_files_of_mount(pid) > files for pid in descendants()[-1:])
+            return any(files_of_mount(pid) > files for pid in descendants()[-1:])
         return exceeds(self.folder, files, size)
+
+    def _usage(self) -> tuple[int, int, float]:
+        """Return processes and threads, memory (bytes) with that of the kernel for them, and processor time (s)."""
+        pids, threads, memory, seconds = usage()
+        memory += LOCK * locks(set(pids))
+        if self.folder is None:  # all sockets are those of the network namespace; pipes are bounded by the kernel
+            return threads, memory + _SOCKET * (unix_sockets(pids[-1]) if pids else 0), seconds
+        files, hidden = opened(pids)
+        self.unseen = self.unseen + 1 if hidden else 0
+        kinds = [stat.S_IFMT(status.st_mode) for status in files.values()]
+        sockets = kinds.count(stat.S_IFSOCK)
+        if threads > len(pids):  # a thread that waits for a file keeps it when another one closes it
+            most = sockets + (threads - len(pids)) * self.limits["open_files"]
+            sockets = max(sockets, min(most, unix_sockets("self") - self.sockets))
+        return threads, memory + _SOCKET * sockets + PIPE * kinds.count(stat.S_IFIFO), seconds
 
     def _ended(self, child: subprocess.Popen[bytes]) -> bool:
         """Reap ended processes; return whether the program is among them."""
@@ -234,52 +292,6 @@ class Supervised:
             del text[self.limits["output_bytes"] :]
 
 
-def exceeds(folder: str, files: int, size: int) -> bool:
-    """Return whether a folder, with open files that have no name, has more files or bytes, or cannot be looked into."""
-    count, used, folders = 0, 0, [folder]
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    count += 1
-                    status = entry.stat(follow_symlinks=False)
-                    used += status.st_blocks * 512
-                    if count > files or used > size:
-                        return True
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        except OSError:
-            return True  # too deep, or closed to its owner
-    return used + _unnamed_bytes() > size
-
-
-def _unnamed_bytes() -> int:
-    """Return the bytes of files that descendants have open and that have no name any more."""
-    sizes: dict[tuple[int, int], int] = {}
-    for pid in descendants():
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    status = entry.stat()
-                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-                        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(sizes.values())
-
-
-def _files_of_mount(pid: int) -> int:
-    """Return the number of files in the folder for temporary files that a process sees."""
-    used = 0
-    with contextlib.suppress(OSError):
-        for folder in ("tmp", "dev/shm"):
-            path = Path(f"/proc/{pid}/root/{folder}")
-            if path.stat().st_dev != Path("/", folder).stat().st_dev:  # else bubblewrap has not yet changed the root
-                status = os.statvfs(path)
-                used += status.f_files - status.f_ffree
-    return used
-
-
 def _remove(folder: str) -> bool:
     """Remove a folder of any depth, whatever its files allow their owner; return whether it is gone."""
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
@@ -287,51 +299,6 @@ def _remove(folder: str) -> bool:
             break
         subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     return not os.path.lexists(folder)
-
-
-def end_all() -> None:
-    """Kill and reap every descendant of this process, including those forked meanwhile."""
-    for _ in range(10_000):
-        pids = descendants()
-        if not pids:
-            return
-        for sign in (signal.SIGSTOP, signal.SIGKILL):  # a stopped process cannot fork
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, sign)
-        time.sleep(0.001)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-
-def descendants() -> list[int]:
-    """Return the ids of all descendants of this process."""
-    pids, generation = [], [os.getpid()]
-    while generation:
-        generation = [child for pid in generation for child in _children(pid)]
-        pids += generation
-    return pids
-
-
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            children += map(int, (task / "children").read_text().split())
-    return children
-
-
-def usage() -> tuple[int, int, float]:
-    """Return number and memory (bytes) of all descendants, and processor time (s) including reaped ones."""
-    memory, ticks, pids = 0, 0, descendants()
-    for pid in pids:
-        with contextlib.suppress(OSError, ValueError):
-            memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))  # utime, stime, and those of reaped children
-    reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return len(pids), memory, ticks / _TICK + reaped.ru_utime + reaped.ru_stime
 
 
 def _limit(which: int, value: int) -> None:
