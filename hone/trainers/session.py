@@ -22,7 +22,7 @@ from hone.config.trees import AnyConfig
 from hone.config.trust import remember
 from hone.errors import EXIT_STOPPED, HoneError
 from hone.insight import activity, timeline
-from hone.insight.detectors.watch import Watch
+from hone.insight.detectors.watch import TIMED, Watch
 from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_files import CONFIG
@@ -35,6 +35,9 @@ from hone.trainers.run_checkpoints import RunCheckpoints, steps_before_replays
 from hone.training.checkpoints.storage import Storage
 
 log = logging.getLogger("hone")
+
+DETECTORS_STATE = "detectors"
+"""Key of a checkpoint's state: what the detectors have seen."""
 
 
 class RunSession:
@@ -86,6 +89,9 @@ class RunSession:
         self.agent_contract: dict[str, str] = {}
         settings = dict(flatten(written_tree(config)))
         self.detectors = Watch(self.directory, settings, ignore=config.insight.ignore, stop_on=config.insight.stop_on)
+        if self.resumed_from is not None and DETECTORS_STATE in self.resumed_from.state:
+            with self.resumed_from.loading_state() as state:
+                self.detectors.restore(state[DETECTORS_STATE])
         self._signal: int | None = None
         self._stop: StopRequest | None = None
         self._callbacks = run_callbacks()
@@ -176,8 +182,10 @@ class RunSession:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Let the detectors read the metrics, write a line of metrics.jsonl, and log to the trackers."""
         self._logged_step = step
-        if alerts := self.detectors.observe(step, metrics):
-            metrics = {**metrics, "insight/alerts": float(len(alerts))}
+        alerts = self.detectors.observe(step, metrics)
+        of_machine = sum(alert.detector in TIMED for alert in alerts)
+        counts = {"insight/alerts": len(alerts) - of_machine, "insight/alerts/machine": of_machine}
+        metrics = {**metrics, **{name: float(count) for name, count in counts.items() if count}}
         self.checkpoints.note_metrics(step, metrics)
         if seconds := self.checkpoints.take_seconds():
             metrics = {**metrics, "timing_s/save_checkpoint": seconds}
@@ -225,6 +233,7 @@ class RunSession:
             write: writes the weights.
             validating: True if the validation of this step is under way; :meth:`log_validation` then rates the checkpoint.
         """
+        state = {**state, DETECTORS_STATE: self.detectors.state()}
         self.checkpoints.publish(step, state, write, validating=validating)
 
     def save_due(self, step: int) -> bool:

@@ -15,8 +15,8 @@ absent for 20 steps. An alert says what was seen in figures, why it matters, the
 change, and which samples of the archive show it.
 
 An alert is logged, written to `alerts.jsonl` in the run directory (one JSON object a line: `step`, `detector`, `severity`, `what`, `why`,
-`causes`, `fix`, `samples` with `step`, `uid` and `index`), counted in `run.json`, and counted for trackers as `insight/alerts`. The samples
-are those of its step, or of the nearest step in the archive. `hone runs samples RUN --step N --uid UID` prints them.
+`causes`, `fix`, `samples` with `step`, `uid` and `index`), counted in `run.json`, and counted for trackers as `insight/alerts` (those about
+time and memory as `insight/alerts/machine`). The samples are those of its step, or of the nearest step in the archive. `hone runs samples RUN --step N --uid UID` prints them.
 
 <!-- not run by tests: RUN is a run of yours -->
 ```bash
@@ -56,7 +56,8 @@ call](handbook/on-call.md).
 
 ## Restarts, and what detectors do not see
 
-A resumed or restarted run begins with new detectors: warm-up and baselines start again, and a symptom that lasts is reported once more.
+The state of detectors belongs to the checkpoint: a resumed run gives the alerts of an undisturbed one. A detector that ended the run
+(`insight.stop_on`) starts over: warm-up and baseline start again, and a symptom that lasts ends the run once more.
 
 Detectors do not see a run without progress: the watchdog (`trainer.watchdog_seconds`) ends it ([failures.md](failures.md)). Errors
 that need no history, such as tokens with a wrong mask, are invariants and stop the run at once.

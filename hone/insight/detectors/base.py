@@ -7,6 +7,7 @@ A detector examines every step. The first step that shows its symptom opens an e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -116,7 +117,7 @@ class Detector(ABC):
         reads: metrics that decide whether it fires; steps that have none of them are not counted.
         fires: figures at which it fires, with their source.
         why: why the symptom matters.
-        warm_up: steps before it can fire, counted from the start of the process.
+        warm_up: steps before it can fire, counted from the start of the run.
         cool_down: steps without the symptom that end an episode.
         columns: columns of the archive that :meth:`concern` reads.
     """
@@ -150,6 +151,15 @@ class Detector(ABC):
             return None
         return Alert(self.name, step, symptom.severity, symptom.what, self.why, symptom.causes)
 
+    def state(self) -> dict[str, Any]:
+        """Return what it has seen as values of JSON, for a checkpoint."""
+        return {name: _plain(value) for name, value in vars(self).items() if name != "settings"}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state`; what a detector of another version has seen is left out."""
+        for name in state.keys() & (vars(self).keys() - {"settings"}):
+            setattr(self, name, _restored(getattr(self, name), state[name]))
+
     @abstractmethod
     def examine(self, metrics: Metrics) -> Symptom | None:
         """Add the metrics of a step to the history, and return the symptom that they show."""
@@ -157,3 +167,24 @@ class Detector(ABC):
     def concern(self, record: Mapping[str, Any]) -> float:
         """Return how much a sample of the archive illustrates the symptom; the default prefers low scores."""
         return -(record["score"] or 0.0)
+
+
+def _plain(value: Any) -> Any:
+    """Return a part of a detector as values of JSON: histories become lists, objects become their fields."""
+    if isinstance(value, (deque, list, tuple)):
+        return [_plain(item) for item in value]
+    fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return value if fields is None else {name: _plain(item) for name, item in fields.items()}
+
+
+def _restored(fresh: Any, value: Any) -> Any:
+    """Return a part of a new detector with a saved value."""
+    if isinstance(fresh, deque):
+        return deque(value, fresh.maxlen)
+    if isinstance(fresh, dict):
+        return {name: _restored(fresh.get(name), item) for name, item in value.items()}
+    if hasattr(fresh, "__dict__"):
+        for name, item in value.items():
+            setattr(fresh, name, _restored(getattr(fresh, name), item))
+        return fresh
+    return value

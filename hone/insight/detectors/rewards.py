@@ -171,6 +171,12 @@ class RewardHacking(Detector):
         self._best: dict[str, tuple[float, float, float, float]] = {}
         """Best held-out score; the train score, the length and the range of train scores then, which a hack widens later."""
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        if saved := state.get("_symptom"):
+            causes = tuple(Cause(**cause) for cause in saved["causes"])
+            self._symptom = Symptom(saved["severity"], saved["what"], causes)
+
     def examine(self, metrics: Metrics) -> Symptom | None:
         self._reward.add(metrics)
         held_out = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}

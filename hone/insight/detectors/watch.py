@@ -10,18 +10,21 @@ from typing import Any
 
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
-from hone.insight.detectors import Alert, Detector, build_detectors, render_alert
+from hone.insight.detectors import DETECTORS, Alert, Detector, build_detectors, render_alert
 from hone.insight.detectors.base import Settings
+from hone.insight.metrics import is_timing
 from hone.insight.run_directory import RunDirectory
 
 log = logging.getLogger("hone")
 
+TIMED = frozenset(detector.name for detector in DETECTORS if all(map(is_timing, detector.reads)))
+"""Names of the detectors of wall time and memory, whose alerts differ between two runs of one seed."""
 SAMPLES = 5
 """Samples that an alert names."""
 
 
 class Watch:
-    """Detectors of one run. A resumed run begins with new detectors: their warm-up starts again.
+    """Detectors of one run. Their state belongs to a checkpoint, so a resumed run gives the alerts of an undisturbed one.
 
     Args:
         directory: run directory; alerts go to its ``alerts.jsonl``, and their counts to ``run.json``.
@@ -57,6 +60,18 @@ class Watch:
             if alert.detector in self._stop_on and self.stopped_by is None:
                 self.stopped_by = alert
         return alerts
+
+    def state(self) -> dict[str, Any]:
+        """Return what the detectors have seen as values of JSON, for a checkpoint; the one that ends the run starts over."""
+        ending = self.stopped_by and self.stopped_by.detector
+        seen = {detector.name: detector.state() for detector in self._detectors if detector.name != ending}
+        return {"seen": seen, "validation": self._validation}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state`; a detector that it lacks starts over."""
+        self._validation = dict(state["validation"])
+        for detector in self._detectors:
+            detector.restore(state["seen"].get(detector.name, {}))
 
     def add_validation(self, metrics: Mapping[str, float]) -> None:
         """Keep the metrics of a validation that ended after its step; the next step is read with them."""

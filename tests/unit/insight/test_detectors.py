@@ -379,6 +379,35 @@ def test_an_ignored_detector_does_not_run(tmp_path: Path):
     assert seen.observe(1, healthy(0)[0] | {"actor/ratio/max": 5000.0}) == []
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_restored_detectors_give_the_alerts_of_undisturbed_ones(name: str):
+    rows = with_fault(name)
+    expected, fields = {step: [] for step in range(1, STEPS + 1)}, {}
+    detector = next(detector for detector in DETECTORS if detector.name == name)(SETTINGS)
+    for row in rows:
+        expected[row["step"]] = detector.observe(row["step"], row)
+        fields[row["step"]] = json.dumps(detector.state())  # after this step, as a checkpoint has it
+    for cut in (5, 30, FAULT - 1, FAULT, FAULT + 1, FAULT + 3, FAULT + 12, STEPS - 1):
+        again = type(detector)(SETTINGS)
+        again.restore(json.loads(fields[cut]))
+        assert json.dumps(again.state()) == fields[cut]
+        assert {row["step"]: again.observe(row["step"], row) for row in rows[cut:]} == {
+            step: alert for step, alert in expected.items() if step > cut
+        }
+        assert json.dumps(again.state()) == fields[STEPS]
+
+
+def test_a_detector_that_ended_the_run_begins_anew(tmp_path: Path):
+    seen = watch(tmp_path, stop_on=["zero_reward"])
+    rows = with_fault("zero_reward")
+    last = next(row["step"] for row in rows if seen.observe(row["step"], row) and seen.stopped_by)
+    again = Watch(RunDirectory(tmp_path), SETTINGS, stop_on=["zero_reward"])
+    again.restore(json.loads(json.dumps(seen.state())))
+    again.observe(last + 1, rows[last])
+    assert again.stopped_by is None, "warm-up starts again"
+    assert [row["step"] for row in rows[last + 1 :] if again.observe(row["step"], row) and again.stopped_by]
+
+
 def test_a_validation_that_ends_later_is_read_with_the_next_step(tmp_path: Path):
     seen, detected = watch(tmp_path), []
     for row in with_fault("reward_hacking"):

@@ -1,5 +1,8 @@
 """What a checkpoint was made from may not change unnoticed."""
 
+import contextlib
+from pathlib import Path
+
 import pytest
 
 from hone.config import load_config
@@ -7,7 +10,7 @@ from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.tree import RLConfig
 from hone.errors import HoneError
 from hone.insight import stop_requests
-from hone.insight.run_files import read_run
+from hone.insight.run_files import read_metrics, read_run
 from hone.trainers.run_checkpoints import changed_keys, redacted
 from hone.trainers.session import RunSession
 
@@ -42,6 +45,30 @@ def test_frequencies(frequency, due, tmp_path):
     session = RunSession(trainer)
     session.total_steps, session.steps_per_epoch = 10, 3
     assert [step for step in range(1, 11) if session.save_due(step)] == due
+
+
+def test_alerts_of_a_killed_and_resumed_run_are_those_of_an_undisturbed_one(tmp_path):
+    """Scores of 0 from step 2, which last: one alert, also when the run was killed behind it and resumed from before or behind it."""
+
+    def steps(folder, first, last, killed=False):
+        words = [f"trainer.default_local_dir={folder}", "trainer.logger=[file]", "trainer.async_save=false"]
+        session = RunSession(load_config(RLConfig, words))
+        assert (session.resumed_from.step if session.resumed_from else 0) == first - 1
+        with contextlib.suppress(KeyboardInterrupt), session.running(last, last):
+            for step in range(first, last + 1):
+                session.log(step, {"critic/score/min": 0.0, "critic/score/max": float(step == 1)})
+                if step % 5 == 0:
+                    (Path(session.begin_save(step)) / "weights").touch()
+                    session.finish_save(step, {"step": step}, lambda: None)
+            if killed:
+                raise KeyboardInterrupt
+        return {row["step"]: row["insight/alerts"] for row in read_metrics(folder) if "insight/alerts" in row}
+
+    expected = steps(tmp_path / "whole", 1, 20)
+    assert list(expected.values()) == [1.0]
+    steps(tmp_path / "killed", 1, 7, killed=True)
+    steps(tmp_path / "killed", 6, 13, killed=True)
+    assert steps(tmp_path / "killed", 11, 20) == expected
 
 
 @pytest.mark.parametrize(("at_once", "step"), [(False, 1), (True, 1), (False, 2)])
