@@ -7,7 +7,6 @@ makes the slowest part faster. The assignment of rows never changes a result.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.data.model_settings import read_settings
 from hone.data.partition import karmarkar_karp
 from hone.data.prefixes import PrefixOrder
 from hone.data.ragged import offsets_of
+from hone.errors import ModelError
 
 GOOD_ENOUGH = 1.02
 """Branches are not split further once the slowest part has at most this many times its share of perfectly balanced work."""
@@ -48,7 +49,7 @@ class CostModel:
         plus the layer's share of the output matrix. A pair costs one multiplication for the score and one for the value in
         every dimension of every head.
         """
-        config = {**config, **config.get("text_config", {})}
+        config = {**config, **(config.get("text_config") or {})}
         hidden, heads, layers = (config.get(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
         if not (hidden and heads and layers):
             return cls()
@@ -65,8 +66,8 @@ class CostModel:
     def from_directory(cls, path: str | Path | None) -> CostModel:
         """Return the cost model of a Hugging Face directory; the default if it has no readable ``config.json``."""
         try:
-            return cls.from_config(json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+            return cls.from_config(read_settings(path))
+        except ModelError:
             return cls()
 
     def cost(self, tokens: NDArray[np.int64], pairs: NDArray[Any]) -> NDArray[np.float64]:

@@ -6,7 +6,6 @@ Two families of models are known: grids (Qwen-VL), where an image of any size ta
 
 from __future__ import annotations
 
-import json
 import shutil
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.images import ImageData, token_ids
+from hone.data.model_settings import read_settings
 from hone.errors import DataError
 
 _MOST_KEPT = 256
@@ -196,12 +196,6 @@ PROCESSORS: dict[str, type[ImageProcessor]] = {
     "idefics3": TileProcessor,
 }
 """Processor of each ``model_type`` whose images are read."""
-
-
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return the content of the ``config.json`` of a model directory; empty without one."""
-    file = Path(path) / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def reads_images(settings: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hone.data.images import IMAGE_MARK, image_runs
+from hone.data.model_settings import read_settings, reason_of
 from hone.errors import ModelError
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -43,10 +44,11 @@ def load_tokenizer(
             why="text cannot be tokenized",
             fix="copy the tokenizer files into it, or name another directory with model.tokenizer_path=DIR",
         )
+    read_settings(directory)  # transformers builds the model's config, too
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # whatever transformers meets in the files
+        reason = reason_of(error)
         raise ModelError(
             f"the tokenizer cannot be loaded: {reason}", where=str(path), fix="check the tokenizer files"
         ) from error

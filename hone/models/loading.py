@@ -30,9 +30,10 @@ from transformers.utils import logging as transformers_logging
 
 from hone.config.model import ModelConfig
 from hone.data.image_processor import ImageProcessor, load_image_processor, reads_images
+from hone.data.model_settings import check_settings, read_settings, reason_of
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
-from hone.errors import ModelError, did_you_mean
+from hone.errors import HoneError, ModelError, did_you_mean
 from hone.models.activations import checkpointing_arguments, tile_mlps
 from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
@@ -306,9 +307,14 @@ def _explained(path: str) -> Iterator[None]:
     """Turn errors of reading a model into a ModelError, which the user can fix."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (HoneError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises any kind for what a file says
+        reason = reason_of(error)
+        if "ignore_mismatched_sizes" in reason:
+            reason = "config.json says other sizes than its weights have"
         raise ModelError(
-            f"cannot load the model in '{path}': {str(error).splitlines()[0]}",
+            f"cannot load the model in '{path}': {reason}",
             where="model.path",
             fix="check that the directory holds config.json and *.safetensors of one model",
         ) from error
@@ -337,8 +343,15 @@ def _quiet() -> Iterator[None]:
 
 
 def saved_settings(config: ModelConfig) -> PreTrainedConfig:
-    """Read the model's own configuration."""
-    return AutoConfig.from_pretrained(_path(config), trust_remote_code=config.trust_remote_code, local_files_only=True)
+    """Read the model's own configuration.
+
+    Raises:
+        ModelError: config.json has a size that no model has, or transformers refuses it.
+    """
+    path = _path(config)
+    with _explained(path):
+        check_settings({**read_settings(path), **config.override_config}, Path(path) / "config.json")
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
 
 
 def require_known(overrides: dict[str, Any], settings: PreTrainedConfig) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
+from hone.data.model_settings import decoder_settings
 from hone.errors import ConfigError, DataError, Finding, HoneError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
-from hone.preflight.reading import columns, defaults, file_list, read_json, required
+from hone.preflight.reading import columns, defaults, file_list, read_model, required
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -175,9 +175,8 @@ class Evidence:
     def model_settings(self) -> dict[str, Any]:
         """config.json of the trained model with ``override_config``; ``text_config`` of a multimodal model is merged in."""
         model = model_block(self.config)[1]
-        settings = read_json(Path(model.path or "") / "config.json")
-        settings = {**settings, **model.override_config} if settings else {}
-        return {**settings.get("text_config", {}), **settings}
+        settings = read_model(model.path)
+        return decoder_settings({**settings, **model.override_config}) if settings else {}
 
     @functools.cached_property
     def parameters(self) -> int | None:
@@ -243,7 +242,7 @@ def trained_models(config: AnyConfig, evidence: Evidence) -> list[tuple[str | No
     """Return path and ``config.json`` of the policy and of a critic with a model of its own, those that can be read."""
     models = {model_block(config)[1].path: evidence.model_settings}
     if isinstance(config, RLConfig) and RunSpec(config).critic.value and (path := config.critic.model.path):
-        models[path] = read_json(Path(path) / "config.json")
+        models[path] = read_model(path)
     return [(path, settings) for path, settings in models.items() if settings]
 
 

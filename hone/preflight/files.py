@@ -10,8 +10,9 @@ from hone.config.derived import RunSpec, longest_sequence
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
+from hone.data.model_settings import decoder_settings, read_settings
 from hone.errors import HoneError, ModelError
-from hone.preflight.reading import file_list, read_json
+from hone.preflight.reading import file_list, read_json, read_model
 from hone.preflight.rules import Finding, Stage, error, rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -81,12 +82,14 @@ def overridden_settings(config: AnyConfig) -> Iterator[Finding]:
     if not model.override_config or model.path is None or not (Path(model.path) / "config.json").is_file():
         return
     try:
-        require_known(model.override_config, saved_settings(model))
+        settings = saved_settings(model)
+    except ModelError:
+        return  # the rule about the model's directory reports it
+    try:
+        require_known(model.override_config, settings)
     except ModelError as unknown:
         where = unknown.where.replace("model", block, 1)
         yield Finding(ModelError(unknown.what, why=unknown.why, fix=unknown.fix, where=where), stops=True)
-    except (OSError, ValueError):
-        return  # the rule about the model's directory reports it
 
 
 @rule("R08", RLConfig, stage=Stage.FILES)
@@ -130,8 +133,7 @@ def model_length(config: AnyConfig) -> Iterator[Finding]:
     file = Path(model.path or "") / "config.json"
     if model.path is None or not file.is_file():
         return
-    settings = {**read_json(file), **model.override_config}
-    settings = {**settings.get("text_config", {}), **settings}
+    settings = decoder_settings({**read_model(model.path), **model.override_config})
     positions = settings.get("max_position_embeddings") or settings.get("n_positions")
     if isinstance(config, RLConfig):
         needed, keys = longest_sequence(config), "data.max_prompt_length + data.max_response_length"
@@ -189,8 +191,11 @@ def weights(key: str, path: str) -> Iterator[Finding]:
             where=key,
         )
         return
-    if not read_json(directory / "config.json"):
-        yield error(f"'{directory / 'config.json'}' is not valid JSON", fix="restore the file", where=key)
+    try:
+        if not read_settings(directory):
+            yield error(f"'{directory / 'config.json'}' is empty", fix="restore the file", where=key)
+    except ModelError as problem:
+        yield error(problem.what, why=problem.why, fix=problem.fix, where=key)
     index = directory / "model.safetensors.index.json"
     needed = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else []
     missing = [name for name in needed if not (directory / name).is_file()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from hone.config.check import yaml_value
 from hone.config.feedback import RewardModelUseConfig
@@ -11,7 +10,7 @@ from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.errors import HoneError, did_you_mean
 from hone.preflight.files import weights
-from hone.preflight.reading import file_list, read_json
+from hone.preflight.reading import file_list, read_model
 from hone.preflight.rules import Finding, error, rule, warning
 
 
@@ -186,7 +185,7 @@ def reward_model_directory(config: RLConfig) -> Iterator[Finding]:
         )
         return
     yield from weights(key, settings.path)
-    saved = read_json(Path(settings.path) / "config.json")
+    saved = read_model(settings.path)
     kinds, judges = " ".join(saved.get("architectures") or []), settings.kind == "generative"
     if saved and judges and "Classification" in kinds:
         yield error(

@@ -9,6 +9,8 @@ from typing import Any
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
+from hone.data.model_settings import read_settings
+from hone.errors import ModelError
 
 
 def columns(config: AnyConfig) -> tuple[str, ...]:
@@ -49,6 +51,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty when the file is missing or holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_model(path: str | None) -> dict[str, Any]:
+    """Return the content of a model's ``config.json``; empty when it is missing or refused, which R08 reports."""
+    try:
+        return read_settings(path)
+    except ModelError:
+        return {}

@@ -10,7 +10,7 @@ from typing import Any
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError, HoneError
 from hone.preflight.evidence import Evidence
-from hone.preflight.reading import read_json
+from hone.preflight.reading import read_model
 from hone.preflight.rules import Finding, Stage, error, rule
 
 BLOCK = "actor_rollout_ref.rollout.speculative"
@@ -87,7 +87,7 @@ def draft_model_shares_the_tokenizer(config: RLConfig, evidence: Evidence) -> It
             fix=fix,
             where=f"{BLOCK}.model",
         )
-    elif not _has_entries_per_token(read_json(Path(settings.model) / "config.json")):
+    elif not _has_entries_per_token(read_model(settings.model)):
         yield error(
             f"the draft model '{Path(settings.model).name}' keeps one state a sequence",
             why="rejected drafts could not be taken back from it",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hone.data.model_settings import read_settings
 from hone.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -169,5 +169,5 @@ def vocabulary_size(directory: str) -> int | None:
 
 
 def _text_config(directory: str, key: str) -> int | None:
-    config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    return config.get(key) or config.get("text_config", {}).get(key)
+    config = read_settings(directory)
+    return config.get(key) or (config.get("text_config") or {}).get(key)

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from hone.data.image_processor import copy_processor, reads_images
+from hone.data.model_settings import read_settings
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model
@@ -93,7 +94,7 @@ def base_of_adapter(actor: Path) -> Path | None:
 
 def model_class(directory: Path) -> Any:
     """Return the class that loads ``directory``: a sequence classifier for a reward model, else a model of text or images."""
-    settings = json.loads((directory / "config.json").read_text())
+    settings = read_settings(directory)
     if "SequenceClassification" in " ".join(settings.get("architectures") or []):
         return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if reads_images(settings) else AutoModelForCausalLM

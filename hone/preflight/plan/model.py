@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.model import ModelConfig
+from hone.data.model_settings import decoder_settings
 from hone.models.registry import CacheSize, family_of, tensor_plan_of
 from hone.models.vision import TOWERS
-from hone.preflight.reading import read_json
+from hone.preflight.reading import read_model
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HEADER_LIMIT = 100 * 2**20
@@ -115,12 +116,11 @@ def shape_of(model: ModelConfig, parameters: int | None = None) -> ModelShape | 
     Args:
         parameters: of the model; None counts them.
     """
-    settings = read_json(Path(model.path or "") / "config.json")
-    if not settings:
-        return None
-    settings = {**settings, **model.override_config}
-    counted = parameters or count_parameters(model)
-    return ModelShape.from_settings({**settings.get("text_config", {}), **settings}, counted) if counted else None
+    settings = read_model(model.path)
+    counted = (parameters or count_parameters(model)) if settings else None
+    return (
+        ModelShape.from_settings(decoder_settings({**settings, **model.override_config}), counted) if counted else None
+    )
 
 
 def count_parameters(model: ModelConfig) -> int | None:

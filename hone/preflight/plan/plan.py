@@ -9,6 +9,7 @@ from typing import Any
 from hone.config.dtypes import dtype_keys
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
+from hone.data.model_settings import read_settings
 from hone.errors import ConfigError, ModelError
 from hone.preflight.plan.devices import Cluster, Device
 from hone.preflight.plan.fit import Fitter, Fitting
@@ -95,6 +96,7 @@ def model_shape(config: AnyConfig) -> ModelShape:
     where, block = model_block(config)
     shape = shape_of(block)
     if shape is None:
+        read_settings(block.path)
         raise ModelError(
             f"'{block.path}' has no config.json of a decoder",
             why="its layers, widths and vocabulary decide about memory and time; weights are not needed",

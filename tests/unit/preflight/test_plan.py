@@ -93,7 +93,7 @@ def test_shapes_are_those_of_the_models(arch: str) -> None:
 def test_what_is_no_decoder_has_no_shape(rl: RLConfig, model: Path) -> None:
     assert ModelShape.from_settings({"hidden_size": 3}, 10) is None
     (model / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="no config.json of a decoder"):
+    with pytest.raises(ModelError, match="config.json. is not valid JSON"):
         model_shape(rl)
     assert Evidence(rl).work(on_cpu=True) is None
 
