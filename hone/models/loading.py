@@ -252,6 +252,9 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
     with _explained(path):
         settings = model_settings(config, **overrides)
         with _quiet():
+            if any(Path(path).glob("model.safetensors*")) and getattr(settings, "quantization_config", None) is None:
+                empty = empty_model(factory, settings, trust_remote_code=config.trust_remote_code)
+                WeightFiles(Path(path), empty).check_shapes(empty)
             model, report = factory.from_pretrained(
                 path,
                 config=settings,

@@ -82,11 +82,32 @@ class WeightFiles:
             )
         return self._read(self._sources[target][0][0])
 
+    def check_shapes(self, model: PreTrainedModel) -> None:
+        """Compare the headers of the files with the module's parameters, before these get storage.
+
+        Raises:
+            ModelError: a tensor has another shape than config.json gives it.
+        """
+        for name, value in model.state_dict().items():
+            if name in self._sources and name not in self._converters:
+                key = self._sources[name][0][0]
+                saved, built = self._reader(key).get_slice(key).get_shape(), list(value.shape)
+                if saved != built:
+                    raise ModelError(
+                        f"'{name}' is {saved} in '{self.files[key]}', and {built} by config.json",
+                        why="config.json and weights are not of one model",
+                        where="model.path",
+                        fix="restore both from where the model was published",
+                    )
+
     def _read(self, key: str) -> Tensor:
+        return self._reader(key).get_tensor(key)
+
+    def _reader(self, key: str) -> Any:
         file = self.files[key]
         if file not in self._readers:
             self._readers[file] = safe_open(file, framework="pt")
-        return self._readers[file].get_tensor(key)
+        return self._readers[file]
 
 
 def empty_model(factory: Any, settings: Any, *, trust_remote_code: bool) -> PreTrainedModel:

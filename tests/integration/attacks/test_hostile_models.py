@@ -13,7 +13,7 @@ from support.families import tiny_config
 from support.launch import hone
 from support.messages import raises
 from support.tiny_runs import make_model
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from hone.config.model import ModelConfig
 from hone.data.model_settings import read_settings
@@ -143,6 +143,14 @@ def test_an_unreadable_file_is_one_message_at_every_door(model: Path, name: str)
 def test_what_transformers_refuses_is_one_message(model: Path, name: str) -> None:
     change(model, REFUSED_BY_TRANSFORMERS[name])
     with raises(ModelError, str(model)):
+        load(model)
+
+
+@pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "intermediate_size"])
+def test_a_size_that_the_weights_do_not_have_allocates_nothing(model: Path, size: str, monkeypatch) -> None:
+    change(model, {size: 10**6})
+    monkeypatch.setattr(PreTrainedModel, "_initialize_missing_keys", None)  # what gives such tensors storage
+    with raises(ModelError, str(model / "model.safetensors"), "1000000"):
         load(model)
 
 
