@@ -29,18 +29,8 @@ def _mean_max_min(name: str, unit: str, meaning: str) -> tuple[MetricSpec, ...]:
 
 _TRAINING = (
     MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 means before training."),
-    MetricSpec(
-        "insight/alerts",
-        "alerts",
-        _SUM,
-        "Alerts of the detectors in this step, without those about the machine; only in steps with alerts.",
-    ),
-    MetricSpec(
-        "insight/alerts/machine",
-        "alerts",
-        _SUM,
-        "Alerts about wall time and memory (`slow_steps`, `memory_growth`) in this step; only in steps with alerts.",
-    ),
+    MetricSpec("insight/alerts", "alerts", _SUM, "Alerts of a step that has any, without those about the machine."),
+    MetricSpec("insight/alerts/machine", "alerts", _SUM, "Alerts of `slow_steps` and `memory_growth`, if it has any."),
     MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data, of the step's prompts."),
     *STREAM_METRICS,
     MetricSpec(
