@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hone.data.images import IMAGE_MARK, image_runs
 from hone.data.model_settings import read_settings, reason_of
@@ -48,9 +48,17 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever transformers meets in the files
-        reason = reason_of(error)
+        try:
+            if (directory / "config.json").is_file():
+                AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        except Exception as wrong:  # of the same kinds
+            raise ModelError(
+                f"'{directory / 'config.json'}' cannot be read: {reason_of(wrong)}",
+                where=str(path),
+                fix="restore config.json from where the model was published",
+            ) from wrong
         raise ModelError(
-            f"the tokenizer cannot be loaded: {reason}", where=str(path), fix="check the tokenizer files"
+            f"the tokenizer cannot be loaded: {reason_of(error)}", where=str(path), fix="check the tokenizer files"
         ) from error
     if custom_chat_template is not None:
         tokenizer.chat_template = read_template(custom_chat_template)

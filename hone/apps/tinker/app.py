@@ -104,10 +104,12 @@ class TrainingEndpoint:
 
     async def forward_backward(self, request: Request) -> Response:
         """Begin a forward and backward pass; the body is protobuf."""
+        sent: Json = {}
         try:
             self._check(request)
             async with self._body(request, MAX_BODY) as body:
                 message = wire.parse_forward_backward(body)
+            sent = {"model_id": message.model_id, "seq_id": message.seq_id}
             data = wire.data_of(message)
 
             def begin() -> str:
@@ -122,8 +124,10 @@ class TrainingEndpoint:
 
             return JSONResponse(_future(await self._on_loop(begin), message.model_id))
         except HoneError as error:
+            await self._refused(sent)
             return _refusal(error)
         except (ValueError, TypeError) as error:  # bytes that are no whole numbers
+            await self._refused(sent)
             return _refusal(RequestError(f"the request is not complete: {error}"))
 
     async def retrieve(self, request: Request) -> Response:
@@ -153,17 +157,27 @@ class TrainingEndpoint:
 
     def _route(self, name: str, answer: Callable[[Request, Json], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
+            sent: Any = None
             try:
                 self._check(request)
                 async with self._body(request) as content:
-                    body = check_body(name, json.loads(content or b"{}")) if request.method == "POST" else {}
+                    sent = json.loads(content or b"{}")
+                    body = check_body(name, sent) if request.method == "POST" else {}
                 return JSONResponse(await self._on_loop(lambda: answer(request, body)))
             except HoneError as error:
+                await self._refused(sent)
                 return _refusal(error)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+                await self._refused(sent)
                 return _refusal(RequestError(f"the request is not complete: {type(error).__name__}: {error}"))
 
         return route
+
+    async def _refused(self, sent: Any) -> None:
+        """Note the number of a refused operation, which the client may have used up."""
+        model, number = (sent.get("model_id"), sent.get("seq_id")) if isinstance(sent, dict) else (None, None)
+        if isinstance(model, str) and type(number) is int:
+            await self._on_loop(lambda: self._service.refuse(model, number))
 
     def _config(self) -> Json:
         return {"pjwt_auth_enabled": False, "credential_default_source": "api_key", "use_pyqwest_transport": False}

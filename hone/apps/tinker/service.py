@@ -44,6 +44,7 @@ class TrainedModel:
         used: when it, or its session, was last heard of.
         following: number of the next operation.
         arrived: events of operations that came before their turn, by number.
+        refused: numbers of requests that were refused; the client may repeat one, or go on to the next.
     """
 
     adapter: str
@@ -51,6 +52,15 @@ class TrainedModel:
     used: float
     following: int = 1
     arrived: dict[int, asyncio.Event] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+
+    def pass_refused(self) -> None:
+        """Give the turn to the next operation that was not refused."""
+        while self.following in self.refused:
+            self.refused.discard(self.following)
+            self.following += 1
+        if event := self.arrived.pop(self.following, None):
+            event.set()
 
 
 @dataclass(frozen=True)
@@ -220,10 +230,20 @@ class TrainingService:
         self.futures.start(name, self._in_turn(model, number, compute))
         return name
 
+    def refuse(self, model: str, number: int) -> None:
+        """Note that a request for an operation was refused: later ones do not wait for it."""
+        trained = self._models.get(model)
+        if trained is not None and trained.following <= number < trained.following + _MOST_WAITING:
+            trained.refused.add(number)
+            if trained.arrived:
+                trained.pass_refused()
+
     async def _in_turn(self, model: str, number: int, compute: Callable[[TrainedModel], Result]) -> Result:
         trained = self._model(model)
         if number < trained.following:
             raise RequestError(f"operation {number} of this model has ended, its result is not kept", field="seq_id")
+        trained.refused.discard(number)
+        trained.pass_refused()
         if number > trained.following:
             if len(trained.arrived) >= _MOST_WAITING:
                 raise RequestError(
@@ -237,8 +257,8 @@ class TrainingService:
         finally:
             self._sampler.activate()
             trained.following = number + 1
-            if event := trained.arrived.pop(number + 1, None):
-                event.set()
+            if trained.arrived:
+                trained.pass_refused()
 
     def forward_backward(
         self,

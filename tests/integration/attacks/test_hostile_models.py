@@ -144,6 +144,10 @@ def test_what_transformers_refuses_is_one_message(model: Path, name: str) -> Non
     change(model, REFUSED_BY_TRANSFORMERS[name])
     with raises(ModelError, str(model)):
         load(model)
+    try:
+        load_tokenizer(model)
+    except ModelError as error:
+        assert "config.json" in error.what  # noqa: PT017 - some files are refused with the weights only
 
 
 @pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "intermediate_size"])

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from support.examples import examples
 from support.families import Letters, tiny_model
+from support.patience import LONG
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from tinker.types import Datum as TinkerDatum
@@ -789,3 +790,23 @@ def test_a_wrong_type_is_refused_before_anything_begins(
         answer = client.post(f"/api/v1/{route}", content=json.dumps(body))
         assert answer.status_code == 422 and field in answer.json()["detail"], answer.text
         assert not service.futures._tasks
+
+
+@pytest.mark.parametrize("wrong", [{"adam_params": {"learning_rate": 2.0}}, {"adam_params": 3}], ids=["bounds", "type"])
+def test_a_refused_request_holds_up_no_later_operation(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """The client uses up the number of a refused request; it may also repeat it, before or after the next has arrived."""
+    with engine_loop() as loop:
+        service = call_on_loop(loop, lambda: service_in(tmp_path))
+        client = TestClient(TrainingEndpoint(service, loop, token=None).app)
+        model = asyncio.run_coroutine_threadsafe(model_of(service), loop).result(LONG)
+
+        def step(number: int, **fields: Any) -> int:
+            return client.post("/api/v1/optim_step", json={"model_id": model, "seq_id": number} | fields).status_code
+
+        def ended(number: int) -> bool:
+            outcome = service.futures.wait(f"{model}:{number}", LONG)
+            return asyncio.run_coroutine_threadsafe(outcome, loop).result() is not None
+
+        assert [step(1, **wrong), step(2)] == [422, 200] and ended(2)
+        assert [step(3, **wrong), step(3), step(4)] == [422, 200, 200] and ended(3) and ended(4)
+        assert [step(6), step(7, **wrong), step(8), step(5, **wrong)] == [200, 422, 200, 422] and ended(6) and ended(8)
