@@ -1,4 +1,7 @@
-"""Results that clients ask for: each request gets a name at once, and its result, or its error, under that name later."""
+"""Results that clients ask for: each request gets a name at once, and its result, or its error, under that name later.
+
+Operations of one model are computed in the order of their numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hone.errors import HoneError
@@ -32,6 +35,35 @@ class Failure:
 
     message: str
     user: bool
+
+
+@dataclass
+class TrainedModel:
+    """An adapter in training.
+
+    Attributes:
+        adapter: its name in the model.
+        rank: of the adapter.
+        used: when it, or its session, was last heard of.
+        following: number of the next operation.
+        arrived: events of operations that came before their turn, by number.
+        refused: numbers of requests that were refused; the client may repeat one, or send the next.
+    """
+
+    adapter: str
+    rank: int
+    used: float
+    following: int = 1
+    arrived: dict[int, asyncio.Event] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+
+    def pass_refused(self) -> None:
+        """Give the turn to the next operation that was not refused."""
+        while self.following in self.refused:
+            self.refused.discard(self.following)
+            self.following += 1
+        if event := self.arrived.pop(self.following, None):
+            event.set()
 
 
 class Futures:

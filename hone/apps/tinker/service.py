@@ -9,13 +9,13 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hone.apps.tinker import wire
 from hone.apps.tinker.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, shape_of
-from hone.apps.tinker.futures import Futures, Result
+from hone.apps.tinker.futures import Futures, Result, TrainedModel
 from hone.apps.tinker.losses import loss_named
 from hone.apps.tinker.sampling import Sampler
 from hone.apps.tinker.saved_weights import SCHEME, SavedWeights
@@ -32,35 +32,6 @@ _MOST_WAITING = 4096
 ABANDONED_SECONDS = 3600.0
 """Time after which an adapter is dropped whose client was not heard of."""
 log = logging.getLogger("hone.serve")
-
-
-@dataclass
-class TrainedModel:
-    """An adapter in training.
-
-    Attributes:
-        adapter: its name in the model.
-        rank: of the adapter.
-        used: when it, or its session, was last heard of.
-        following: number of the next operation.
-        arrived: events of operations that came before their turn, by number.
-        refused: numbers of requests that were refused; the client may repeat one, or go on to the next.
-    """
-
-    adapter: str
-    rank: int
-    used: float
-    following: int = 1
-    arrived: dict[int, asyncio.Event] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)
-
-    def pass_refused(self) -> None:
-        """Give the turn to the next operation that was not refused."""
-        while self.following in self.refused:
-            self.refused.discard(self.following)
-            self.following += 1
-        if event := self.arrived.pop(self.following, None):
-            event.set()
 
 
 @dataclass(frozen=True)
