@@ -34,7 +34,9 @@ class LaunchedSession:
 
     def __init__(self, config: OfflineConfig, on_hang: Callable[[Hang], bool]) -> None:
         run = Path(config.trainer.default_local_dir)
-        self._ranks, self._own, self._writing = joined_ranks(), None, None
+        self._ranks = joined_ranks()
+        self._own: RunSession | None = None
+        self._writing: threading.Thread | None = None
         self._ranks.lost = lambda: rank_lost(run, config)
 
         def begin() -> str | None:
@@ -49,8 +51,6 @@ class LaunchedSession:
                 signal.signal(number, signal.SIG_IGN)  # the first rank saves with the help of all
             activity.begin(run / activity.FOLDER, POOL, self._ranks.launched.rank)
             self.resumed_from = Checkpoint.open(resumed) if resumed else None
-        self._own: RunSession | None
-        self._writing: threading.Thread | None
 
     @contextlib.contextmanager
     def running(self, total_steps: int, steps_per_epoch: int) -> Iterator[None]:

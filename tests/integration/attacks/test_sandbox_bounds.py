@@ -16,24 +16,17 @@ from pathlib import Path
 
 import pytest
 from support.messages import raises
-from support.patience import SOON
+from support.sandboxes import EVERY, LIMITS, MISSING, WORKING
 
 from hone.errors import ConfigError
-from hone.rewards.sandbox import Ending, Limits
+from hone.rewards.sandbox import Ending
 from hone.rewards.sandbox.backends import PROTECTIONS, Backend
-from hone.rewards.sandbox.choice import available, choose
+from hone.rewards.sandbox.choice import choose
 from hone.rewards.sandbox.execution import execute
 from hone.rewards.sandbox.landlock import SIGNALS, landlock_version
 from hone.rewards.sandbox.system_calls import system_call_filter
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
-
-WORKING, MISSING = available()
-LIMITS = Limits(seconds=SOON, memory_mb=256, processes=16, disk_mb=16, files=2000)
-EVERY = [
-    pytest.param(name, marks=pytest.mark.skipif(name not in WORKING, reason=f"no {name}: {MISSING.get(name)}"), id=name)
-    for name in ("bubblewrap", "user", "process")
-]
 
 
 IN_MEMORY = """

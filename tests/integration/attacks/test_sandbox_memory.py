@@ -13,19 +13,12 @@ from pathlib import Path
 
 import pytest
 from support.patience import SOON
+from support.sandboxes import EVERY, LIMITS, WORKING
 
-from hone.rewards.sandbox import Ending, Limits
-from hone.rewards.sandbox.choice import available
+from hone.rewards.sandbox import Ending
 from hone.rewards.sandbox.execution import execute
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
-
-WORKING, MISSING = available()
-LIMITS = Limits(seconds=SOON, memory_mb=256, processes=16, disk_mb=16, files=2000)
-EVERY = [
-    pytest.param(name, marks=pytest.mark.skipif(name not in WORKING, reason=f"no {name}: {MISSING.get(name)}"), id=name)
-    for name in ("bubblewrap", "user", "process")
-]
 
 TOOLS = """
 import ctypes, fcntl, mmap, os, select, socket, sys, threading, time

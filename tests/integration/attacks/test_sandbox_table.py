@@ -18,19 +18,14 @@ import pytest
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
 from support.patience import SOON
+from support.sandboxes import EVERY, WORKING
 
 from hone.rewards.sandbox import Ending, Limits
-from hone.rewards.sandbox.choice import available
 from hone.rewards.sandbox.execution import execute
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
 
-WORKING, MISSING = available()
 NAMES = ("bubblewrap", "user", "process")
-EVERY = [
-    pytest.param(name, marks=pytest.mark.skipif(name not in WORKING, reason=f"no {name}: {MISSING.get(name)}"), id=name)
-    for name in NAMES
-]
 PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
 
 
