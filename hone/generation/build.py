@@ -40,17 +40,11 @@ def build_engine(
     """Build the engine that ``rollout.name`` names.
 
     Args:
-        config: of the run.
         model: returns the model that an engine in this process samples from; not called for other engines.
-        tokenizer: of the run.
-        device: of this process.
         shares_weights: whether the model is the module that is trained.
         number: index of this process among those that build an engine.
         world: number of those processes.
         devices: GPUs of a served engine, as in CUDA_VISIBLE_DEVICES; None: see :func:`engine_start`.
-
-    Raises:
-        HoneError: the engine is not installed, does not start, or does not fit the configuration.
     """
     rollout = config.actor_rollout_ref.rollout
     if is_served(rollout):
@@ -97,13 +91,9 @@ def served_pool(
     """Start the engine's replicas in separate processes, or attach to running servers, and put a pool over them.
 
     Args:
-        config: of the run.
         number: index of this process among those that build a pool; selects the replicas' numbers, logs and cores.
         world: number of those processes; running servers are divided among them.
         devices: see :func:`engine_start`.
-
-    Raises:
-        HoneError: the engine is not installed, does not start, or does not fit the configuration.
     """
     rollout = config.actor_rollout_ref.rollout
     start, count = engine_start(config, number=number, world=world, devices=devices)
@@ -155,9 +145,6 @@ def _local_devices(config: RLConfig, index: int) -> tuple[str, ...]:
     """Return the GPUs of a replica of the local runtime, as in CUDA_VISIBLE_DEVICES; empty means those of this process.
 
     ``rollout.devices`` lists them. Without it, replicas take the visible ones from the last to the first.
-
-    Raises:
-        ConfigError: there are not enough, or not the configured ones.
     """
     rollout, size = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.devices_per_engine
     if config.trainer.runtime != "local" or config.trainer.device == "cpu" or not torch.cuda.is_available():
@@ -183,7 +170,6 @@ def replica_limit(config: RLConfig, *, world: int = 1) -> tuple[int, str]:
     """Return the maximum number of replicas of a process that builds a pool, with the reason.
 
     Args:
-        config: of the run.
         world: number of those processes.
     """
     rollout, urls = config.actor_rollout_ref.rollout, _urls(config)
@@ -213,11 +199,7 @@ def _attach(url: str, config: RLConfig, options: dict[str, Any]) -> ServedEngine
 
 
 def _check_count(replicas: int | None, urls: Sequence[str], world: int) -> None:
-    """Check that the servers match the number of replicas and divide evenly over the workers.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that the servers match the number of replicas and divide evenly over the workers."""
     if len(urls) % world:
         raise ConfigError(
             f"rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]} for {world} rollout workers",
@@ -269,7 +251,6 @@ def divided_cores(config: RLConfig, count: int | None = None) -> tuple[int, int]
     """Return the CPU threads of each of ``count`` replicas, and those of training in the same run.
 
     Args:
-        config: configuration of the run.
         count: number of replicas; None means that of the configuration.
     """
     count = count or config.actor_rollout_ref.rollout.num_replicas or 1
@@ -278,11 +259,7 @@ def divided_cores(config: RLConfig, count: int | None = None) -> tuple[int, int]
 
 
 def _place(path: str | None) -> str:
-    """Return a directory as an absolute path, and a model hub's name unchanged.
-
-    Raises:
-        ConfigError: there is no path.
-    """
+    """Return a directory as an absolute path, and a model hub's name unchanged."""
     if path is None:
         raise ConfigError(
             "actor_rollout_ref.model.path is not set",
@@ -315,11 +292,7 @@ def engine_dtype(config: RLConfig) -> str:
 
 
 def _check_attached(engine: ServedEngine, url: str, config: RLConfig) -> None:
-    """Check that an attached server is the configured engine, with its dtype and sequence length.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that an attached server is the configured engine, with its dtype and sequence length."""
     rollout, server_info = config.actor_rollout_ref.rollout, engine.server_info
     problem, fix = "", ""
     if server_info["engine"] != rollout.name:

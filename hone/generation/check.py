@@ -22,25 +22,15 @@ _VOCABULARY, _LENGTH, _TOKENS, _PROMPTS = 272, 256, 64, 16
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """Results of a check.
+    """Results of a check."""
 
-    Attributes:
-        start_seconds: start time of the engine.
-        gap: largest log-prob difference between the engine and transformers, in nats.
-        gap_after_update: the same after new weights.
-        update_seconds: duration of the weight sync.
-        tokens_per_second: sampled by 16 requests at once.
-        device: of the engine.
-        version: of the engine, if it reports one.
-    """
-
-    start_seconds: float
-    gap: float
-    gap_after_update: float
-    update_seconds: float
-    tokens_per_second: float
-    device: str
-    version: str
+    start_seconds: float  # start time of the engine
+    gap: float  # largest log-prob difference between the engine and transformers, in nats
+    gap_after_update: float  # the same after new weights
+    update_seconds: float  # duration of the weight sync
+    tokens_per_second: float  # sampled by 16 requests at once
+    device: str  # of the engine
+    version: str  # of the engine, if it reports one
 
     @property
     def passed(self) -> bool:
@@ -49,11 +39,7 @@ class EngineCheck:
 
 
 def check_engine(name: str, python: Path, log: Path) -> EngineCheck:
-    """Start an engine with a random model of 0.3M parameters and compare its completions with those of transformers.
-
-    Raises:
-        HoneError: it does not start, or fails.
-    """
+    """Start an engine with a random model of 0.3M parameters and compare its completions with those of transformers."""
     with tempfile.TemporaryDirectory(prefix="hone-check-") as folder:
         old, new = _model(0), _model(1)
         old.save_pretrained(folder)

@@ -45,11 +45,7 @@ def configured_constraint(keys: ConstraintConfig) -> Constraint | None:
 
 
 def constraint_option(option: str | None) -> Constraint | None:
-    """Return the constraint in an option of a command: ``KIND=TEXT``, ``KIND=@FILE``, or ``json_object``; None without one.
-
-    Raises:
-        ConfigError: it has another form, or the file cannot be read.
-    """
+    """Return the constraint in an option of a command: ``KIND=TEXT``, ``KIND=@FILE``, or ``json_object``; None without one."""
     if not option:
         return None
     kind, _, text = option.partition("=")
@@ -82,11 +78,7 @@ def _file_text(name: str) -> str:
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Check the size and form of a constraint. Whether it compiles is known only after compilation.
-
-    Raises:
-        RequestError: it is too large or not of its kind's form.
-    """
+    """Check the size and form of a constraint. Whether it compiles is known only after compilation."""
     text = constraint.text
     if len(text) > MAX_CONSTRAINT_CHARACTERS:
         raise refused_constraint(

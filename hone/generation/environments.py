@@ -36,11 +36,7 @@ def environment_of(name: str, given: str | None = None) -> Path:
 
 
 def interpreter_of(name: str, given: str | None = None) -> Path:
-    """Return the Python interpreter of an engine's environment; Hone's engines use Hone's.
-
-    Raises:
-        ConfigError: the environment does not exist.
-    """
+    """Return the Python interpreter of an engine's environment; Hone's engines use Hone's."""
     if name not in RECIPES and given is None:
         return Path(sys.executable)
     environment = environment_of(name, given)
@@ -75,7 +71,6 @@ def install(
         say: called with lines about the progress.
 
     Raises:
-        ConfigError: the engine is unknown, cannot run here, or the folder has other contents.
         GenerationError: packages cannot be installed.
     """
     if name not in RECIPES:
@@ -125,11 +120,7 @@ def _check_disk(recipe: Recipe, environment: Path) -> None:
 
 
 def _check_machine(recipe: Recipe, cpu: bool) -> str:
-    """Return the Python interpreter that creates the environment.
-
-    Raises:
-        ConfigError: the engine cannot run on this machine, or its Python version is not installed.
-    """
+    """Return the Python interpreter that creates the environment."""
     if recipe.only_gpu and (cpu or not _has_gpu()):
         raise ConfigError(
             f"engine {recipe.name} has no build for CPUs"
@@ -151,7 +142,6 @@ def _check_machine(recipe: Recipe, cpu: bool) -> str:
 
 
 def _install_command(name: str) -> str:
-    """Return the command that installs an engine on this machine."""
     recipe = RECIPES.get(name)
     place = " on a machine with an NVIDIA GPU" if recipe is not None and recipe.only_gpu and not _has_gpu() else ""
     return f"hone engines install {name}{'' if place or _has_gpu() else ' --cpu'}{place}"
@@ -163,23 +153,15 @@ def _has_gpu() -> bool:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine of the engine table.
+    """One engine of the engine table."""
 
-    Attributes:
-        name: as in ``rollout.name``.
-        place: where it runs.
-        installed: its version here, or the command that installs it.
-        verified: versions and machines that passed the conformance suite.
-    """
-
-    name: str
-    place: str
-    installed: str
-    verified: str
+    name: str  # as in ``rollout.name``
+    place: str  # where it runs
+    installed: str  # its version here, or the command that installs it
+    verified: str  # versions and machines that passed the conformance suite
 
 
 def engine_table() -> list[EngineRow]:
-    """Return the table of all engines."""
     rows = [
         EngineRow("native", "Hone's process", "yes", "with every change of Hone"),
         EngineRow("hf", "Hone's process", "yes", "with every change of Hone"),

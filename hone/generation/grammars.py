@@ -39,11 +39,7 @@ _BITS = torch.arange(32, dtype=torch.int32)
 
 
 def library() -> Any:
-    """Return the module llguidance.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the module llguidance."""
     try:
         import llguidance
     except ImportError as error:
@@ -97,11 +93,7 @@ def json_expression(schema: Any) -> str:
 
 
 def check_compiles(constraint: Constraint) -> None:
-    """Check that a constraint compiles, without a tokenizer. It takes up to a second, mostly without the interpreter.
-
-    Raises:
-        RequestError: it does not.
-    """
+    """Check that a constraint compiles, without a tokenizer. It takes up to a second, mostly without the interpreter."""
     ll = library()
     is_error, messages = ll.LLMatcher.validate_grammar_with_warnings(
         _compilable(constraint), limits=ll.LLParserLimits(**LIMITS)
@@ -147,7 +139,6 @@ class Grammars:
     """Compiled constraints of one tokenizer.
 
     Args:
-        tokenizer: of the model.
         vocabulary: number of logits.
     """
 
@@ -186,7 +177,6 @@ class Grammars:
 
         Raises:
             RequestError: it cannot be compiled, or no token can begin a response.
-            ConfigError: llguidance is not installed.
         """
         if sampling.constraint is None:
             return None

@@ -23,28 +23,18 @@ from hone.models.routing import attention_of
 
 
 class HuggingFaceEngine:
-    """One `generate` call per request, without batching and sharing.
-
-    Args:
-        model: a causal language model.
-        tokenizer: for stop strings.
-        device: where the model is.
-        dtype: compute dtype: float32, bfloat16 or float16.
-        max_num_seqs: not used: requests run one by one.
-        max_cache_tokens: not used: transformers creates a cache for each request.
-        max_model_len: maximum of tokens in prompt and response.
-    """
+    """One `generate` call per request, without batching and sharing."""
 
     def __init__(
         self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
+        model: nn.Module,  # a causal language model
+        tokenizer: PreTrainedTokenizerBase,  # for stop strings
         *,
         device: torch.device,
-        dtype: str,
-        max_num_seqs: int,
-        max_cache_tokens: int | None,
-        max_model_len: int,
+        dtype: str,  # compute dtype: float32, bfloat16 or float16
+        max_num_seqs: int,  # not used: requests run one by one
+        max_cache_tokens: int | None,  # not used: transformers creates a cache for each request
+        max_model_len: int,  # maximum of tokens in prompt and response
     ) -> None:
         del max_num_seqs, max_cache_tokens
         self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
@@ -58,11 +48,7 @@ class HuggingFaceEngine:
         self._stats = {"decode_tokens": 0}
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Serve the requests one after another.
-
-        Raises:
-            RequestError: a request exceeds the limits, or its constraint cannot be compiled (then no request starts).
-        """
+        """Serve the requests one after another."""
         for request in requests:
             self._limits.check(request)
             _check_ends(request.sampling)
@@ -181,7 +167,6 @@ class _OutsideMask(LogitsProcessor):
         self._outside = outside
 
     def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> torch.FloatTensor:
-        """Return the scores of the next token."""
         return scores.masked_fill(self._outside, float("-inf"))  # type: ignore[return-value]
 
 
@@ -217,11 +202,7 @@ class _GrammarMask(LogitsProcessor):
 
 
 def _check_ends(sampling: SamplingParams) -> None:
-    """Check that a constrained response can end.
-
-    Raises:
-        RequestError: it has no stop token.
-    """
+    """Check that a constrained response can end."""
     if sampling.constraint is not None and (sampling.ignore_eos or not sampling.stop_token_ids):
         raise RequestError(
             "the engine 'hf' cannot serve a constraint without stop tokens",

@@ -33,11 +33,7 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check that sampling parameters can be used: finite, in range, and valid text.
-
-    Raises:
-        RequestError: one cannot.
-    """
+    """Check that sampling parameters can be used: finite, in range, and valid text."""
     temperature, penalty = sampling.temperature, sampling.repetition_penalty
     if temperature != 0:
         _check_range("temperature", temperature, MIN_TEMPERATURE, MAX_TEMPERATURE, or_zero=True)
@@ -107,19 +103,12 @@ def _unusable(what: str, why: str, fix: str, field: str) -> RequestError:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits that follow from a model and its engine.
+    """Limits that follow from a model and its engine."""
 
-    Attributes:
-        max_model_len: maximum of tokens in prompt and response.
-        max_cache_tokens: capacity of the cache; None sets none.
-        vocabulary: number of tokens with an embedding; None leaves the check to the engine.
-        reads_images: whether engine and model read images.
-    """
-
-    max_model_len: int
-    max_cache_tokens: int | None = None
-    vocabulary: int | None = None
-    reads_images: bool = False
+    max_model_len: int  # maximum of tokens in prompt and response
+    max_cache_tokens: int | None = None  # capacity of the cache; None sets none
+    vocabulary: int | None = None  # number of tokens with an embedding; None leaves the check to the engine
+    reads_images: bool = False  # whether engine and model read images
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse a request that an engine cannot serve.

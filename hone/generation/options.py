@@ -18,11 +18,7 @@ def engine_options(rollout: RolloutConfig, *, report_experts: bool = False) -> d
     """Return the arguments of the engine ``rollout.name``. ``engine_kwargs`` win; for None the engine has its default.
 
     Args:
-        rollout: configuration of the engine.
         report_experts: whether completions need the experts of each token.
-
-    Raises:
-        ConfigError: engine_kwargs has arguments for another engine, or the parallel sizes do not fit.
     """
     others = sorted(set(rollout.engine_kwargs) - {rollout.name})
     if others:
@@ -59,11 +55,7 @@ _SIZES = {
 
 
 def _check_sizes(rollout: RolloutConfig) -> None:
-    """Check that ``engine_kwargs`` change no parallel size.
-
-    Raises:
-        ConfigError: they do.
-    """
+    """Check that ``engine_kwargs`` change no parallel size."""
     for key, names in _SIZES.items():
         for name in set(names) & set(rollout.engine_kwargs.get(rollout.name) or {}):
             where = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{name}"
@@ -76,11 +68,7 @@ def _check_sizes(rollout: RolloutConfig) -> None:
 
 
 def check_speculation(rollout: RolloutConfig) -> None:
-    """Check that the engine drafts as configured, and that ``engine_kwargs`` do not configure it a second time.
-
-    Raises:
-        ConfigError: one of both.
-    """
+    """Check that the engine drafts as configured, and that ``engine_kwargs`` do not configure it a second time."""
     block, method = "actor_rollout_ref.rollout.speculative", rollout.speculative.method
     name = {"vllm": "speculative_config", "native": "speculative"}.get(rollout.name)
     if name in (rollout.engine_kwargs.get(rollout.name) or {}):
@@ -155,11 +143,7 @@ def _sglang(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
-    """Return TensorRT-LLM's arguments; its memory fraction counts free memory, and a null disables CUDA graphs.
-
-    Raises:
-        ConfigError: an engine with several copies of the model.
-    """
+    """Return TensorRT-LLM's arguments; its memory fraction counts free memory, and a null disables CUDA graphs."""
     if rollout.data_parallel_size > 1:
         raise ConfigError(
             f"rollout.data_parallel_size={rollout.data_parallel_size}, but TensorRT-LLM has one copy of the model",
@@ -213,11 +197,7 @@ def sends_adapter(config: RLConfig) -> bool:
 
 
 def needs_untied_head(config: RLConfig) -> bool:
-    """Return whether an engine with a copy of the weights needs an output embedding of its own, though the model's are tied.
-
-    Raises:
-        ConfigError: it does, and the engine builds the model tied.
-    """
+    """Return whether an engine with a copy of the weights needs an output embedding of its own, though the model's are tied."""
     from hone.models.tied import will_part_embeddings
 
     rollout = config.actor_rollout_ref.rollout
@@ -235,11 +215,7 @@ def needs_untied_head(config: RLConfig) -> bool:
 
 
 def adapter_shape(config: RLConfig) -> dict[str, float] | None:
-    """Return rank and scale of the adapter that the engine loads; None for whole weights.
-
-    Raises:
-        ConfigError: the engine takes no adapters, or not one of this kind.
-    """
+    """Return rank and scale of the adapter that the engine loads; None for whole weights."""
     rollout = config.actor_rollout_ref.rollout
     if not sends_adapter(config):
         return None

@@ -29,14 +29,10 @@ class Constraint:
 
     A response may end (by a stop token) only where its text satisfies the constraint. It ends without one if there are no stop
     tokens or they are ignored, once nothing can follow.
-
-    Attributes:
-        kind: see :class:`ConstraintKind`.
-        text: schema, expression, choices or grammar.
     """
 
-    kind: ConstraintKind
-    text: str = ""
+    kind: ConstraintKind  # see :class:`ConstraintKind`
+    text: str = ""  # schema, expression, choices or grammar
 
 
 @dataclass(frozen=True)
@@ -163,21 +159,14 @@ class Completion:
 
 @dataclass
 class EngineDescription:
-    """Properties of an engine, for logs and checks.
+    """Properties of an engine, for logs and checks."""
 
-    Attributes:
-        name: as in ``rollout.name``.
-        shares_weights: whether it reads the parameters that the trainer updates.
-        dtype: compute dtype.
-        device: of the engine.
-        stats: counters since start. Common names are ``prefill_tokens`` (computed prompt tokens),
-            ``cached_tokens`` (prompt tokens read from the cache), ``decode_tokens`` and ``preemptions``.
-    """
-
-    name: str
-    shares_weights: bool
-    dtype: str
-    device: str
+    name: str  # as in ``rollout.name``
+    shares_weights: bool  # whether it reads the parameters that the trainer updates
+    dtype: str  # compute dtype
+    device: str  # of the engine
+    # counters since start. Common names are ``prefill_tokens`` (computed prompt tokens), ``cached_tokens`` (prompt
+    # tokens read from the cache), ``decode_tokens`` and ``preemptions``.
     stats: dict[str, Any] = field(default_factory=dict)
 
 

@@ -25,7 +25,6 @@ class Installer:
         self._engine, self._python, self._say = engine, python, say
 
     def __call__(self, *arguments: str) -> None:
-        """Run the installer with these arguments."""
         named = [word for word in arguments if not word.startswith("-")]
         self._say(f"installing {' '.join(arguments) if len(named) < 5 else f'{len(named)} packages'}")
         command = [str(self._python), "-P", str(_INSTALLER), *arguments]
@@ -65,7 +64,6 @@ class Installer:
         )
 
     def version_of(self, package: str) -> str:
-        """Return the version of an installed package."""
         program = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
         command = [str(self._python), "-c", program, package]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -73,43 +71,27 @@ class Installer:
 
 @dataclass(frozen=True)
 class Verified:
-    """A conformance run that passed.
+    """A conformance run that passed."""
 
-    Attributes:
-        version: of the engine.
-        date: of the run.
-        machine: of the run.
-    """
-
-    version: str
-    date: str
-    machine: str
+    version: str  # of the engine
+    date: str  # of the run
+    machine: str  # of the run
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe of an engine's environment.
+    """Recipe of an engine's environment."""
 
-    Attributes:
-        name: of the engine.
-        package: whose version is that of the engine; ``cpu_package`` for the build for CPUs.
-        install: installs the packages, called with the installer and whether the build is for CPUs.
-        megabytes: disk space of the build for CPUs.
-        verified: runs that passed the conformance suite.
-        only_gpu: whether it runs only on NVIDIA GPUs.
-        python: Python version of its packages; None is Hone's version.
-        remark: note for an engine that was not verified.
-    """
-
-    name: str
-    package: str
+    name: str  # of the engine
+    package: str  # whose version is that of the engine; ``cpu_package`` for the build for CPUs
     cpu_package: str
+    # installs the packages, called with the installer and whether the build is for CPUs
     install: Callable[[Installer, bool], None]
-    megabytes: int
-    verified: tuple[Verified, ...] = ()
-    only_gpu: bool = False
-    python: str | None = None
-    remark: str = ""
+    megabytes: int  # disk space of the build for CPUs
+    verified: tuple[Verified, ...] = ()  # runs that passed the conformance suite
+    only_gpu: bool = False  # whether it runs only on NVIDIA GPUs
+    python: str | None = None  # Python version of its packages; None is Hone's version
+    remark: str = ""  # note for an engine that was not verified
 
 
 def _install_vllm(install: Installer, cpu: bool) -> None:

@@ -15,36 +15,22 @@ NO_TOKEN = -1
 
 @dataclass
 class RowState:
-    """State of rows ``0 .. A - 1``; every tensor has ``A`` rows.
+    """State of rows ``0 .. A - 1``; every tensor has ``A`` rows."""
 
-    Attributes:
-        shared: cached tokens of the row's shared prefix, which is stored in a slot.
-        length: cached tokens in the row itself.
-        next_token: input of the next step.
-        generated: tokens sampled so far.
-        limit: maximum of sampled tokens.
-        stops: ``[A, S]`` tokens that end the response, padded with NO_TOKEN.
-        tokens: ``[A, M]`` sampled tokens.
-        log_probs: ``[A, M]`` of the sampled tokens under the raw policy.
-        sampling_log_probs: ``[A, M]`` of the same tokens under the distribution sampled from.
-        seen: ``[A, V]`` tokens in prompt or response, or ``[A, 0]`` when no row has a repetition penalty.
-        counts: ``[A, V]`` int32, occurrences of tokens in the response, or ``[A, 0]`` when no row has a presence or frequency
-            penalty.
-        rope_offset: rotary position of a token less its number in the sequence; 0 without images.
-    """
-
-    shared: Tensor
-    length: Tensor
-    next_token: Tensor
-    generated: Tensor
-    limit: Tensor
-    stops: Tensor
-    tokens: Tensor
-    log_probs: Tensor
-    sampling_log_probs: Tensor
-    seen: Tensor
+    shared: Tensor  # cached tokens of the row's shared prefix, which is stored in a slot
+    length: Tensor  # cached tokens in the row itself
+    next_token: Tensor  # input of the next step
+    generated: Tensor  # tokens sampled so far
+    limit: Tensor  # maximum of sampled tokens
+    stops: Tensor  # ``[A, S]`` tokens that end the response, padded with NO_TOKEN
+    tokens: Tensor  # ``[A, M]`` sampled tokens
+    log_probs: Tensor  # ``[A, M]`` of the sampled tokens under the raw policy
+    sampling_log_probs: Tensor  # ``[A, M]`` of the same tokens under the distribution sampled from
+    seen: Tensor  # ``[A, V]`` tokens in prompt or response, or ``[A, 0]`` when no row has a repetition penalty
+    # ``[A, V]`` int32, occurrences of tokens in the response, or ``[A, 0]`` when no row has a presence or frequency
+    # penalty
     counts: Tensor
-    rope_offset: Tensor
+    rope_offset: Tensor  # rotary position of a token less its number in the sequence; 0 without images
 
     @classmethod
     def from_requests(

@@ -32,19 +32,13 @@ class ExpertLayerCache(KVLayerCache):
 
 
 class KVCache:
-    """Caches of all layers, with the same rows and capacity.
-
-    Args:
-        device: of the entries.
-        dtype: of the entries.
-        new_layer: creates the cache of a layer.
-    """
+    """Caches of all layers, with the same rows and capacity."""
 
     def __init__(
         self,
-        device: torch.device,
-        dtype: torch.dtype,
-        new_layer: Callable[[int], LayerCache] = lambda layer: KVLayerCache(),
+        device: torch.device,  # of the entries
+        dtype: torch.dtype,  # of the entries
+        new_layer: Callable[[int], LayerCache] = lambda layer: KVLayerCache(),  # creates the cache of a layer
     ) -> None:
         self.device, self.dtype = device, dtype
         self.rows, self.capacity = 0, 0

@@ -53,7 +53,6 @@ class ConstrainedRows:
         """Append the sampled tokens to constrained responses.
 
         Args:
-            tokens: of every row; one for each constrained row.
             is_full: function that returns whether a job has its maximum of tokens.
 
         Returns:

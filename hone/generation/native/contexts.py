@@ -162,17 +162,11 @@ class ExtendContext(_CachedContext):
 
 
 class RowExtent(NamedTuple):
-    """The extent of the first ``A`` rows, known to the host: reading it from the device would wait for the device.
+    """The extent of the first ``A`` rows, known to the host: reading it from the device would wait for the device."""
 
-    Attributes:
-        shortest: cached tokens of the shortest row.
-        longest: cached tokens of the longest row.
-        least_shared: tokens of the shortest shared prefix.
-    """
-
-    shortest: int
-    longest: int
-    least_shared: int
+    shortest: int  # cached tokens of the shortest row
+    longest: int  # cached tokens of the longest row
+    least_shared: int  # tokens of the shortest shared prefix
 
 
 class DecodeContext(_CachedContext):

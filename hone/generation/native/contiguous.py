@@ -34,42 +34,21 @@ from hone.models.registry import family_of
 
 
 class ContiguousRows:
-    """Rows of one KV tensor a layer; implements :class:`hone.generation.native.rows.RowStore`.
-
-    Args:
-        forward: forward pass of the model.
-        config: of the model, for the family's layer cache.
-        vocabulary: number of tokens.
-        stats: counters to update.
-        device: of the model.
-        dtype: of the cache.
-        max_cache_tokens: capacity of the cache; the session KV cache has the same capacity in addition.
-        keeps_experts: whether ``forward`` passes the experts of each token to its context.
-        processor: of the model's images; None for a model of text.
-        speculation: drafts tokens, which a step verifies; None for one token a step.
-
-    Attributes:
-        cache: the tokens of each row: all of them, or those after a shared prefix.
-        prefixes: the shared prefixes.
-        per_token: whether the caches of all layers have one entry per token, so that rows can share prefixes.
-        sessions: the session KV cache.
-        state: of the rows; None without rows.
-        sampling: parameters of the rows; None without rows.
-    """
+    """Rows of one KV tensor a layer; implements :class:`hone.generation.native.rows.RowStore`."""
 
     def __init__(
         self,
-        forward: Forward,
-        config: Any,
+        forward: Forward,  # forward pass of the model
+        config: Any,  # of the model, for the family's layer cache
         *,
-        vocabulary: int,
-        stats: dict[str, int],
+        vocabulary: int,  # number of tokens
+        stats: dict[str, int],  # counters to update
         device: torch.device,
-        dtype: torch.dtype,
-        max_cache_tokens: int,
-        keeps_experts: bool = False,
-        processor: ImageProcessor | None = None,
-        speculation: Speculation | None = None,
+        dtype: torch.dtype,  # of the cache
+        max_cache_tokens: int,  # capacity of the cache; the session KV cache has the same capacity in addition
+        keeps_experts: bool = False,  # whether ``forward`` passes the experts of each token to its context
+        processor: ImageProcessor | None = None,  # of the model's images; None for a model of text
+        speculation: Speculation | None = None,  # drafts tokens, which a step verifies; None for one token a step
         outside: Tensor | None = None,
     ) -> None:
         self._outside = outside
@@ -77,9 +56,12 @@ class ContiguousRows:
         self.max_cache_tokens, self.keeps_experts = max_cache_tokens, keeps_experts
         self._processor, self._speculation = processor, speculation
         new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
+        # whether the caches of all layers have one entry per token, so that rows can share prefixes
         self.per_token = all(new_layer(layer).per_token for layer in range(config.num_hidden_layers))
+        # the tokens of each row: all of them, or those after a shared prefix
         self.cache = KVCache(device, dtype, new_layer)
-        self.prefixes = SharedPrefixes(KVCache(device, dtype, new_layer))
+        self.prefixes = SharedPrefixes(KVCache(device, dtype, new_layer))  # the shared prefixes
+        # the session KV cache
         self.sessions: SessionCache[RowEntries] = SessionCache(max_cache_tokens, per_token=self.per_token)
         self.running: list[Job] = []
         self.preempted: list[Job] = []  # stays empty: admission reserves the longest responses
@@ -87,8 +69,8 @@ class ContiguousRows:
         self._prefill = Prefill(
             forward, self.sessions, stats, device=device, max_tokens=PREFILL_TOKENS, processor=processor
         )
-        self.state: RowState | None = None
-        self.sampling: RowSampling | None = None
+        self.state: RowState | None = None  # of the rows; None without rows
+        self.sampling: RowSampling | None = None  # parameters of the rows; None without rows
         self._groups: PrefixGroups | None = None
         self._extent_before: RowExtent | None = None  # of the same rows at step 0, as if they had decoded since
 
@@ -184,7 +166,6 @@ class ContiguousRows:
         self.state = self.state.with_shared_prefixes(moved_tokens)
 
     def _longest_row(self, jobs: Sequence[Job]) -> int:
-        """Return the tokens in the longest row of the cache."""
         return max(map(self.row_tokens, jobs))
 
     def _reserve(self, cached: Sequence[Job], entering: Sequence[Job], slots: int, needed: int) -> None:
@@ -280,7 +261,6 @@ class ContiguousRows:
         return logits, sampling, sample(logits, sampling, counters, seen, counts, allowed, self._outside)
 
     def _longest_with(self, verification: Verification) -> int:
-        """Return the tokens of the longest row with the tokens that are verified."""
         return max(self.row_tokens(job) + new for job, new in zip(self.running, verification.lengths, strict=True))
 
     def _keep(

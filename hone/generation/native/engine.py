@@ -35,7 +35,6 @@ class NativeEngine:
     Args:
         model: a causal language model (adapters included) that uses Hone's attention.
         tokenizer: decodes, for stop strings.
-        device: where the model is.
         dtype: compute dtype: float32, bfloat16 or float16.
         max_num_seqs: maximum of sequences decoded at once.
         max_cache_tokens: capacity of the cache; None means max_num_seqs sequences of max_model_len.
@@ -83,12 +82,7 @@ class NativeEngine:
         self._task: asyncio.Task[None] | None = None
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
-
-        Raises:
-            RequestError: a request exceeds the limits, or its constraint cannot be compiled (then no request starts).
-            GenerationError: weights have arrived only in part, or a request failed in the engine; other calls continue.
-        """
+        """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests."""
         for request in requests:
             self._limits.check(request)
         grammars = [await self._runner.grammars.start(request.sampling) for request in requests]
@@ -121,9 +115,6 @@ class NativeEngine:
         """Load weights of a version: copy them, or only note the version if the trainer's parameters are shared.
 
         Requests under way keep their KV caches; while weights arrive in several calls, the engine has to be paused.
-
-        Raises:
-            GenerationError: the model has no weight of that name and shape, or after the last call weights are missing.
         """
         if not self.shares_weights:
             self._copy(weights, version, last)

@@ -18,15 +18,10 @@ from hone.models.images import images_by_key, rope_positions
 
 @dataclass(frozen=True)
 class PromptImages:
-    """Images of the prompts of one forward pass.
+    """Images of the prompts of one forward pass."""
 
-    Attributes:
-        by_key: the images.
-        positions: ``[3, 1, N]`` rotary positions of the new tokens; None where a token has one position.
-    """
-
-    by_key: Mapping[int, ImageData]
-    positions: Tensor | None
+    by_key: Mapping[int, ImageData]  # the images
+    positions: Tensor | None  # ``[3, 1, N]`` rotary positions of the new tokens; None where a token has one position
 
 
 def prompt_images(

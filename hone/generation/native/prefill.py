@@ -17,42 +17,26 @@ from hone.models.module_forward import Forward
 
 
 class Part(NamedTuple):
-    """Tokens to compute.
+    """Tokens to compute."""
 
-    Attributes:
-        row: of the cache.
-        past: tokens cached in it.
-        ids: new tokens.
-        request: they belong to its prompt; None for text of no request.
-    """
-
-    row: int
-    past: int
-    ids: list[int]
-    request: GenerationRequest | None = None
+    row: int  # of the cache
+    past: int  # tokens cached in it
+    ids: list[int]  # new tokens
+    request: GenerationRequest | None = None  # they belong to its prompt; None for text of no request
 
 
 class Prefill:
-    """Computes prompts into a cache, reusing the session KV cache.
-
-    Args:
-        forward: forward pass of the model.
-        sessions: session KV cache of earlier requests.
-        stats: counters to update.
-        device: of the model.
-        max_tokens: maximum of prompt tokens per forward pass; a longer prompt gets its own pass.
-        processor: of the model's images; None for a model of text.
-    """
+    """Computes prompts into a cache, reusing the session KV cache."""
 
     def __init__(
         self,
-        forward: Forward,
-        sessions: SessionCache[RowEntries],
-        stats: dict[str, int],
+        forward: Forward,  # forward pass of the model
+        sessions: SessionCache[RowEntries],  # session KV cache of earlier requests
+        stats: dict[str, int],  # counters to update
         *,
         device: torch.device,
-        max_tokens: int,
-        processor: ImageProcessor | None = None,
+        max_tokens: int,  # maximum of prompt tokens per forward pass; a longer prompt gets its own pass
+        processor: ImageProcessor | None = None,  # of the model's images; None for a model of text
     ) -> None:
         self._forward, self._sessions, self._stats = forward, sessions, stats
         self._device, self._max_tokens, self._processor = device, max_tokens, processor
@@ -89,7 +73,6 @@ class Prefill:
         return shared
 
     def _whole_prompts(self, cache: KVCache, prompts: list[Part]) -> None:
-        """Compute whole prompts."""
         while prompts:
             count, tokens = 1, len(prompts[0].ids)
             while count < len(prompts) and tokens + len(prompts[count].ids) <= self._max_tokens:
@@ -114,7 +97,6 @@ class Prefill:
             self._run(ExtendContext(cache, rows, past, lengths), chunk)
 
     def _run(self, context: PrefillContext | ExtendContext, chunk: Sequence[Part]) -> None:
-        """Run the forward pass of some parts."""
         if self._processor is not None:
             prompts = [(part.request, part.past) for part in chunk if part.request is not None]
             context.images = prompt_images(self._processor, *zip(*prompts, strict=True))

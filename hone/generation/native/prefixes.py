@@ -86,15 +86,10 @@ class SharedPrefixes:
 
 
 class _Group(NamedTuple):
-    """Slots whose rows are scored in one batched matmul, padded to the same number of rows.
+    """Slots whose rows are scored in one batched matmul, padded to the same number of rows."""
 
-    Attributes:
-        slots: a slice, which needs no copy of the keys, or indices.
-        rows: ``[slots, rows of the largest slot]``; padding is row 0.
-    """
-
-    slots: slice | Tensor
-    rows: Tensor
+    slots: slice | Tensor  # a slice, which needs no copy of the keys, or indices
+    rows: Tensor  # ``[slots, rows of the largest slot]``; padding is row 0
 
 
 class PrefixGroups:
@@ -137,10 +132,8 @@ class PrefixGroups:
         """Compute :func:`query_scores` of queries with the keys of their prefixes.
 
         Args:
-            layer: of the model.
             queries: ``[A * kv_heads, query heads of one, d]``.
             kv_heads: number of key heads.
-            scale: of the scores.
 
         Returns:
             ``[A * kv_heads, query heads of one, longest]``; values after a prefix's end are arbitrary.
@@ -208,7 +201,6 @@ def scaled(scores: Tensor, scale: float) -> Tensor:
 
 
 def _similar_counts(counts: Tensor) -> list[Tensor]:
-    """Return the slots of each group."""
     if len(counts) * int(counts.max()) <= max(2 * int(counts.sum()), _NEGLIGIBLE_SLOTS):
         return [torch.arange(len(counts))]
     size = counts.double().log2().ceil()

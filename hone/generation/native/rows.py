@@ -18,62 +18,42 @@ from hone.generation.native.scheduler import Admission, Job, Sampled
 
 
 class LastToken(NamedTuple):
-    """A row that ends with one of the tokens of a step.
+    """A row that ends with one of the tokens of a step."""
 
-    Attributes:
-        kept: tokens of the step up to that one.
-        error: why the row failed, or None.
-    """
-
-    kept: int
-    error: Exception | None = None
+    kept: int  # tokens of the step up to that one
+    error: Exception | None = None  # why the row failed, or None
 
 
 @dataclass(frozen=True)
 class HostWork:
-    """Work of the host in every step for some rows; None where no row needs it.
+    """Work of the host in every step for some rows; None where no row needs it."""
 
-    Attributes:
-        allowed: returns the tokens that constraints allow.
-        keep_alternatives: gets the row of each sampled token in order, the logits ``[N, V]`` and the sampling parameters.
-        keep_support: gets the row of each sampled token in order, and the tokens that could be sampled, ``[N, V]`` bool.
-        follow: gets the sampled tokens of each row; returns the rows that end with them. Rows with a constraint have one token.
-    """
-
-    allowed: Callable[[], Allowed] | None = None
+    allowed: Callable[[], Allowed] | None = None  # returns the tokens that constraints allow
+    # gets the row of each sampled token in order, the logits ``[N, V]`` and the sampling parameters
     keep_alternatives: Callable[[Sequence[int], Tensor, RowSampling], None] | None = None
+    # gets the row of each sampled token in order, and the tokens that could be sampled, ``[N, V]`` bool
     keep_support: Callable[[Sequence[int], Tensor], None] | None = None
+    # gets the sampled tokens of each row; returns the rows that end with them. Rows with a constraint have one token.
     follow: Callable[[Sequence[Sequence[int]]], Mapping[int, LastToken]] | None = None
 
 
 class End(NamedTuple):
-    """A row that ends.
+    """A row that ends."""
 
-    Attributes:
-        row: its index.
-        reason: why it ends.
-        error: why it failed, or None.
-    """
-
-    row: int
-    reason: StopReason
-    error: Exception | None = None
+    row: int  # its index
+    reason: StopReason  # why it ends
+    error: Exception | None = None  # why it failed, or None
 
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """Limits of a KV cache.
+    """Limits of a KV cache."""
 
-    Attributes:
-        max_num_seqs: maximum of rows.
-        max_model_len: maximum of tokens in prompt and response.
-        max_cache_tokens: capacity in tokens; None means ``max_num_seqs`` sequences of ``max_model_len``.
-        memory_share: share of the device's memory for the weights and the cache together; only a cache of pages is limited by it.
-    """
-
-    max_num_seqs: int
-    max_model_len: int
+    max_num_seqs: int  # maximum of rows
+    max_model_len: int  # maximum of tokens in prompt and response
+    # capacity in tokens; None means ``max_num_seqs`` sequences of ``max_model_len``
     max_cache_tokens: int | None = None
+    # share of the device's memory for the weights and the cache together; only a cache of pages is limited by it
     memory_share: float = 1.0
 
     @property
@@ -83,16 +63,11 @@ class CacheLimits:
 
 
 class RowStore(Protocol):
-    """The running rows and their KV cache.
+    """The running rows and their KV cache."""
 
-    Attributes:
-        running: the job of each row.
-        steps: number of decode steps so far.
-        preempted: jobs that lost their row because the cache was full; the caller puts them back into the queue.
-    """
-
-    running: list[Job]
-    steps: int
+    running: list[Job]  # the job of each row
+    steps: int  # number of decode steps so far
+    # jobs that lost their row because the cache was full; the caller puts them back into the queue
     preempted: list[Job]
 
     @property

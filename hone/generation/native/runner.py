@@ -40,52 +40,33 @@ Outcome = Completion | GenerationError
 
 
 class Runner:
-    """Computes tokens for jobs; :class:`NativeEngine` handles callers and scheduling.
-
-    Args:
-        model: a causal language model (adapters included) that uses Hone's attention.
-        tokenizer: decodes, for stop strings.
-        device: where the model is.
-        dtype: compute dtype: float32, bfloat16 or float16.
-        limits: of the KV cache.
-        report_experts: whether completions have the experts of each token.
-        speculation: drafts tokens; None for one token a step.
-
-    Attributes:
-        rows: the running rows and their KV cache.
-        preempted: jobs that lost their row, to be put back into the queue.
-        vocabulary: number of tokens with an embedding.
-        reads_images: whether the model reads images.
-        grammars: compiled constraints.
-        version: of the weights.
-        stats: counters since start.
-    """
+    """Computes tokens for jobs; :class:`NativeEngine` handles callers and scheduling."""
 
     def __init__(
         self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
+        model: nn.Module,  # a causal language model (adapters included) that uses Hone's attention
+        tokenizer: PreTrainedTokenizerBase,  # decodes, for stop strings
         *,
         device: torch.device,
-        dtype: str,
-        limits: CacheLimits,
-        report_experts: bool = False,
-        speculation: Speculation | None = None,
+        dtype: str,  # compute dtype: float32, bfloat16 or float16
+        limits: CacheLimits,  # of the KV cache
+        report_experts: bool = False,  # whether completions have the experts of each token
+        speculation: Speculation | None = None,  # drafts tokens; None for one token a step
     ) -> None:
         self.model, self.tokenizer, self._device = model, tokenizer, device
         compute_dtype: torch.dtype = getattr(torch, dtype)
         causal: Any = getattr(model, "get_base_model", lambda: model)()
-        self.vocabulary: int = causal.get_input_embeddings().weight.shape[0]
-        self.reads_images = find_processor(causal) is not None
-        self.grammars = Grammars(tokenizer, self.vocabulary)
+        self.vocabulary: int = causal.get_input_embeddings().weight.shape[0]  # number of tokens with an embedding
+        self.reads_images = find_processor(causal) is not None  # whether the model reads images
+        self.grammars = Grammars(tokenizer, self.vocabulary)  # compiled constraints
         self._outside = never_sampled(tokenizer, self.vocabulary, device)
-        self.version = 0
+        self.version = 0  # of the weights
         self._forward: Forward = generation_forward(causal, dtype=compute_dtype)
-        self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
+        self.stats: dict[str, int] = dict.fromkeys(STATS, 0)  # counters since start
         forward = self._forward
         self._report_experts = report_experts and isinstance(forward, ModuleForward) and forward.keep_experts()
-        self.rows = self._rows_of(causal, limits, compute_dtype, speculation)
-        self.preempted: list[Job] = []
+        self.rows = self._rows_of(causal, limits, compute_dtype, speculation)  # the running rows and their KV cache
+        self.preempted: list[Job] = []  # jobs that lost their row, to be put back into the queue
         self._fresh: list[Job] = []
         self._constrained = ConstrainedRows(self.grammars, device)
         self._work = HostWork()
@@ -275,7 +256,6 @@ class Runner:
         return ends
 
     def _keep_alternatives(self, rows: Sequence[int], logits: Tensor, sampling: RowSampling) -> None:
-        """Keep the likeliest tokens of the requests that ask for them."""
         most = max(job.request.sampling.top_log_probs for job in self.running)
         top = [values.tolist() for values in likeliest(logits, sampling, most)]
         for row, *pairs in zip(rows, *top, strict=True):

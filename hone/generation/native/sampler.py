@@ -67,17 +67,7 @@ def _shift(values: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of the rows of a batch, one tensor per parameter.
-
-    Attributes:
-        biased: ``[A, B]`` int64, tokens with a logit bias, padded with token 0.
-        bias: ``[A, B]``, what is added to their logits, padded with 0.
-        penalises: whether any row has a repetition penalty.
-        counts: whether any row has a presence or frequency penalty.
-        truncates: whether any row uses top-k, top-p or min-p.
-        greedy: whether any row has temperature 0.
-        reports_support: whether any row reports the support of its tokens.
-    """
+    """Sampling parameters of the rows of a batch, one tensor per parameter."""
 
     seeds: Tensor
     temperature: Tensor
@@ -87,13 +77,13 @@ class RowSampling:
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
-    biased: Tensor
-    bias: Tensor
-    penalises: bool
-    counts: bool
-    truncates: bool
-    greedy: bool
-    reports_support: bool
+    biased: Tensor  # ``[A, B]`` int64, tokens with a logit bias, padded with token 0
+    bias: Tensor  # ``[A, B]``, what is added to their logits, padded with 0
+    penalises: bool  # whether any row has a repetition penalty
+    counts: bool  # whether any row has a presence or frequency penalty
+    truncates: bool  # whether any row uses top-k, top-p or min-p
+    greedy: bool  # whether any row has temperature 0
+    reports_support: bool  # whether any row reports the support of its tokens
 
     @cached_property
     def streams(self) -> Tensor:
@@ -162,19 +152,12 @@ class RowSampling:
 
 
 class Draws(NamedTuple):
-    """One sampled token for each row.
+    """One sampled token for each row."""
 
-    Attributes:
-        tokens: ``[A]`` int64.
-        log_probs: ``[A]``, under ``softmax(logits / temperature)``.
-        sampling_log_probs: ``[A]``, under the distribution sampled from.
-        support: ``[A, V]`` bool, the tokens that could be sampled; None if no row reports it.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    sampling_log_probs: Tensor
-    support: Tensor | None
+    tokens: Tensor  # ``[A]`` int64
+    log_probs: Tensor  # ``[A]``, under ``softmax(logits / temperature)``
+    sampling_log_probs: Tensor  # ``[A]``, under the distribution sampled from
+    support: Tensor | None  # ``[A, V]`` bool, the tokens that could be sampled; None if no row reports it
 
     def select(self, index: Tensor) -> Draws:
         """Return the given rows in the given order."""
@@ -183,15 +166,10 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class Allowed:
-    """Tokens that constraints allow in some rows.
+    """Tokens that constraints allow in some rows."""
 
-    Attributes:
-        rows: ``[C]`` int64, the constrained rows.
-        tokens: ``[C, V]`` bool.
-    """
-
-    rows: Tensor
-    tokens: Tensor
+    rows: Tensor  # ``[C]`` int64, the constrained rows
+    tokens: Tensor  # ``[C, V]`` bool
 
 
 def sample(

@@ -25,50 +25,32 @@ class Sampled(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A request in the queue or in the batch.
+    """A request in the queue or in the batch."""
 
-    Attributes:
-        request: what to generate.
-        answer: queue for its completion.
-        prompt: the prompt as bytes; jobs with equal bytes can share it in the cache.
-        arrived: version of the weights when it was requested.
-        version: of the weights when it entered.
-        earlier: version and number of tokens at each change of the weights since.
-        started: when it entered (``time.perf_counter``).
-        first_token: when its first token was sampled.
-        entered: number of decode steps so far, less the tokens sampled for it; a step without drafts changes neither.
-        in_row: whether its prompt is cached in its row; this is the same for all running jobs.
-        slot: of its shared prefix otherwise.
-        aborted: whether to end it with the tokens sampled so far.
-        grammar: follows the response of a request with a constraint.
-        mask: bits of the tokens that its constraint allows next.
-        tail: its last sampled tokens, if it has stop strings.
-        alternatives: of every sampled token, if the request asks for them.
-        support_sizes: number of tokens in the support of every sampled token, if the request asks for it.
-        support_ids: the tokens of all supports.
-        pages: of its row in a paged cache.
-        sampled: its tokens in a paged cache, which it keeps when it loses its row.
-    """
-
-    request: GenerationRequest
-    answer: asyncio.Queue[Completion | BaseException]
-    prompt: bytes
-    arrived: int = 0
-    version: int = 0
+    request: GenerationRequest  # what to generate
+    answer: asyncio.Queue[Completion | BaseException]  # queue for its completion
+    prompt: bytes  # the prompt as bytes; jobs with equal bytes can share it in the cache
+    arrived: int = 0  # version of the weights when it was requested
+    version: int = 0  # of the weights when it entered
+    # version and number of tokens at each change of the weights since
     earlier: list[tuple[int, int]] = field(default_factory=list)
-    started: float = 0.0
-    first_token: float = 0.0
+    started: float = 0.0  # when it entered (``time.perf_counter``)
+    first_token: float = 0.0  # when its first token was sampled
+    # number of decode steps so far, less the tokens sampled for it; a step without drafts changes neither
     entered: int = 0
-    in_row: bool = False
-    slot: int = -1
-    aborted: bool = False
-    grammar: RowGrammar | None = None
-    mask: Tensor | None = None
-    tail: list[int] = field(default_factory=list)
+    in_row: bool = False  # whether its prompt is cached in its row; this is the same for all running jobs
+    slot: int = -1  # of its shared prefix otherwise
+    aborted: bool = False  # whether to end it with the tokens sampled so far
+    grammar: RowGrammar | None = None  # follows the response of a request with a constraint
+    mask: Tensor | None = None  # bits of the tokens that its constraint allows next
+    tail: list[int] = field(default_factory=list)  # its last sampled tokens, if it has stop strings
+    # of every sampled token, if the request asks for them
     alternatives: list[Alternatives] = field(default_factory=list)
+    # number of tokens in the support of every sampled token, if the request asks for it
     support_sizes: list[int] = field(default_factory=list)
-    support_ids: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    support_ids: list[int] = field(default_factory=list)  # the tokens of all supports
+    pages: list[int] = field(default_factory=list)  # of its row in a paged cache
+    # its tokens in a paged cache, which it keeps when it loses its row
     sampled: Sampled = field(default_factory=lambda: Sampled([], [], []))
 
     @classmethod

@@ -14,17 +14,11 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True)
 class CachedTurn(Generic[Kept]):
-    """A finished turn.
+    """A finished turn."""
 
-    Attributes:
-        ids: all cached tokens of the episode.
-        version: of the weights that computed them.
-        entries: their cache entries: tensors by layer, or pages.
-    """
-
-    ids: list[int]
-    version: int
-    entries: Kept
+    ids: list[int]  # all cached tokens of the episode
+    version: int  # of the weights that computed them
+    entries: Kept  # their cache entries: tensors by layer, or pages
 
 
 class SessionCache(Generic[Kept]):

@@ -18,9 +18,6 @@ class Concurrency:
     once while the limit is reached let it grow. A request that waits in the pool can still go to another replica. The
     windows are numbers of requests (Chiu and Jain 1989).
 
-    Attributes:
-        limit: maximum of running requests.
-
     Args:
         start: the first limit.
         least, most: bounds of the limit.
@@ -29,7 +26,7 @@ class Concurrency:
     start: int = 64
     least: int = 1
     most: int = 4096
-    limit: int = 0
+    limit: int = 0  # maximum of running requests
     _seen: int = 0
     _waited: float = 0.0
     _lasted: float = 0.0

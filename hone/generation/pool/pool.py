@@ -132,7 +132,6 @@ class EnginePool:
         """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
 
         Raises:
-            GenerationError: a request exceeds the limits or timed out in every attempt, or the last weight sync failed.
             ProcessError: no replica is left.
         """
         self._attend()
@@ -262,11 +261,7 @@ class EnginePool:
     # the rest of the protocol ----------------------------------------------------------------------------------------
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Send new weights to all replicas. A replica that is lost meanwhile gets them after its restart.
-
-        Raises:
-            GenerationError: an engine refuses them.
-        """
+        """Send new weights to all replicas. A replica that is lost meanwhile gets them after its restart."""
         self._attend()
         await self._supervisor.publish(weights, version, last=last, bucket_bytes=self._bucket_bytes)
         if last and not self._paused:

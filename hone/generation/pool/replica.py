@@ -36,55 +36,34 @@ class ReplicaState(StrEnum):
 
 @dataclass
 class Window:
-    """Counters of a replica since the last report.
+    """Counters of a replica since the last report."""
 
-    Attributes:
-        served: completed requests.
-        tokens: sampled tokens of the completed requests.
-        retried: requests that went to another replica, because this one was lost or too slow.
-        queued: seconds that completed requests waited in the pool and the engine before their start.
-        first_token: seconds until their first token, waiting included; None if the engine does not report it.
-        slowest: seconds of the slowest request, waiting included.
-        busy: seconds with at least one request.
-    """
-
-    served: int = 0
-    tokens: int = 0
-    retried: int = 0
-    queued: float = 0.0
+    served: int = 0  # completed requests
+    tokens: int = 0  # sampled tokens of the completed requests
+    retried: int = 0  # requests that went to another replica, because this one was lost or too slow
+    queued: float = 0.0  # seconds that completed requests waited in the pool and the engine before their start
+    # seconds until their first token, waiting included; None if the engine does not report it
     first_token: float | None = 0.0
-    slowest: float = 0.0
-    busy: float = 0.0
+    slowest: float = 0.0  # seconds of the slowest request, waiting included
+    busy: float = 0.0  # seconds with at least one request
 
 
 @dataclass(eq=False)
 class Replica:
-    """One engine.
+    """One engine."""
 
-    Attributes:
-        index: number in the pool.
-        concurrency: limit of its requests.
-        engine: None while it starts.
-        state: see :class:`ReplicaState`.
-        leaving: whether it gets no more requests, because the pool gets smaller.
-        under_way: number of each request in the pool to its tokens (prompt and maximum of the response).
-        starts: number of engine starts.
-        problem: why its engine ended; empty while it runs.
-        description: latest description of the engine.
-        window: see :class:`Window`.
-        threads: for blocking calls of its engine.
-    """
-
-    index: int
-    concurrency: Concurrency = field(default_factory=Concurrency)
-    engine: Engine | None = None
-    state: ReplicaState = ReplicaState.STARTING
-    leaving: bool = False
+    index: int  # number in the pool
+    concurrency: Concurrency = field(default_factory=Concurrency)  # limit of its requests
+    engine: Engine | None = None  # None while it starts
+    state: ReplicaState = ReplicaState.STARTING  # see :class:`ReplicaState`
+    leaving: bool = False  # whether it gets no more requests, because the pool gets smaller
+    # number of each request in the pool to its tokens (prompt and maximum of the response)
     under_way: dict[int, int] = field(default_factory=dict)
-    starts: int = 0
-    problem: str = ""
-    description: EngineDescription | None = None
-    window: Window = field(default_factory=Window)
+    starts: int = 0  # number of engine starts
+    problem: str = ""  # why its engine ended; empty while it runs
+    description: EngineDescription | None = None  # latest description of the engine
+    window: Window = field(default_factory=Window)  # see :class:`Window`
+    # for blocking calls of its engine
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "hone-replica"))
     _since: float = 0.0
     _reported: dict[str, int] = field(default_factory=dict)

@@ -19,9 +19,6 @@ class Resizer:
     leaves finishes its requests, without new ones, and takes part in weight syncs until then. It leaves only while one that
     stays can serve, so that replicas which do not start never stop the pool.
 
-    Attributes:
-        count: wanted number of replicas.
-
     Args:
         replicas: all replicas of the pool; new ones are appended.
         supervisor: of these replicas.
@@ -30,7 +27,7 @@ class Resizer:
 
     def __init__(self, replicas: list[Replica], supervisor: Supervisor, new: Callable[[int], Replica]) -> None:
         self._replicas, self._supervisor, self._new = replicas, supervisor, new
-        self.count = len(replicas)
+        self.count = len(replicas)  # wanted number of replicas
         self._removing: asyncio.Task[None] | None = None
 
     def resize(self, count: int) -> None:

@@ -108,12 +108,8 @@ class Supervisor:
 
     :class:`~hone.generation.pool.resizing.Resizer` adds replicas in STARTING, and ends others in CLOSING.
 
-    Attributes:
-        weights: the latest weights.
-
     Args:
         replicas: all replicas of the pool.
-        limits: configuration of the pool.
         start: creates the engine of the replica with this number.
         on_change: called when a replica starts to serve, or is given up.
         delta: whether engines accept changes since the previous version (:class:`~hone.generation.remote.ServedEngine`).
@@ -130,7 +126,7 @@ class Supervisor:
     ) -> None:
         self._replicas, self._limits, self._start = replicas, limits, start
         self._on_change, self._delta = on_change, delta
-        self.weights = PublishedWeights()
+        self.weights = PublishedWeights()  # the latest weights
         self._starting: dict[Replica, Future[Started]] = {}
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,11 +141,7 @@ class Supervisor:
         return self._taking is not None
 
     def start_all(self) -> None:
-        """Start all replicas at once.
-
-        Raises:
-            HoneError: a replica cannot be started.
-        """
+        """Start all replicas at once."""
         starting = [replica.threads.submit(self._begin, replica.index) for replica in self._replicas]
         problem: BaseException | None = None
         for replica, future in zip(self._replicas, starting, strict=True):
@@ -265,12 +257,7 @@ class Supervisor:
             self.restart_lost(replica, engine, error)
 
     async def _admit(self, replica: Replica, engine: Engine) -> bool:
-        """Let a replica serve, if it samples a token with the latest weights; return False if newer ones came meanwhile.
-
-        Raises:
-            HoneError: the token has other weights, or the engine is lost.
-            TimeoutError: there is no token in time.
-        """
+        """Let a replica serve, if it samples a token with the latest weights; return False if newer ones came meanwhile."""
         version = self.weights.version
         request = GenerationRequest("admission", [0], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
 

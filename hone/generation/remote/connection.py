@@ -27,10 +27,6 @@ class EngineLost(ProcessError):
 class Connection:
     """Requests to a server and their answers. A thread reads the answers, so the connection needs no event loop.
 
-    Attributes:
-        hello: first message of the server.
-        lost: why the connection ended, or None.
-
     Args:
         host, port: of the server.
         token: expected by the server.
@@ -44,13 +40,13 @@ class Connection:
         self._explain = explain or (lambda: f"the connection to the engine at {host}:{port} broke")
         self._pending: dict[int, Future[Any]] = {}
         self._ids, self._lock, self._sending = itertools.count(1), threading.Lock(), threading.Lock()
-        self.lost: str | None = None
+        self.lost: str | None = None  # why the connection ended, or None
         try:
             self._socket = socket.create_connection((host, port), timeout=HELLO_SECONDS)
         except OSError as error:
             raise _no_engine(host, port, f"no server answers ({error})") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.hello = self._greet(host, port, token)
+        self.hello = self._greet(host, port, token)  # first message of the server
         self._socket.settimeout(None)
         self._thread = threading.Thread(target=self._read, name="engine answers", daemon=True)
         self._thread.start()

@@ -21,21 +21,13 @@ from hone.generation.remote.transports import CHUNK_BYTES, CHUNKS_IN_FLIGHT, CUD
 
 @dataclass
 class TransferCounters:
-    """Counters of the transfer since its start.
+    """Counters of the transfer since its start."""
 
-    Attributes:
-        weights_sent_bytes: bytes of weights or of their changes.
-        weights_on_gpu_bytes: bytes among them that stayed on the GPU.
-        weights_compared: elements that were compared with the engine's previous version.
-        weights_changed: elements among them that differed.
-        weights_refused: weights whose checksum was wrong on arrival, and that were sent again.
-    """
-
-    weights_sent_bytes: int = 0
-    weights_on_gpu_bytes: int = 0
-    weights_compared: int = 0
-    weights_changed: int = 0
-    weights_refused: int = 0
+    weights_sent_bytes: int = 0  # bytes of weights or of their changes
+    weights_on_gpu_bytes: int = 0  # bytes among them that stayed on the GPU
+    weights_compared: int = 0  # elements that were compared with the engine's previous version
+    weights_changed: int = 0  # elements among them that differed
+    weights_refused: int = 0  # weights whose checksum was wrong on arrival, and that were sent again
 
 
 class WeightTransfer:
@@ -74,7 +66,6 @@ class WeightTransfer:
         """Send weights of one version.
 
         Args:
-            weights: by name.
             version: number of the version. A version that fails, or is replaced by another, starts again.
             last: whether these are the last weights of the version.
             since: differences to the engine's version; None sends whole weights.

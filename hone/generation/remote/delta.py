@@ -30,21 +30,14 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True)
 class Change:
-    """A weight, or its change, to send.
+    """A weight, or its change, to send."""
 
-    Attributes:
-        new: the weight, contiguous, in host memory.
-        checksum: of ``new``.
-        changed: number of changed elements; None if the former weight is unknown.
-        gaps: before each sent element, as the bits of unsigned 16-bit numbers; None if the whole weight is sent.
-        values: sent elements as bytes; None if the whole weight is sent.
-    """
-
-    new: Tensor
-    checksum: int
-    changed: int | None = None
+    new: Tensor  # the weight, contiguous, in host memory
+    checksum: int  # of ``new``
+    changed: int | None = None  # number of changed elements; None if the former weight is unknown
+    # before each sent element, as the bits of unsigned 16-bit numbers; None if the whole weight is sent
     gaps: Tensor | None = None
-    values: Tensor | None = None
+    values: Tensor | None = None  # sent elements as bytes; None if the whole weight is sent
 
 
 def change_of(new: Tensor, former: Tensor | None) -> Change:

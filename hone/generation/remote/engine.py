@@ -37,23 +37,16 @@ class ServedEngine:
     Attributes:
         process: of the server, if this process started it.
         server_info: description that the server sent at connection.
-
-    Args:
-        connection: to the server.
-        process: of the server, if this process started it; :meth:`close` ends it.
-        backend: transport of weights; see :mod:`hone.generation.remote.transports`.
-        bucket_bytes: maximum of weights in flight.
-        delta: whether the server keeps a copy, so that later versions are sent as changes.
     """
 
     def __init__(
         self,
         connection: Connection,
-        process: EngineProcess | None = None,
+        process: EngineProcess | None = None,  # of the server, if this process started it; :meth:`close` ends it
         *,
-        backend: str = "auto",
-        bucket_bytes: int = _BUCKET_BYTES,
-        delta: bool = False,
+        backend: str = "auto",  # transport of weights; see :mod:`hone.generation.remote.transports`
+        bucket_bytes: int = _BUCKET_BYTES,  # maximum of weights in flight
+        delta: bool = False,  # whether the server keeps a copy, so that later versions are sent as changes
     ) -> None:
         self._connection, self.process = connection, process
         server_info: dict[str, Any] = connection.hello["description"]
@@ -79,11 +72,7 @@ class ServedEngine:
 
     @classmethod
     def start(cls, plan: LaunchPlan, **options: Any) -> ServedEngine:
-        """Start a process and connect to it; ``options`` are those of the class.
-
-        Raises:
-            HoneError: it does not start.
-        """
+        """Start a process and connect to it; ``options`` are those of the class."""
         process = EngineProcess(plan)
         try:
             connection = Connection(plan.host, process.port, process.token, process.exit_reason)
@@ -94,11 +83,7 @@ class ServedEngine:
 
     @classmethod
     def attach(cls, url: str, **options: Any) -> ServedEngine:
-        """Connect to a running server at ``tcp://HOST:PORT``; ``options`` are those of the class.
-
-        Raises:
-            ConfigError: there is no such server.
-        """
+        """Connect to a running server at ``tcp://HOST:PORT``; ``options`` are those of the class."""
         host, port = parse_url(url)
         return cls(Connection(host, port, os.environ.get(TOKEN_VARIABLE, "")), **options)
 
@@ -106,8 +91,6 @@ class ServedEngine:
         """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
 
         Raises:
-            RequestError: a request exceeds the limits (then no request starts).
-            GenerationError: weights have arrived only in part, or the engine failed.
             EngineLost: the process died.
         """
         for request in requests:
@@ -159,12 +142,10 @@ class ServedEngine:
 
         Args:
             weights: of the policy, by name.
-            version: of the weights.
             last: whether these are the last weights of the version.
             since: differences to the engine's version, if the engine keeps a copy (``delta``).
 
         Raises:
-            GenerationError: the engine refuses them; it refuses requests until a whole version has arrived.
             EngineLost: the process died.
         """
         self._fence = version
@@ -225,11 +206,7 @@ class ServedEngine:
 
 
 def parse_url(url: str) -> tuple[str, int]:
-    """Return host and port of ``tcp://HOST:PORT``.
-
-    Raises:
-        ConfigError: the URL has another form.
-    """
+    """Return host and port of ``tcp://HOST:PORT``."""
     parts = urlsplit(url)
     with contextlib.suppress(ValueError):
         if parts.scheme == "tcp" and parts.hostname and parts.port and not parts.path.strip("/"):

@@ -115,13 +115,11 @@ def request_of(message: Message, images: tuple[ImageData, ...] = ()) -> Generati
 
 
 def completion_as_message(completion: Completion) -> Message:
-    """Return a completion as a message."""
     experts = base64.b64encode(np.asarray(completion.expert_ids, dtype="<i2").tobytes()).decode()
     return {**vars(completion), "stop_reason": completion.stop_reason.value, "expert_ids": experts}
 
 
 def completion_of(message: Message) -> Completion:
-    """Return the completion in a message."""
     first, last = message["weight_versions"]
     reason = StopReason(message["stop_reason"])
     alternatives = [[(token, log_prob) for token, log_prob in position] for position in message["alternatives"]]
@@ -145,7 +143,6 @@ def error_as_message(error: BaseException) -> Message:
 
 
 def error_of(message: Message) -> HoneError:
-    """Return the error in a message."""
     kind = _KINDS.get(message.get("code", ""), GenerationError)
     return kind(
         message.get("what", "the engine sent an error without a description"),

@@ -31,45 +31,26 @@ _SHOWN_LINES = 6
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Settings of an engine's process.
+    """Settings of an engine's process."""
 
-    Attributes:
-        engine: native, vllm, sglang or trtllm.
-        python: interpreter of the engine's environment.
-        model: Hugging Face directory of the initial weights.
-        tokenizer: directory of the tokenizer, for stop strings.
-        dtype: compute dtype: float32, bfloat16 or float16.
-        max_num_seqs: maximum of sequences decoded at once.
-        max_model_len: maximum of tokens in prompt and response.
-        max_cache_tokens: capacity of the KV cache; None for the engine's default.
-        options: further arguments of the engine, by its names.
-        cpus: CPU cores of the process; empty means all of Hone's.
-        lora: rank and scale (``r``, ``lora_alpha``) of the adapter, if weight syncs send only an adapter.
-        sleeps: whether the engine frees its memory between generations (``sleep``).
-        devices: GPUs of the process, as in CUDA_VISIBLE_DEVICES; empty means all of Hone's.
-        host: address to listen on.
-        port: to listen on; 0 for any free one.
-        log: file for the output.
-        start_seconds: time limit of the start.
-    """
-
-    engine: str
-    python: str
-    model: str
-    tokenizer: str
-    dtype: str
-    max_num_seqs: int
-    max_model_len: int
-    max_cache_tokens: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    cpus: tuple[int, ...] = ()
+    engine: str  # native, vllm, sglang or trtllm
+    python: str  # interpreter of the engine's environment
+    model: str  # Hugging Face directory of the initial weights
+    tokenizer: str  # directory of the tokenizer, for stop strings
+    dtype: str  # compute dtype: float32, bfloat16 or float16
+    max_num_seqs: int  # maximum of sequences decoded at once
+    max_model_len: int  # maximum of tokens in prompt and response
+    max_cache_tokens: int | None = None  # capacity of the KV cache; None for the engine's default
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of the engine, by its names
+    cpus: tuple[int, ...] = ()  # CPU cores of the process; empty means all of Hone's
+    # rank and scale (``r``, ``lora_alpha``) of the adapter, if weight syncs send only an adapter
     lora: dict[str, float] | None = None
-    sleeps: bool = False
-    devices: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 0
-    log: Path = Path(os.devnull)
-    start_seconds: float = 600.0
+    sleeps: bool = False  # whether the engine frees its memory between generations (``sleep``)
+    devices: tuple[str, ...] = ()  # GPUs of the process, as in CUDA_VISIBLE_DEVICES; empty means all of Hone's
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 0  # to listen on; 0 for any free one
+    log: Path = Path(os.devnull)  # file for the output
+    start_seconds: float = 600.0  # time limit of the start
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that are sent to the process."""
@@ -79,11 +60,6 @@ class LaunchPlan:
 
 class EngineProcess:
     """A running engine.
-
-    Attributes:
-        port: of its server.
-        token: that its clients must send.
-        description: of the engine.
 
     Args:
         plan: settings of the process.
@@ -96,7 +72,7 @@ class EngineProcess:
 
     def __init__(self, plan: LaunchPlan, token: str | None = None) -> None:
         self.plan = plan
-        self.token = secrets.token_urlsafe(24) if token is None else token
+        self.token = secrets.token_urlsafe(24) if token is None else token  # that its clients must send
         self._modules = tempfile.TemporaryDirectory(prefix="hone-engine-")
         # the engine's environment gets the package `hone`, and nothing else of Hone's environment
         Path(self._modules.name, "hone").symlink_to(_PACKAGE, target_is_directory=True)
@@ -107,8 +83,8 @@ class EngineProcess:
         except BaseException:
             self.kill()
             raise
-        self.port: int = ready["port"]
-        self.description: dict[str, Any] = ready["description"]
+        self.port: int = ready["port"]  # of its server
+        self.description: dict[str, Any] = ready["description"]  # of the engine
 
     @property
     def pid(self) -> int:
@@ -181,11 +157,6 @@ class EngineProcess:
         return popen
 
     def _ready_message(self) -> dict[str, Any]:
-        """Return the message that the process prints when it is ready.
-
-        Raises:
-            HoneError: it does not get ready.
-        """
         pipe, deadline = self._popen.stdout, time.monotonic() + self.plan.start_seconds
         assert pipe is not None
         with activity.waiting(f"engine {self.plan.engine} to start", limit=self.plan.start_seconds):

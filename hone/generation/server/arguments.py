@@ -23,12 +23,8 @@ def check_names(engine: str, options: Mapping[str, Any], known: Iterable[str], *
 
     Args:
         engine: as in ``rollout.name``.
-        options: to check.
         known: names of the engine's arguments.
         title: of the engine, for the message.
-
-    Raises:
-        ConfigError: an option is unknown.
     """
     names = list(known)
     unknown = sorted(set(options) - set(names))
@@ -43,9 +39,6 @@ def check_owned(engine: str, given: Mapping[str, Any], owned: Mapping[str, str])
         engine: as in ``rollout.name``.
         given: options of the user.
         owned: options that Hone sets, with the reason.
-
-    Raises:
-        ConfigError: the user sets one.
     """
     for name in sorted(set(given) & set(owned)):
         where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
@@ -59,9 +52,6 @@ def check_served(title: str, sampling: SamplingParams, unserved: Iterable[str]) 
         title: of the engine.
         sampling: of the request.
         unserved: names of the parameters.
-
-    Raises:
-        RequestError: it has one.
     """
     for name in unserved:
         if getattr(sampling, name) != getattr(_UNCHANGED, name):

@@ -27,19 +27,12 @@ class BackendSettings:
 
 
 class Backend(Protocol):
-    """An engine behind a server. Request ids are unique; all methods run in one event loop.
+    """An engine behind a server. Request ids are unique; all methods run in one event loop."""
 
-    Attributes:
-        max_cache_tokens: capacity of the KV cache; None if unknown.
-        device: type of the devices that compute.
-        gpus: UUIDs of the GPUs onto which its processes load weights; empty on a CPU, or if unknown.
-        reads_images: whether engine and model read images.
-    """
-
-    max_cache_tokens: int | None
-    device: str
-    gpus: list[str]
-    reads_images: bool
+    max_cache_tokens: int | None  # capacity of the KV cache; None if unknown
+    device: str  # type of the devices that compute
+    gpus: list[str]  # UUIDs of the GPUs onto which its processes load weights; empty on a CPU, or if unknown
+    reads_images: bool  # whether engine and model read images
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Serve one request; many run at once. The server sets ``weight_versions``; ``token_versions`` are the backend's, if it knows them."""

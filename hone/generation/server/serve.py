@@ -28,8 +28,6 @@ class EngineServer:
     """Serves an engine on a socket.
 
     Args:
-        backend: the engine.
-        settings: of the engine.
         token: that clients must send.
     """
 

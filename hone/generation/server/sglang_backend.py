@@ -219,7 +219,6 @@ class SglangBackend:
         await self._all("hone_begin_weights")
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
-        """Load a chunk."""
         await self._all("hone_load_weights", chunk=json.dumps(chunk))
 
     async def finish_weights(self) -> None:
@@ -227,11 +226,7 @@ class SglangBackend:
         await self._all("hone_finish_weights")
 
     async def _all(self, method: str, **fields: str) -> None:
-        """Call a method of all schedulers (:class:`hone.generation.server.sglang_worker.HoneScheduler`).
-
-        Raises:
-            GenerationError: the method failed.
-        """
+        """Call a method of all schedulers (:class:`hone.generation.server.sglang_worker.HoneScheduler`)."""
         async with self._rpc_lock:
             try:
                 await asyncio.to_thread(self._engine.collective_rpc, method, **fields)

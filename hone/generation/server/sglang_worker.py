@@ -127,11 +127,7 @@ class HoneScheduler(Scheduler):
         self.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags.split(",")))
 
     def hone_forget(self) -> None:
-        """Drop cached prefixes.
-
-        Raises:
-            GenerationError: a request is running.
-        """
+        """Drop cached prefixes."""
         if not self.flush_cache():
             raise GenerationError("the cache is in use")
 

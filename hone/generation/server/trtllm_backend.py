@@ -295,7 +295,6 @@ class TrtllmBackend:
         await self._engine.collective_rpc("hone_begin_weights")
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
-        """Load a chunk."""
         for names in await self._engine.collective_rpc("hone_load_weights", args=(json.dumps(chunk),)):
             self._arrivals.note(names)
 
@@ -350,11 +349,6 @@ def sampling_arguments(request: GenerationRequest, sampled: int) -> dict[str, An
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
-    """Check that the distribution sampled from is the policy.
-
-    Raises:
-        RequestError: it is another distribution.
-    """
     check_served("TensorRT-LLM", sampling, ADJUSTMENTS)
     cuts = (
         {"top_k": (sampling.top_k, -1), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}

@@ -104,7 +104,6 @@ class VllmAdapterBackend(VllmBackend):
         self._adapter.begin()
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
-        """Load a chunk."""
         with open_chunk(chunk) as tensors:
             self._adapter.take(tensors)
 

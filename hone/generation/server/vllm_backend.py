@@ -130,7 +130,6 @@ class VllmBackend:
         return {**options, **(OPTIONS if self.reads_images else {}), **settings.options}
 
     def _cache_bytes(self, settings: BackendSettings) -> int:
-        """Return the size of the KV cache in bytes."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(settings.model).get_text_config()
@@ -247,7 +246,6 @@ class VllmBackend:
         await self._engine.collective_rpc("hone_begin_weights")
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
-        """Load a chunk."""
         await self._engine.collective_rpc("hone_load_weights", args=(chunk,))
 
     async def finish_weights(self) -> None:
@@ -272,11 +270,6 @@ class VllmBackend:
 
 
 def _check_drafts(options: Mapping[str, Any]) -> None:
-    """Check that speculative decoding is of a verified kind.
-
-    Raises:
-        ConfigError: it is of another kind.
-    """
     config = options.get("speculative_config") or {}
     for key, only in _DRAFTS.items():
         if config and config.get(key, "standard") != only:
@@ -291,7 +284,6 @@ def _sampling_params(request: GenerationRequest, outside: Mapping[int, float]) -
     """Return the request's sampling parameters for vLLM. Only its stop tokens count, not those in the model's files.
 
     Args:
-        request: the request.
         outside: bias of the ids that the tokenizer lacks.
     """
     import vllm
@@ -334,11 +326,7 @@ def _expert_ids(routed: Any, tokens: int) -> Any:
 
 
 def _check_ends(sampling: SamplingParams, end: int | None) -> None:
-    """Check that a constrained response ends with the tokenizer's end token, the one that vLLM allows after it.
-
-    Raises:
-        RequestError: it does not.
-    """
+    """Check that a constrained response ends with the tokenizer's end token, the one that vLLM allows after it."""
     if sampling.constraint is not None and (sampling.ignore_eos or end not in sampling.stop_token_ids):
         raise RequestError(
             "vLLM cannot serve a constraint unless the tokenizer's end token ends the response",
@@ -389,5 +377,4 @@ def _counter(stats: dict[str, Any]) -> type:
 
 
 def _seconds(times: Any) -> tuple[float, float]:
-    """Return the seconds from the start of a request to its last and to its first token."""
     return times.last_token_ts - times.scheduled_ts, times.first_token_ts - times.scheduled_ts

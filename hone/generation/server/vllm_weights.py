@@ -58,23 +58,15 @@ class TensorSlice(NamedTuple):
 
 @dataclass(eq=False)
 class TargetParameter:
-    """A parameter of vLLM's model.
+    """A parameter of vLLM's model."""
 
-    Attributes:
-        name: in vLLM's model.
-        saved: its unpacked form: the parameter itself, or a tensor without storage.
-        packed: the layer that packs it; None for an unpacked parameter.
-        padding: number of elements that no weight fills.
-        arrived: slices that have arrived in this weight sync.
-        matrix: buffer for the slices of a packed parameter that are not adjacent.
-    """
-
-    name: str
-    saved: Tensor
-    packed: nn.Module | None = None
-    padding: int = 0
+    name: str  # in vLLM's model
+    saved: Tensor  # its unpacked form: the parameter itself, or a tensor without storage
+    packed: nn.Module | None = None  # the layer that packs it; None for an unpacked parameter
+    padding: int = 0  # number of elements that no weight fills
+    # slices that have arrived in this weight sync
     arrived: dict[TensorSlice, Tensor | None] = field(default_factory=dict)
-    matrix: Tensor | None = None
+    matrix: Tensor | None = None  # buffer for the slices of a packed parameter that are not adjacent
 
     @property
     def whole(self) -> bool:
@@ -82,7 +74,6 @@ class TargetParameter:
         return sum(slice_.numel for slice_ in self.arrived) + self.padding >= self.saved.numel()
 
     def load(self, part: TensorSlice, source: Tensor) -> None:
-        """Load a slice."""
         if self.packed is None:
             part.within(self.saved.data).copy_(source)
             self.arrived[part] = None
@@ -228,19 +219,15 @@ def _unpacked(targets: Sequence[TargetParameter]) -> Iterator[None]:
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Mode that records what loaders copy where, and copies nothing.
-
-    Attributes:
-        steps: of every weight: (parameter, slice of the weight, slice of the parameter).
-        padding: number of elements that are set to a constant, by parameter.
-    """
+    """Mode that records what loaders copy where, and copies nothing."""
 
     def __init__(self, weights: dict[str, Tensor], targets: Sequence[TargetParameter]) -> None:
         super().__init__()
         self._weights = {_storage(tensor): (name, tensor) for name, tensor in weights.items()}
         self._targets = {_storage(target.saved): target for target in targets}
+        # of every weight: (parameter, slice of the weight, slice of the parameter)
         self.steps: dict[str, list[tuple[TargetParameter, TensorSlice, TensorSlice]]] = {name: [] for name in weights}
-        self.padding: dict[TargetParameter, int] = {}
+        self.padding: dict[TargetParameter, int] = {}  # number of elements that are set to a constant, by parameter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         changes = func._schema.is_mutable and isinstance(args[0], Tensor)
@@ -264,11 +251,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _pack(layer: Any, matrix: Tensor) -> None:
-    """Pack a layer's weight again. The old copy is freed first, so that its memory can be reused.
-
-    Raises:
-        GenerationError: vLLM kept the unpacked matrix.
-    """
+    """Pack a layer's weight again. The old copy is freed first, so that its memory can be reused."""
     empty, layer.cpu_linear = layer.weight, None
     layer._parameters["weight"] = nn.Parameter(matrix, requires_grad=False)
     try:

@@ -28,11 +28,7 @@ class Arrivals:
         self._arrived |= set(names)
 
     def check(self) -> None:
-        """Check that all weights have arrived.
-
-        Raises:
-            GenerationError: some have not arrived.
-        """
+        """Check that all weights have arrived."""
         expected = self._expected()
         missing = sorted(expected - self._arrived)
         if missing:

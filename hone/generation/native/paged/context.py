@@ -40,7 +40,6 @@ class PagedContext:
         """Return the context of one new token for each row; no shape depends on lengths, and the host reads no number.
 
         Args:
-            pool: pages.
             tables: ``[B, W]`` int32, pages of the rows.
             lengths: ``[B]`` int64, tokens already in each row.
         """
@@ -57,7 +56,6 @@ class PagedContext:
         """Return the context of consecutive new tokens of rows, packed in one row of the batch.
 
         Args:
-            pool: pages.
             tables: pages of each row.
             past: tokens already in each row.
             lengths: new tokens of each row, at least 1.

@@ -33,7 +33,6 @@ class Decoder:
     Args:
         forward: forward pass of the model.
         pool: keys and values of all pages.
-        table: the rows.
         outside: see :func:`hone.generation.native.sampler.sample`.
     """
 
@@ -54,7 +53,6 @@ class Decoder:
         it.
 
         Args:
-            rows: number of rows.
             sampling: their parameters.
             occurrences: tokens that occurred in them, if there are penalties.
             allowed: tokens that constraints allow.
@@ -88,7 +86,6 @@ class Occurrences:
 
     Args:
         jobs: of the rows.
-        sampling: of the rows.
         vocabulary: number of tokens.
         device: of the tensors.
 
@@ -142,11 +139,7 @@ class StepGraphs:
         return results
 
     def _capture(self, step: Callable[[], Tensor], table: RowTable) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a step. Its kernels are loaded by one that is undone; the keys and values that this writes are those of the next.
-
-        Raises:
-            CaptureError: the step runs, and could not be captured.
-        """
+        """Capture a step. Its kernels are loaded by one that is undone; the keys and values that this writes are those of the next."""
         before, stream = table.saved(), _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

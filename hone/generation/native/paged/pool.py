@@ -14,25 +14,16 @@ from hone.models.attention.paged import PAGE
 
 @dataclass(frozen=True)
 class PageShape:
-    """Sizes of a page.
+    """Sizes of a page."""
 
-    Attributes:
-        layers: of the model.
-        kv_heads: of a layer.
-        head_dim: width of keys, and of values.
-        dtype: of both.
-        tokens: of a page.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    tokens: int = PAGE
+    layers: int  # of the model
+    kv_heads: int  # of a layer
+    head_dim: int  # width of keys, and of values
+    dtype: torch.dtype  # of both
+    tokens: int = PAGE  # of a page
 
     @property
     def bytes(self) -> int:
-        """Bytes of a page."""
         return 2 * self.layers * self.tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -40,8 +31,6 @@ class PagePool:
     """Keys and values ``[layers, 2, pages, tokens, kv_heads, head_dim]``; all zero at first: rows that fill up a batch read numbers.
 
     Args:
-        shape: of a page.
-        count: pages.
         device: of the tensor.
     """
 
@@ -52,7 +41,6 @@ class PagePool:
 
     @property
     def device(self) -> torch.device:
-        """Device of the pages."""
         return self._kv.device
 
     @property

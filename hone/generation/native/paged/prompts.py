@@ -24,15 +24,10 @@ PromptKey = tuple[bytes, int]
 
 
 class _Wave(NamedTuple):
-    """Rows that can be computed together: pages to copy first, then tokens to compute.
+    """Rows that can be computed together: pages to copy first, then tokens to compute."""
 
-    Attributes:
-        copies: (page, its copy).
-        missing: (job, number of its tokens that are in its pages).
-    """
-
-    copies: list[tuple[int, int]]
-    missing: list[tuple[Job, int]]
+    copies: list[tuple[int, int]]  # (page, its copy)
+    missing: list[tuple[Job, int]]  # (job, number of its tokens that are in its pages)
 
 
 class Prompts:

@@ -72,35 +72,20 @@ class _Launched(NamedTuple):
 
 
 class PagedRows:
-    """The running rows and the pages of their tokens.
-
-    Args:
-        forward: forward pass of a Llama-shaped model.
-        shape: of a page.
-        limits: of the cache.
-        weights: bytes of the engine's weights, which count into its share of the memory.
-        vocabulary: number of tokens.
-        stats: counters to update.
-        device: of the model.
-        outside: see :func:`hone.generation.native.sampler.sample`.
-        no_graphs: why steps are launched operator by operator; None for CUDA graphs.
-
-    Attributes:
-        sessions: kept turns of sessions; they give their pages to rows that need them.
-    """
+    """The running rows and the pages of their tokens."""
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Forward,  # forward pass of a Llama-shaped model
         shape: PageShape,
         limits: CacheLimits,
         *,
-        weights: int,
-        vocabulary: int,
-        stats: dict[str, int],
+        weights: int,  # bytes of the engine's weights, which count into its share of the memory
+        vocabulary: int,  # number of tokens
+        stats: dict[str, int],  # counters to update
         device: torch.device,
-        no_graphs: str | None,
-        outside: Tensor | None = None,
+        no_graphs: str | None,  # why steps are launched operator by operator; None for CUDA graphs
+        outside: Tensor | None = None,  # see :func:`hone.generation.native.sampler.sample`
     ) -> None:
         self._outside = outside
         self._forward, self._shape, self._limits, self._weights = forward, shape, limits, weights
@@ -108,6 +93,7 @@ class PagedRows:
         self.running: list[Job] = []
         self.preempted: list[Job] = []
         self.steps = 0
+        # kept turns of sessions; they give their pages to rows that need them
         self.sessions: SessionCache[list[int]] = SessionCache(
             limits.max_num_seqs * limits.max_model_len, on_drop=self._release_turn
         )
@@ -308,7 +294,6 @@ class PagedRows:
         return [self.running[row].sampled for row in rows]
 
     def _note_arrived(self) -> None:
-        """Append what has arrived to the tokens of each running job."""
         running, arrived = set(map(id, self.running)), self._arrived
         self._arrived = []
         for _, group in groupby(arrived, key=lambda entry: id(entry[0])):
@@ -402,7 +387,6 @@ class PageAdmission:
         version: of the weights that serve the waiting jobs.
         free: pages that are free, or used by kept turns alone.
         spare: pages that stay free for rows that grow, once there are rows.
-        page_tokens: tokens of a page.
     """
 
     def __init__(self, running: Sequence[Job], version: int, free: int, spare: int, page_tokens: int) -> None:

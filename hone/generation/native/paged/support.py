@@ -27,7 +27,6 @@ def obstacle(causal: nn.Module, device: torch.device) -> str | None:
 
     Args:
         causal: the model, without adapters around it.
-        device: of the model.
     """
     if device.type == "cpu":
         return "a CPU reads contiguous rows faster"
@@ -62,10 +61,7 @@ def number_of_pages(shape: PageShape, limits: CacheLimits, weights: int, device:
     """Return how many pages to allocate, the scratch page included: as many as the limits allow and memory has.
 
     Args:
-        shape: of a page.
-        limits: of the cache.
         weights: bytes of the engine's weights, which count into its share of the memory.
-        device: of the pages.
 
     Raises:
         GenerationError: memory is missing for a single sequence.

@@ -44,27 +44,17 @@ class Places:
 
 
 class DraftedContext(DecodeContext):
-    """One or more new tokens for each of the first ``A`` rows, packed; the rows may continue shared prefixes.
-
-    Args:
-        cache: to read and append to: each row's tokens, without a shared prefix.
-        past: ``[A]`` tokens already in each row.
-        shared: ``[A]`` tokens of the shared prefix before each row's tokens.
-        longest: tokens of the longest row, the new ones included.
-        groups: the shared prefix of each row; None without shared prefixes.
-        places: of the new tokens.
-        rope_offset: ``[A]`` added to the number of a token in its sequence for its rotary position.
-    """
+    """One or more new tokens for each of the first ``A`` rows, packed; the rows may continue shared prefixes."""
 
     def __init__(
         self,
-        cache: KVCache,
-        past: Tensor,
-        shared: Tensor,
-        longest: int,
-        groups: PrefixGroups | None,
-        places: Places,
-        rope_offset: Tensor | int = 0,
+        cache: KVCache,  # to read and append to: each row's tokens, without a shared prefix
+        past: Tensor,  # ``[A]`` tokens already in each row
+        shared: Tensor,  # ``[A]`` tokens of the shared prefix before each row's tokens
+        longest: int,  # tokens of the longest row, the new ones included
+        groups: PrefixGroups | None,  # the shared prefix of each row; None without shared prefixes
+        places: Places,  # of the new tokens
+        rope_offset: Tensor | int = 0,  # ``[A]`` added to the number of a token in its sequence for its rotary position
     ) -> None:
         super().__init__(cache, past, shared, RowExtent(-1, longest - 1, 0), groups)
         self._places, self._tokens = places, places.width

@@ -36,17 +36,11 @@ from hone.models.registry import family_of
 
 @dataclass
 class _Slot:
-    """A row of the draft model's cache.
+    """A row of the draft model's cache."""
 
-    Attributes:
-        job: whose tokens it has.
-        length: number of its prompt and sampled tokens in the cache.
-        drafts: tokens in the cache after these.
-    """
-
-    job: Job
-    length: int = 0
-    drafts: Sequence[int] = ()
+    job: Job  # whose tokens it has
+    length: int = 0  # number of its prompt and sampled tokens in the cache
+    drafts: Sequence[int] = ()  # tokens in the cache after these
 
     @property
     def end(self) -> int:
@@ -65,7 +59,6 @@ class ModelDrafter:
 
     Args:
         model: the draft model, which uses Hone's attention; its cache has one entry a token.
-        device: of the model.
         dtype: of matmuls and cache.
         trainer: trains it whenever the policy has new weights; None keeps it as it is.
     """

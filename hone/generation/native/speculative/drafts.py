@@ -10,19 +10,12 @@ from hone.generation.native.scheduler import Job
 
 
 class DraftRow(NamedTuple):
-    """A row that a drafter continues.
+    """A row that a drafter continues."""
 
-    Attributes:
-        job: of the row.
-        ids: prompt and sampled tokens; the drafter must not change them.
-        most: maximum of drafts, at least 1.
-        sampled: number of tokens sampled so far.
-    """
-
-    job: Job
-    ids: list[int]
-    most: int
-    sampled: int = 0
+    job: Job  # of the row
+    ids: list[int]  # prompt and sampled tokens; the drafter must not change them
+    most: int  # maximum of drafts, at least 1
+    sampled: int = 0  # number of tokens sampled so far
 
 
 class Drafter(Protocol):

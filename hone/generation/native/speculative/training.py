@@ -20,38 +20,24 @@ _GRADIENT_NORM = 1.0
 
 
 class Example(NamedTuple):
-    """A response of the policy.
+    """A response of the policy."""
 
-    Attributes:
-        ids: prompt and sampled tokens.
-        first: place of the first sampled token.
-        temperature: at which it was sampled.
-    """
-
-    ids: list[int]
-    first: int
-    temperature: float
+    ids: list[int]  # prompt and sampled tokens
+    first: int  # place of the first sampled token
+    temperature: float  # at which it was sampled
 
 
 class DraftTrainer:
-    """Fits a draft model to the policy's samples: cross-entropy of the sampled tokens at their temperature, by AdamW.
-
-    Args:
-        model: the draft model, float32.
-        learning_rate: of AdamW.
-        device: of the model.
-        dtype: of matmuls: float32, bfloat16 or float16.
-        max_tokens: most tokens kept for the next training.
-    """
+    """Fits a draft model to the policy's samples: cross-entropy of the sampled tokens at their temperature, by AdamW."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module,  # the draft model, float32
         *,
-        learning_rate: float,
+        learning_rate: float,  # of AdamW
         device: torch.device,
-        dtype: str,
-        max_tokens: int = MAX_TOKENS,
+        dtype: str,  # of matmuls: float32, bfloat16 or float16
+        max_tokens: int = MAX_TOKENS,  # most tokens kept for the next training
     ) -> None:
         self._model, self._device, self._dtype, self._max_tokens = model, device, dtype, max_tokens
         self._parameters = list(model.parameters())

@@ -17,15 +17,11 @@ class Verification:
 
     Args:
         drafts: of each row.
-        device: of the model.
-
-    Attributes:
-        places: of the ``N`` tokens of the pass.
     """
 
     def __init__(self, drafts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._drafts, self._device = drafts, device
-        self.places = Places(self.lengths, device)
+        self.places = Places(self.lengths, device)  # of the ``N`` tokens of the pass
 
     @property
     def lengths(self) -> list[int]:

@@ -26,7 +26,6 @@ def buckets(
     Weights of one block, such as ``model.layers.3.mlp``, stay together if they fit, because engines fuse some of them.
 
     Args:
-        tensors: by name.
         most_bytes: maximum size of a chunk.
         size_of: returns the size of a tensor in bytes.
     """
@@ -91,7 +90,6 @@ def place_at(name: str, tensor: Tensor, offset: int) -> dict[str, Any]:
 
 
 def view(buffer: Tensor, place: dict[str, Any]) -> Tensor:
-    """Return the tensor at a place of a buffer."""
     dtype: torch.dtype = getattr(torch, place["dtype"])
     size = math.prod(place["shape"]) * dtype.itemsize
     return buffer[place["offset"] : place["offset"] + size].view(dtype).view(place["shape"])

@@ -45,9 +45,6 @@ def make_sender(backend: str, *, same_machine: bool) -> Sender:
     """Create the sender of a ``rollout.checkpoint_engine.backend`` for weights in host memory.
 
     For ``auto`` and ``cuda_ipc`` that is shared memory on one machine, else the socket.
-
-    Raises:
-        ConfigError: the transport is unknown.
     """
     if backend in DIRECT:
         backend = "shared_memory" if same_machine else "socket"
