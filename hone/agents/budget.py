@@ -9,36 +9,23 @@ from hone.data.episode_log import EpisodeEnd
 
 
 class BudgetSpent(Exception):  # noqa: N818 - a signal that ends an episode, not an error
-    """Signal that the episode has reached a limit.
-
-    Attributes:
-        end: the limit that was reached.
-    """
+    """Signal that the episode has reached a limit."""
 
     def __init__(self, end: EpisodeEnd) -> None:
         super().__init__(end.value)
-        self.end = end
+        self.end = end  # the limit that was reached
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one episode; None means unlimited.
+    """Limits of one episode; None means unlimited."""
 
-    Attributes:
-        tokens: all tokens after the prompt, sampled or not.
-        assistant_turns: turns of the policy.
-        user_turns: turns of a simulated user or an environment.
-        tool_calls: executed tool calls.
-        seconds: wall time.
-        context: tokens that the engine can hold, prompt included.
-    """
-
-    tokens: int
-    assistant_turns: int | None = None
-    user_turns: int | None = None
-    tool_calls: int | None = None
-    seconds: float | None = None
-    context: int | None = None
+    tokens: int  # all tokens after the prompt, sampled or not
+    assistant_turns: int | None = None  # turns of the policy
+    user_turns: int | None = None  # turns of a simulated user or an environment
+    tool_calls: int | None = None  # executed tool calls
+    seconds: float | None = None  # wall time
+    context: int | None = None  # tokens that the engine can hold, prompt included
 
 
 class Budget:

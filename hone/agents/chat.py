@@ -45,11 +45,6 @@ class ChatLoop(AgentLoop):
         self._rewrite(episode, self.compactor.summarized(episode.sample.messages or [], before, turn.content), tools)
 
     def _rewrite(self, episode: Episode, messages: list[Message], tools: Tools) -> None:
-        """Replace the conversation.
-
-        Raises:
-            BudgetSpent: the new conversation leaves no space for a turn either.
-        """
         prompt_ids = episode.shown.expand(self.renderer.prompt(messages, list(tools) or None), messages)
         limit = self.compactor.config.context_tokens
         if limit is not None and len(prompt_ids) >= limit:

@@ -22,24 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class EpisodeContext:
-    """Context shared by all episodes of a run.
+    """Context shared by all episodes of a run."""
 
-    Attributes:
-        tokenizer: tokenizer of the policy.
-        multi_turn: config block ``multi_turn``.
-        agent: config block ``agent``.
-        template_kwargs: extra arguments of the chat template.
-        max_model_len: maximum tokens of prompt and responses in the engine; None means unlimited.
-        image_processor: of the policy; None for a model of text.
-        at_end: cleanup functions that loops registered, called by :meth:`close`.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
-    agent: AgentConfig = field(default_factory=AgentConfig)
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_model_len: int | None = None
-    image_processor: ImageProcessor | None = None
+    tokenizer: PreTrainedTokenizerBase  # tokenizer of the policy
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)  # config block ``multi_turn``
+    agent: AgentConfig = field(default_factory=AgentConfig)  # config block ``agent``
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # extra arguments of the chat template
+    max_model_len: int | None = None  # maximum tokens of prompt and responses in the engine; None means unlimited
+    image_processor: ImageProcessor | None = None  # of the policy; None for a model of text
+    # cleanup functions that loops registered, called by :meth:`close`
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
@@ -53,11 +44,7 @@ class EpisodeContext:
 
     @functools.cached_property
     def renderer(self) -> Renderer:
-        """Renderer of messages to tokens and parser of tool calls.
-
-        Raises:
-            HoneError: the chat template cannot render a continued conversation.
-        """
+        """Renderer of messages to tokens and parser of tool calls."""
         from hone.agents.rendering import renderer_for
 
         several = self.multi_turn
@@ -67,22 +54,14 @@ class EpisodeContext:
 
     @functools.cached_property
     def toolbox(self) -> Toolbox:
-        """Tools of the configured tool files.
-
-        Raises:
-            ConfigError: a file is missing or invalid, or a name occurs twice.
-        """
+        """Tools of the configured tool files."""
         from hone.agents.tools.loading import load_toolbox
 
         return load_toolbox(self.multi_turn)
 
     @functools.cached_property
     def interactions(self) -> dict[str, Interaction]:
-        """Simulated users of the configured file.
-
-        Raises:
-            ConfigError: the file is missing or invalid.
-        """
+        """Simulated users of the configured file."""
         from hone.agents.interactions.loading import load_interactions
 
         return load_interactions(self.multi_turn.interaction_config_path)

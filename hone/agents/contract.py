@@ -33,11 +33,7 @@ _NAMES = {
 
 
 def agent_contract(context: EpisodeContext) -> dict[str, str]:
-    """Return version and hashes of the contract; empty if episodes have one turn.
-
-    Raises:
-        HoneError: the tools cannot be loaded, or the chat template cannot render a conversation.
-    """
+    """Return version and hashes of the contract; empty if episodes have one turn."""
     if not context.multi_turn.enable:
         return {}
     renderer, settings = context.renderer, vars(context.multi_turn)

@@ -29,9 +29,7 @@ class Episode:
     Args:
         sample: the dataset row.
         index: index of the episode within its prompt group.
-        client: client of the engine.
         sampling: sampling parameters of each turn; their ``max_tokens`` bounds a turn, ``limits.tokens`` the episode.
-        limits: of the episode.
         seed: of the episode; the random stream of every turn is derived from it.
         keeps_session: True if the engine should keep a session KV cache for the episode's next turn.
         attempt: number of earlier attempts that failed.

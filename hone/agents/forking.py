@@ -25,21 +25,13 @@ from hone.generation.protocol import Engine, SamplingParams
 
 @dataclass(frozen=True)
 class ForkPoint:
-    """A turn of an episode from which it is continued.
+    """A turn of an episode from which it is continued."""
 
-    Attributes:
-        uid: group of the continuations.
-        rows: rows of the episode's segments in the batch.
-        turn: number of turns before it.
-        turns: recorded turns of the episode.
-        sample: dataset row with the recorded prompt.
-    """
-
-    uid: str
-    rows: list[int]
-    turn: int
-    turns: list[RecordedTurn]
-    sample: Sample
+    uid: str  # group of the continuations
+    rows: list[int]  # rows of the episode's segments in the batch
+    turn: int  # number of turns before it
+    turns: list[RecordedTurn]  # recorded turns of the episode
+    sample: Sample  # dataset row with the recorded prompt
 
 
 def fork_points(batch: Batch, settings: ForksConfig, seeding: tuple[Any, ...]) -> list[ForkPoint]:

@@ -14,17 +14,11 @@ from hone.generation.protocol import Completion
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """Position of one policy turn in the response.
+    """Position of one policy turn in the response."""
 
-    Attributes:
-        start: index of its first token, counted from the end of the prompt.
-        stop: index after its last token.
-        stop_reason: reason for its end.
-    """
-
-    start: int
-    stop: int
-    stop_reason: StopReason
+    start: int  # index of its first token, counted from the end of the prompt
+    stop: int  # index after its last token
+    stop_reason: StopReason  # reason for its end
 
 
 class TokenLedger:
@@ -41,34 +35,27 @@ class TokenLedger:
 
     Args:
         prompt_ids: tokens of the prompt.
-
-    Attributes:
-        response_ids: all tokens after the prompt, length T.
-        mask: 1 on sampled tokens, length T.
-        log_probs: of sampled tokens under the policy, 0 elsewhere, length T.
-        sampling_log_probs: of sampled tokens under the sampling distribution (temperature, top-k, top-p), 0 elsewhere, length T.
-        support_sizes: number of tokens in the support of each sampled token, 0 elsewhere and where it is the whole vocabulary, length T.
-        support_ids: the tokens of all supports.
-        expert_ids: the experts of the first tokens, prompt included, as the newest turn reported them; see
-            :attr:`hone.generation.protocol.Completion.expert_ids`.
-        turns: the sampled turns.
-        token_versions: weight version that sampled each token, -1 elsewhere, length T.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:
             raise ValueError("a conversation begins with at least one token")
         self.prompt_ids = list(prompt_ids)
-        self.response_ids: list[int] = []
-        self.mask: list[int] = []
-        self.log_probs: list[float] = []
+        self.response_ids: list[int] = []  # all tokens after the prompt, length T
+        self.mask: list[int] = []  # 1 on sampled tokens, length T
+        self.log_probs: list[float] = []  # of sampled tokens under the policy, 0 elsewhere, length T
+        # of sampled tokens under the sampling distribution (temperature, top-k, top-p), 0 elsewhere, length T
         self.sampling_log_probs: list[float] = []
+        # number of tokens in the support of each sampled token, 0 elsewhere and where it is the whole vocabulary,
+        # length T
         self.support_sizes: list[int] = []
-        self.support_ids: list[int] = []
+        self.support_ids: list[int] = []  # the tokens of all supports
+        # the experts of the first tokens, prompt included, as the newest turn reported them; see
+        # :attr:`hone.generation.protocol.Completion.expert_ids`
         self.expert_ids: ExpertIds = ()
         self._expert_tokens = 0
-        self.turns: list[SampledTurn] = []
-        self.token_versions: list[int] = []
+        self.turns: list[SampledTurn] = []  # the sampled turns
+        self.token_versions: list[int] = []  # weight version that sampled each token, -1 elsewhere, length T
 
     @property
     def ids(self) -> list[int]:

@@ -17,14 +17,11 @@ class LimitedClient(EngineClient):
     Args:
         engine: engine that serves the requests, and those of other clients.
         limit: function that returns the limit now; None means no limit.
-
-    Attributes:
-        under_way: number of requests in the engine.
     """
 
     def __init__(self, engine: Engine, limit: Callable[[], int | None]) -> None:
         super().__init__(engine)
-        self.under_way = 0
+        self.under_way = 0  # number of requests in the engine
         self._limit, self._queue = limit, deque[asyncio.Future[None]]()
 
     async def complete(self, request: GenerationRequest) -> Completion:

@@ -19,21 +19,13 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Tool call, as the model wrote it.
+    """Tool call, as the model wrote it."""
 
-    Attributes:
-        id: unique within the conversation.
-        name: name of the tool; empty if a malformed call has none.
-        arguments: arguments by name; None for a malformed call.
-        raw: the text of the call.
-        error: error message for the model if the call is malformed, else None.
-    """
-
-    id: str
-    name: str
-    arguments: dict[str, Any] | None
-    raw: str
-    error: str | None = None
+    id: str  # unique within the conversation
+    name: str  # name of the tool; empty if a malformed call has none
+    arguments: dict[str, Any] | None  # arguments by name; None for a malformed call
+    raw: str  # the text of the call
+    error: str | None = None  # error message for the model if the call is malformed, else None
 
     def as_openai(self) -> dict[str, Any]:
         """Return the entry of ``tool_calls``; arguments are JSON text, or the raw text of a malformed call."""

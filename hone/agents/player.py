@@ -61,9 +61,6 @@ class Player:
 
         Returns:
             Trajectories in the order of samples, episodes and segments.
-
-        Raises:
-            HoneError: invalid input, or an episode that failed under ``agent.on_error=stop``.
         """
         limit = self.context.agent.max_concurrent_episodes
         free = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
@@ -79,11 +76,7 @@ class Player:
         return [trajectory for segments in played for trajectory in segments]
 
     def loop_of(self, sample: Sample) -> AgentLoop:
-        """Return the loop that plays a row.
-
-        Raises:
-            ConfigError: the name is unknown, or it needs several turns and these are not enabled.
-        """
+        """Return the loop that plays a row."""
         name = sample.agent_name or catalogue.default_loop(self.context.multi_turn, self.context.agent)
         if name not in self._loops:
             loop = catalogue.AGENT_LOOPS.get(name)

@@ -23,17 +23,11 @@ from hone.generation.protocol import Completion, Engine, GenerationRequest
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """One turn of the policy.
+    """One turn of the policy."""
 
-    Attributes:
-        prompt_ids: all tokens before it.
-        token_ids: its tokens.
-        log_probs: of its tokens.
-    """
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    log_probs: list[float]
+    prompt_ids: list[int]  # all tokens before it
+    token_ids: list[int]  # its tokens
+    log_probs: list[float]  # of its tokens
 
 
 def recorded_turns(segments: Sequence[Trajectory]) -> list[RecordedTurn]:
@@ -56,7 +50,6 @@ class ReplayClient(EngineClient):
 
     Args:
         engine: engine that continues the episodes.
-        turns: recorded turns.
         count: number of turns that are replayed.
         changed: whether the messages before turn ``count`` differ from the record.
     """

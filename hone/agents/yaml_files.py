@@ -14,11 +14,7 @@ def read_yaml(path: Path, key: str) -> Any:
     """Return the content of a YAML file.
 
     Args:
-        path: path of the file.
         key: config key of the path, for errors.
-
-    Raises:
-        ConfigError: the file is missing, or is not YAML (with the line).
     """
     if not path.is_file():
         raise missing_file(path, key)

@@ -22,13 +22,6 @@ _ANSI = re.compile(r"\x1b\[(\d*)m")
 class Gymnasium(Environment):
     """One gymnasium environment.
 
-    Args:
-        id: id for ``gymnasium.make``, for example ``FrozenLake-v1``.
-        actions: names of the actions of a ``Discrete`` space, in their order.
-        prompt: text before the first observation; None lists the actions.
-        max_steps: maximum number of steps of an episode; None uses the environment's limit.
-        kwargs: further arguments of ``gymnasium.make``.
-
     Raises:
         ConfigError: gymnasium or the environment is not installed, or its actions cannot be written as text.
     """
@@ -36,11 +29,11 @@ class Gymnasium(Environment):
     def __init__(
         self,
         *,
-        id: str,
-        actions: Sequence[str] | None = None,
-        prompt: str | None = None,
-        max_steps: int | None = None,
-        kwargs: dict[str, Any] | None = None,
+        id: str,  # id for ``gymnasium.make``, for example ``FrozenLake-v1``
+        actions: Sequence[str] | None = None,  # names of the actions of a ``Discrete`` space, in their order
+        prompt: str | None = None,  # text before the first observation; None lists the actions
+        max_steps: int | None = None,  # maximum number of steps of an episode; None uses the environment's limit
+        kwargs: dict[str, Any] | None = None,  # further arguments of ``gymnasium.make``
     ) -> None:
         try:
             import gymnasium

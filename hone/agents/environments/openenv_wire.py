@@ -27,17 +27,11 @@ class OpenEnvError(NoVerdict):
 
 @dataclass(frozen=True)
 class Interface:
-    """Form of the actions that a server accepts.
+    """Form of the actions that a server accepts."""
 
-    Attributes:
-        text: action field that takes the turn; None if the policy acts by calling tools.
-        tools: function schemas of these tools.
-        mcp: True for the tools of an MCP environment; False if the tool is the action itself.
-    """
-
-    text: str | None
-    tools: tuple[dict[str, Any], ...]
-    mcp: bool = False
+    text: str | None  # action field that takes the turn; None if the policy acts by calling tools
+    tools: tuple[dict[str, Any], ...]  # function schemas of these tools
+    mcp: bool = False  # True for the tools of an MCP environment; False if the tool is the action itself
 
 
 class RefusedAction(OpenEnvError):
@@ -78,11 +72,7 @@ async def connect(url: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def action_interface(url: str, text: str | None) -> Interface:
-    """Return how the policy acts on a server; requested once per process.
-
-    Raises:
-        ConfigError: websockets is not installed, the server does not answer, or its action has no field ``text``.
-    """
+    """Return how the policy acts on a server; requested once per process."""
     import httpx2
 
     try:

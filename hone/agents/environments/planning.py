@@ -25,15 +25,10 @@ _STEP = re.compile(r"^\W*(go|take|drop)\s+(?:to\s+)?(\w+)\W*$", re.IGNORECASE)
 
 @dataclass
 class World:
-    """State of the task: the position of the carrier and of each thing.
+    """State of the task: the position of the carrier and of each thing."""
 
-    Attributes:
-        at: place of the carrier.
-        things: place of each thing; None while it is carried.
-    """
-
-    at: str
-    things: dict[str, str | None] = field(default_factory=dict)
+    at: str  # place of the carrier
+    things: dict[str, str | None] = field(default_factory=dict)  # place of each thing; None while it is carried
 
     def carry_out(self, verb: str, name: str, places: tuple[str, ...]) -> str | None:
         """Execute one step; return why it is impossible, or None."""

@@ -81,11 +81,7 @@ _ = INTERACTIONS.register("teacher")(Teacher)
 
 
 def load_interactions(path: str | None) -> dict[str, Interaction]:
-    """Return the simulated users of a file, or the one of a class of this process, by name.
-
-    Raises:
-        ConfigError: no file is given, it is missing or invalid, or a user cannot be made.
-    """
+    """Return the simulated users of a file, or the one of a class of this process, by name."""
     if path is None:
         raise ConfigError(
             "the loop 'interaction' needs a file of simulated users, and none is given",

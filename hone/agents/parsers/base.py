@@ -49,7 +49,6 @@ class Lexed:
     """Text in which each mark is a single character.
 
     Args:
-        text: the text.
         characters: character of each mark that has one; other marks are literal text.
     """
 
@@ -210,7 +209,6 @@ def _usable(call: ToolCall) -> ToolCall:
 
 
 def _nesting(value: Any) -> int:
-    """Return how many levels of lists and objects a value has."""
     levels, level = 0, [value]
     while level := [entry for entry in level if isinstance(entry, dict | list)]:
         levels += 1
@@ -278,7 +276,6 @@ def named_object(text: str, raw: str, keys: Sequence[str] = ("arguments", "param
     """Parse a call written as the JSON object ``{"name": ..., "arguments": {...}}``.
 
     Args:
-        text: the object.
         raw: text kept as the raw form of the call.
         keys: accepted keys of the arguments; errors name the first.
     """

@@ -131,9 +131,6 @@ def verifiers_bridge(python: str | None, where: str) -> Bridge:
     Args:
         python: path of the interpreter; None means the current one.
         where: config key of the path, for the error.
-
-    Raises:
-        ConfigError: there is no such interpreter.
     """
     interpreter = sys.executable if python is None else str(Path(python).expanduser())
     program = Path(__file__).with_name("verifiers_bridge.py")

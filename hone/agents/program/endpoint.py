@@ -26,10 +26,6 @@ class TrainingEndpoint:
 
     Args:
         context: context that all episodes share.
-        client: client of the engine.
-
-    Attributes:
-        url: value of ``OPENAI_BASE_URL``.
     """
 
     def __init__(self, context: EpisodeContext, client: EngineClient) -> None:
@@ -61,10 +57,9 @@ class TrainingEndpoint:
         endpoint = Endpoint(self._service, token=secrets.token_urlsafe(24), sessions=self._sessions)
         self._server = HttpServer(endpoint.app)
         self._server.start()
-        self.url = f"{self._server.url}/v1"
+        self.url = f"{self._server.url}/v1"  # value of ``OPENAI_BASE_URL``
 
     def open(self, episode: Episode) -> Session:
-        """Open a session for an episode."""
         self._gateway.loop = asyncio.get_running_loop()
         name = f"{episode.name}@{secrets.token_hex(4)}"
         session = self._sessions.open(name, seed=episode.seed, sampling=episode.sampling)

@@ -25,17 +25,11 @@ class ProgramFailed(Exception):
 
 @dataclass
 class ProgramOutcome:
-    """Result of an agent's run.
+    """Result of an agent's run."""
 
-    Attributes:
-        reward: reward of the episode; None means that the reward function computes it.
-        text: text to score; None means all text of the model.
-        facts: named numbers, for metrics and scorers.
-    """
-
-    reward: float | None = None
-    text: str | None = None
-    facts: dict[str, float] = field(default_factory=dict)
+    reward: float | None = None  # reward of the episode; None means that the reward function computes it
+    text: str | None = None  # text to score; None means all text of the model
+    facts: dict[str, float] = field(default_factory=dict)  # named numbers, for metrics and scorers
 
     @classmethod
     def parse(cls, value: Any) -> ProgramOutcome:
@@ -76,7 +70,6 @@ async def run_program(command: Sequence[str], row: Mapping[str, Any], variables:
     the program ends or the caller is cancelled.
 
     Raises:
-        ConfigError: the program cannot be started.
         ProgramFailed: the program exited with a nonzero code, or its result is invalid.
     """
     try:

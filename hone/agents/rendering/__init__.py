@@ -38,7 +38,6 @@ def renderer_for(
         template_kwargs: extra arguments of the template (``enable_thinking`` and the like).
 
     Raises:
-        ConfigError: no renderer or parser has that name.
         DataError: the tokenizer has no chat template.
         ModelError: the tokenizer lacks the tokens of the named family.
     """

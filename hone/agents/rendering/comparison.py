@@ -19,19 +19,13 @@ EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\s*<channe
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference between a conversation's tokens and a fresh rendering of its messages.
+    """First difference between a conversation's tokens and a fresh rendering of its messages."""
 
-    Attributes:
-        kind: ``tokenization`` (same text, other tokens), ``strippable`` (white space, empty thoughts or end marks) or ``text``.
-        position: index of the first token that differs.
-        played: text from there on as played.
-        rendered: text from there on as the template renders it.
-    """
-
+    # ``tokenization`` (same text, other tokens), ``strippable`` (white space, empty thoughts or end marks) or ``text``
     kind: Literal["tokenization", "strippable", "text"]
-    position: int
-    played: str
-    rendered: str
+    position: int  # index of the first token that differs
+    played: str  # text from there on as played
+    rendered: str  # text from there on as the template renders it
 
 
 def compare(

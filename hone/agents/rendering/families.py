@@ -13,23 +13,16 @@ from hone.registry import Registry
 
 @dataclass(frozen=True)
 class Family:
-    """Chat format shared by a family of models.
+    """Chat format shared by a family of models."""
 
-    Attributes:
-        name: value of ``multi_turn.renderer``.
-        signature: tokens in every vocabulary of this family.
-        closers: tokens that end an assistant turn in a template's rendering, in groups of equivalent tokens.
-        stops: tokens at which generation ends.
-        parser: format of tool calls if the template does not write calls.
-        results_one_by_one: True if the template names a result after the last call before it, so that each result is rendered after
-            a separate call.
-    """
-
-    name: str
-    signature: tuple[str, ...] = ()
+    name: str  # value of ``multi_turn.renderer``
+    signature: tuple[str, ...] = ()  # tokens in every vocabulary of this family
+    # tokens that end an assistant turn in a template's rendering, in groups of equivalent tokens
     closers: tuple[tuple[str, ...], ...] = ()
-    stops: tuple[str, ...] = ()
-    parser: str = "hermes"
+    stops: tuple[str, ...] = ()  # tokens at which generation ends
+    parser: str = "hermes"  # format of tool calls if the template does not write calls
+    # True if the template names a result after the last call before it, so that each result is rendered after a
+    # separate call
     results_one_by_one: bool = False
 
 
@@ -108,7 +101,6 @@ def family_called(name: str, tokenizer: PreTrainedTokenizerBase) -> Family:
     """Return the family called ``name``, or the tokenizer's family for ``auto``.
 
     Raises:
-        ConfigError: no family has that name.
         ModelError: the vocabulary lacks tokens of that family.
     """
     if name == "auto":

@@ -93,7 +93,6 @@ def messages_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def _append_results(converted: list[Message], results: list[Any]) -> None:
-    """Append the results, texts or parts, as one message of the user."""
     if results and all(isinstance(result, str) for result in results):
         text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
         converted.append({"role": "user", "content": text})
@@ -125,11 +124,6 @@ class Renderer:
         family: family of the chat format.
         parser: parser of the turns.
         tools_as_text: True if tools, calls and results are written into contents, for templates without tools.
-
-    Attributes:
-        closers: tokens with which the template ends an assistant turn.
-        closer_ids: ids of the closers.
-        stop_token_ids: tokens at which generation ends.
     """
 
     def __init__(self, template: Template, family: Family, parser: ToolParser, *, tools_as_text: bool = False) -> None:
@@ -138,10 +132,12 @@ class Renderer:
         token_ids = named_tokens(template.tokenizer)
         named = [[token for token in group if token in token_ids] for group in groups]
         self._continuation = Continuation(template, [group for group in named if group], shows_tools=not tools_as_text)
+        # tokens with which the template ends an assistant turn
         self.closers: list[str] = [token for group in named for token in group]
-        self.closer_ids: list[int] = [token_ids[token] for token in self.closers]
+        self.closer_ids: list[int] = [token_ids[token] for token in self.closers]  # ids of the closers
         eos = template.tokenizer.eos_token_id
         stops = [token_ids[token] for token in family.stops if token in token_ids] if family.stops else self.closer_ids
+        # tokens at which generation ends
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*stops, *([eos] if isinstance(eos, int) else [])]))
         self._checked_tools: set[tuple[str, ...]] = set()
 
@@ -241,23 +237,17 @@ class Renderer:
 
     def split_reason(
         self,
-        messages: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Message],  # the conversation, the last assistant turn included
+        new_messages: Sequence[Message],  # messages to append
+        tools: Sequence[Mapping[str, Any]] | None = None,  # function schemas
         *,
-        history_ids: Sequence[int],
+        history_ids: Sequence[int],  # all token ids of the conversation so far
     ) -> str | None:
         """Return why the new messages cannot be appended to the played tokens, or None if they can.
 
         They cannot if the template changes earlier turns when the messages follow (for example, removes their reasoning). A model
         served through the template would then never see the played tokens. In that case the training sample ends before the new
         messages, and a new one begins with ``prompt(messages + new_messages)``. Empty reasoning blocks are ignored.
-
-        Args:
-            messages: the conversation, the last assistant turn included.
-            new_messages: messages to append.
-            tools: function schemas.
-            history_ids: all token ids of the conversation so far.
         """
         if not self.rewrites:
             return None
@@ -267,21 +257,15 @@ class Renderer:
 
     def sanity_check(
         self,
-        ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        mode: str = "strict",
+        ids: Sequence[int],  # all token ids of the conversation
+        messages: Sequence[Message],  # the conversation
+        tools: Sequence[Mapping[str, Any]] | None = None,  # function schemas
+        mode: str = "strict",  # ``strict``, ``ignore_strippable`` (ignores white space and end marks) or ``disable``
     ) -> Difference | None:
         """Compare the tokens of a finished conversation with the template's rendering of its messages.
 
         A difference is not an error: training uses the sampled tokens. It shows how far the model deviates from the template's
         format.
-
-        Args:
-            ids: all token ids of the conversation.
-            messages: the conversation.
-            tools: function schemas.
-            mode: ``strict``, ``ignore_strippable`` (ignores white space and end marks) or ``disable``.
 
         Returns:
             The first difference, or None.

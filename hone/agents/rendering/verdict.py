@@ -50,17 +50,11 @@ class Check:
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """All answers about one template.
+    """All answers about one template."""
 
-    Attributes:
-        renderer: name of the renderer.
-        parser: format of its tool calls.
-        checks: checks in the order in which they ran.
-    """
-
-    renderer: str
-    parser: str
-    checks: tuple[Check, ...]
+    renderer: str  # name of the renderer
+    parser: str  # format of its tool calls
+    checks: tuple[Check, ...]  # checks in the order in which they ran
 
     @property
     def usable(self) -> bool:
@@ -88,23 +82,15 @@ class TemplateReport:
 
 
 def examine(
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Collection[int],
+    tokenizer: PreTrainedTokenizerBase,  # tokenizer with a chat template
+    stop_ids: Collection[int],  # end tokens of generation outside Hone (of the tokenizer and the generation config)
     *,
-    tools: bool = True,
-    renderer: str = "auto",
-    parser: str = "auto",
-    template_kwargs: Mapping[str, Any] | None = None,
+    tools: bool = True,  # True to check tools, calls and results too
+    renderer: str = "auto",  # as in ``multi_turn.renderer``
+    parser: str = "auto",  # as in ``multi_turn.format``
+    template_kwargs: Mapping[str, Any] | None = None,  # extra arguments of the template
 ) -> TemplateReport:
     """Examine the tokenizer's chat template.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        stop_ids: end tokens of generation outside Hone (of the tokenizer and the generation config).
-        tools: True to check tools, calls and results too.
-        renderer: as in ``multi_turn.renderer``.
-        parser: as in ``multi_turn.format``.
-        template_kwargs: extra arguments of the template.
 
     Raises:
         DataError: there is no chat template, or it refuses a single question.

@@ -280,11 +280,7 @@ class Endpoint:
     # who calls -------------------------------------------------------------------------------------------------------
 
     def _session_of(self, request: Request) -> Session | None:
-        """Return the session of a call, or None if the call is not recorded.
-
-        Raises:
-            ApiError: the caller has no access.
-        """
+        """Return the session of a call, or None if the call is not recorded."""
         key = _key_of(request)
         by_key = self.sessions.by_key(key)
         if by_key is None:
@@ -314,7 +310,6 @@ class Endpoint:
 
 
 def _service(request: Request) -> Service:
-    """Return the service that answers a request."""
     service: Service = request.scope[SCOPE]
     return service
 
@@ -352,7 +347,6 @@ async def _api_error(request: Request, error: Any) -> Response:
 
 
 def _in_form(request: Request, error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    """Return an error in the form of the API that was called."""
     if is_messages_path(request.url.path):
         return JSONResponse(error_body(error), status_code=status_of(error), headers=headers)
     return JSONResponse(error.body(), status_code=error.status, headers=headers)

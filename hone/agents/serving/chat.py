@@ -29,7 +29,6 @@ class TurnStream:
     A call that is malformed at the end is text, so no part of a call is sent before its end.
 
     Args:
-        parser: parser of the turn.
         stops: strings that end the text and are not part of it.
         has_tools: True if the reply may have calls.
         max_calls: maximum number of calls that the client receives; None sends all.
@@ -134,11 +133,6 @@ class ChatCall:
         service: service that answers.
         session: session that records the call; None records nothing.
         body: body of the request.
-        number: number of the call, used in names.
-
-    Attributes:
-        names: unguessable names of the replies.
-        turns: recorded replies by their index.
 
     Raises:
         ApiError: the call cannot be served.
@@ -169,8 +163,8 @@ class ChatCall:
         self.requests: list[GenerationRequest] = service.requests(
             body, self.prompt, session, number, self.renderer.stop_token_ids, forced.constraint
         )
-        self.names = [secrets.token_hex(16) for _ in self.requests]
-        self.turns: dict[int, Turn] = {}
+        self.names = [secrets.token_hex(16) for _ in self.requests]  # unguessable names of the replies
+        self.turns: dict[int, Turn] = {}  # recorded replies by their index
         self.reply_text = ReplyText(service, self.renderer, self.prompt, special_tokens=not body.skip_special_tokens)
 
     async def whole(self) -> dict[str, Any]:

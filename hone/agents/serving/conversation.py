@@ -22,11 +22,7 @@ _TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply
 
 
 def checked_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Check a request's messages; return them with text contents and tool results with tool names.
-
-    Raises:
-        ApiError: a role, content or call is invalid.
-    """
+    """Check a request's messages; return them with text contents and tool results with tool names."""
     checked: list[Message] = []
     names: dict[str, str] = {}
     for number, message in enumerate(messages):
@@ -52,7 +48,6 @@ def checked_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def _result_fields(message: Mapping[str, Any], names: Mapping[str, str], where: str) -> Message:
-    """Return the call id and tool name of a tool result."""
     call = message.get("tool_call_id")
     if not isinstance(call, str):
         raise bad_request("a tool result has no tool_call_id", f"{where}.tool_call_id")
@@ -63,11 +58,7 @@ def _result_fields(message: Mapping[str, Any], names: Mapping[str, str], where: 
 
 
 def check_tools(tools: Sequence[dict[str, Any]]) -> None:
-    """Check that every tool is a function with a name.
-
-    Raises:
-        ApiError: one is not.
-    """
+    """Check that every tool is a function with a name."""
     for number, tool in enumerate(tools):
         where = f"tools.{number}"
         function = tool.get("function", tool)
@@ -77,11 +68,7 @@ def check_tools(tools: Sequence[dict[str, Any]]) -> None:
 
 
 def check_template_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Check extra arguments of the chat template.
-
-    Raises:
-        ApiError: one is an argument that the server gives, or not usable.
-    """
+    """Check extra arguments of the chat template."""
     taken = sorted(_TEMPLATE_PARAMETERS & kwargs.keys())
     if taken:
         raise bad_request(f"the server sets the template's argument '{taken[0]}'; remove it", "chat_template_kwargs")
@@ -89,11 +76,7 @@ def check_template_arguments(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_value(value: Any, where: str) -> None:
-    """Check that a decoded JSON value can be rendered: nested little, finite numbers, valid text.
-
-    Raises:
-        ApiError: it cannot.
-    """
+    """Check that a decoded JSON value can be rendered: nested little, finite numbers, valid text."""
     level = [value]
     for _ in range(MAX_DEPTH):
         if not level:

@@ -21,17 +21,11 @@ T = TypeVar("T")
 
 
 class Call(Protocol):
-    """Request that the engine answers.
+    """Request that the engine answers."""
 
-    Attributes:
-        streams: True if the caller wants chunks.
-        headers: headers of the answer.
-        requests: requests to the engine.
-    """
-
-    streams: bool
-    headers: dict[str, str]
-    requests: list[GenerationRequest]
+    streams: bool  # True if the caller wants chunks
+    headers: dict[str, str]  # headers of the answer
+    requests: list[GenerationRequest]  # requests to the engine
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer as one object."""

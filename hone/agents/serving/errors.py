@@ -39,7 +39,6 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error for an invalid request."""
     return ApiError(400, message, code=code, param=param)
 
 

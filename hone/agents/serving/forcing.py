@@ -27,15 +27,11 @@ _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additional
 
 @dataclass(frozen=True)
 class ForcedAnswer:
-    """Beginning of an answer, and the constraint on the rest.
+    """Beginning of an answer, and the constraint on the rest."""
 
-    Attributes:
-        ids: tokens appended to the prompt. They are not sampled: they have no log-probs and are excluded from the loss mask.
-        constraint: on the answer after them.
-    """
-
+    # tokens appended to the prompt. They are not sampled: they have no log-probs and are excluded from the loss mask.
     ids: list[int]
-    constraint: Constraint | None
+    constraint: Constraint | None  # on the answer after them
 
 
 def constraint_of(body: Body) -> Constraint | None:
@@ -138,11 +134,6 @@ class _Calls:
 
 
 def _calls_of(renderer: Renderer, body: ChatBody, tools: Sequence[dict[str, Any]]) -> _Calls:
-    """Return the grammar of calls of these tools.
-
-    Raises:
-        ApiError: the model's format has none.
-    """
     schemas = {_name(tool): _parameters(tool) for tool in tools}
     is_named = isinstance(body.tool_choice, NamedTool)
     several = body.parallel_tool_calls and not is_named

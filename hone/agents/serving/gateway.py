@@ -26,14 +26,9 @@ class Gateway:
     Decoding blocks a loop for several steps at a time; in a separate thread the endpoint stays responsive.
 
     Args:
-        client: client of the engine.
         loop: the engine's event loop.
         most_waiting: maximum number of concurrent requests; further ones get status 503, to be retried.
         metrics: counters of the gateway before, which this one continues; None starts new ones.
-
-    Attributes:
-        under_way: number of running requests.
-        metrics: counters of requests and replies.
     """
 
     def __init__(
@@ -45,8 +40,8 @@ class Gateway:
         metrics: Metrics | None = None,
     ) -> None:
         self.client, self.loop, self.most_waiting = client, loop, most_waiting
-        self.under_way = 0
-        self.metrics = metrics or Metrics()
+        self.under_way = 0  # number of running requests
+        self.metrics = metrics or Metrics()  # counters of requests and replies
         self.metrics.follow(lambda: self.under_way, lambda: client.engine.describe().stats)
 
     async def complete(self, request: GenerationRequest) -> Completion:

@@ -64,9 +64,6 @@ def check_structure(body: bytes, max_tokens: int) -> None:
     Args:
         body: as it arrived.
         max_tokens: context length of the model: a prompt may be as many numbers.
-
-    Raises:
-        ApiError: it has too many.
     """
     allowed = max(MAX_VALUES, 2 * max_tokens)
     values = sum(body.count(mark) for mark in (b",", b"[", b"{", b"\\"))

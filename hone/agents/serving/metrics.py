@@ -131,7 +131,6 @@ class CountedApp:
 
     Args:
         app: application that answers.
-        metrics: counters.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], metrics: Metrics) -> None:

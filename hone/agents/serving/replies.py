@@ -16,21 +16,13 @@ from hone.generation.protocol import Alternatives, Completion
 
 @dataclass(frozen=True)
 class Heading:
-    """Fields that every chunk of an answer repeats.
+    """Fields that every chunk of an answer repeats."""
 
-    Attributes:
-        id: id of the answer.
-        object: ``object`` of a complete answer, ``chat.completion`` or ``text_completion``.
-        chunk_object: ``object`` of a chunk.
-        model: name of the model.
-        created: start of the answer, in seconds since the epoch.
-    """
-
-    id: str
-    object: str
-    chunk_object: str
-    model: str
-    created: int
+    id: str  # id of the answer
+    object: str  # ``object`` of a complete answer, ``chat.completion`` or ``text_completion``
+    chunk_object: str  # ``object`` of a chunk
+    model: str  # name of the model
+    created: int  # start of the answer, in seconds since the epoch
 
     @classmethod
     def start(cls, number: str, model: str, *, chat: bool) -> Heading:
@@ -111,7 +103,6 @@ def prompt_log_probs(
     """Return the log-probs of a prompt's tokens in vLLM's form: null for the first token, then an object by token id.
 
     Args:
-        tokenizer: of the model.
         scores: for each token after the first itself, then the likeliest tokens, with their log-probs.
     """
     texts: dict[int, str] = {}

@@ -27,11 +27,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_access(host: str, token: str | None) -> None:
-    """Check that a host reachable from other machines has a token.
-
-    Raises:
-        ConfigError: ``host`` can be reached from outside and there is no token.
-    """
+    """Check that a host reachable from other machines has a token."""
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"host '{host}' is reachable from other machines, which requires a token",
@@ -41,11 +37,7 @@ def check_access(host: str, token: str | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 takes a free port.
-
-    Raises:
-        ConfigError: the address is not available.
-    """
+    """Open a listening socket; port 0 takes a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # the protocol is named because asyncio sends small packets at once (TCP_NODELAY) only if it is
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -78,9 +70,6 @@ class HttpServer:
         app: the application.
         host: address. On loopback, requests have to name it or one of :data:`LOOPBACK_NAMES` as their host.
         port: port; 0 takes a free one.
-
-    Attributes:
-        url: ``http://host:port``.
     """
 
     def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -88,7 +77,7 @@ class HttpServer:
         self._socket = listen(host, port)
         shown = f"[{host}]" if ":" in host else host
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://{shown}:{self.port}"
+        self.url = f"http://{shown}:{self.port}"  # ``http://host:port``
         config = uvicorn.Config(
             RequestCheck(app, (*LOOPBACK_NAMES, shown) if is_loopback(host) else ()),
             http=TimedProtocol,

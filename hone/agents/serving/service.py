@@ -43,7 +43,6 @@ class PromptSize:
     by piece, and refused at twice the context length, which is more than the cuts can add.
 
     Args:
-        tokenizer: of the model.
         max_tokens: context length.
     """
 
@@ -59,11 +58,7 @@ class PromptSize:
         """Check that texts fit in one prompt together.
 
         Args:
-            texts: of the prompt.
             param: field of the request.
-
-        Raises:
-            ApiError: they cannot fit.
         """
         texts = list(texts)
         characters = sum(map(len, texts))
@@ -91,58 +86,37 @@ TOOLS_AS_TEXT = "the chat template ignores tools, so tools, calls and results ar
 
 @dataclass(frozen=True)
 class Sampled:
-    """Sampled tokens of one reply, complete or partial.
+    """Sampled tokens of one reply, complete or partial."""
 
-    Attributes:
-        choice: index of the reply.
-        ids: all tokens so far.
-        log_probs: log-probs of these tokens.
-        alternatives: likeliest tokens at each of their positions, if the request asks for them.
-        completion: the completion, once the reply is complete.
-    """
-
-    choice: int
-    ids: list[int]
-    log_probs: list[float]
-    alternatives: list[Alternatives]
-    completion: Completion | None = None
+    choice: int  # index of the reply
+    ids: list[int]  # all tokens so far
+    log_probs: list[float]  # log-probs of these tokens
+    alternatives: list[Alternatives]  # likeliest tokens at each of their positions, if the request asks for them
+    completion: Completion | None = None  # the completion, once the reply is complete
 
 
 @dataclass
 class Service:
-    """Model, tokenizer and engine of an endpoint.
+    """Model, tokenizer and engine of an endpoint."""
 
-    Attributes:
-        model: name of the model in requests.
-        tokenizer: tokenizer of the model.
-        gateway: gateway to the engine.
-        max_model_len: maximum tokens of a prompt plus its reply.
-        vocabulary: number of tokens of the model; None leaves the check of token ids to the engine.
-        stop_token_ids: tokens that end a reply.
-        renderer: name of the renderer; ``auto`` chooses it by the tokenizer.
-        parser: name of the tool-call parser.
-        template_kwargs: extra arguments of the chat template; a request's arguments override them.
-        prompt_log_probs: returns the log-probs of a prompt's tokens after the first, each followed by the given number of likeliest
-            tokens; called on the engine's loop. None where the engine is another process.
-        standalone: True for `hone serve`: errors name its options, and a template that ignores tools gets them as text. False for
-            the endpoint of a training run: errors name its keys, and such a template is refused.
-        release: number of the release that answers; None for a model of no shelf.
-        audit: log of the tool calls in replies, or None.
-    """
-
-    model: str
-    tokenizer: PreTrainedTokenizerBase
-    gateway: Gateway
-    max_model_len: int
-    vocabulary: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    renderer: str = "auto"
-    parser: str = "auto"
+    model: str  # name of the model in requests
+    tokenizer: PreTrainedTokenizerBase  # tokenizer of the model
+    gateway: Gateway  # gateway to the engine
+    max_model_len: int  # maximum tokens of a prompt plus its reply
+    vocabulary: int | None = None  # number of tokens of the model; None leaves the check of token ids to the engine
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a reply
+    renderer: str = "auto"  # name of the renderer; ``auto`` chooses it by the tokenizer
+    parser: str = "auto"  # name of the tool-call parser
+    # extra arguments of the chat template; a request's arguments override them
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # returns the log-probs of a prompt's tokens after the first, each followed by the given number of likeliest tokens;
+    # called on the engine's loop. None where the engine is another process.
     prompt_log_probs: Callable[[Sequence[int], int], list[Alternatives]] | None = None
+    # True for `hone serve`: errors name its options, and a template that ignores tools gets them as text. False for the
+    # endpoint of a training run: errors name its keys, and such a template is refused.
     standalone: bool = True
-    release: int | None = None
-    audit: AuditLog | None = None
+    release: int | None = None  # number of the release that answers; None for a model of no shelf
+    audit: AuditLog | None = None  # log of the tool calls in replies, or None
     _renderers: dict[str, Renderer] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _constraints: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "hone-constraints"))
@@ -179,11 +153,7 @@ class Service:
         return named_by_options(error) if self.standalone else error
 
     def check_model(self, name: str) -> None:
-        """Check that a request names the served model.
-
-        Raises:
-            ApiError: it names another model.
-        """
+        """Check that a request names the served model."""
         if name != self.model:
             raise ApiError(
                 404,
@@ -265,11 +235,7 @@ class Service:
         ]
 
     async def check_constraints(self, requests: Sequence[GenerationRequest]) -> None:
-        """Check that the constraints of requests compile, in a thread of their own.
-
-        Raises:
-            ApiError: one does not.
-        """
+        """Check that the constraints of requests compile, in a thread of their own."""
         loop = asyncio.get_running_loop()
         for constraint in {request.sampling.constraint for request in requests}:
             if constraint is not None:
@@ -314,11 +280,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def audit_calls(self, message: Message, session: Session, reply: str) -> None:
-        """Write the tool calls of a reply to the audit log, if there is one.
-
-        Raises:
-            HoneError: the log cannot be written.
-        """
+        """Write the tool calls of a reply to the audit log, if there is one."""
         for call in message.get("tool_calls") or () if self.audit is not None else ():
             function = call["function"]
             about = {"session": session.name, "reply": reply, "model": self.model, "release": self.release}

@@ -28,48 +28,28 @@ from hone.generation.protocol import Completion, SamplingParams
 
 @dataclass(eq=False)
 class Turn:
-    """Reply of the model with the tokens given before it.
+    """Reply of the model with the tokens given before it."""
 
-    Attributes:
-        parent: turn that it continues; None begins a conversation.
-        given_ids: tokens between the parent's reply and this one: the complete prompt without a parent.
-        completion: sampled reply.
-        ids: all tokens up to the end of this reply.
-        calls: tool calls made in the conversation up to this reply.
-        messages: the conversation up to this reply, which is the last message, as the client received it.
-        name: unique name, which is also the signature of its reasoning; empty without one.
-        children: number of turns that continue it.
-    """
-
-    parent: Turn | None
-    given_ids: list[int]
-    completion: Completion
-    ids: list[int]
-    calls: int
-    messages: list[Message]
-    name: str = ""
-    children: int = 0
+    parent: Turn | None  # turn that it continues; None begins a conversation
+    given_ids: list[int]  # tokens between the parent's reply and this one: the complete prompt without a parent
+    completion: Completion  # sampled reply
+    ids: list[int]  # all tokens up to the end of this reply
+    calls: int  # tool calls made in the conversation up to this reply
+    messages: list[Message]  # the conversation up to this reply, which is the last message, as the client received it
+    name: str = ""  # unique name, which is also the signature of its reasoning; empty without one
+    children: int = 0  # number of turns that continue it
 
 
 @dataclass
 class Prompt:
-    """Tokens and messages that the model receives in a call.
+    """Tokens and messages that the model receives in a call."""
 
-    Attributes:
-        parent: turn that it continues.
-        given_ids: tokens after that turn's reply; the complete prompt without a parent.
-        ids: all tokens.
-        messages: messages of the call.
-        chain: fingerprints of the conversation, the last one over all messages of the call.
-        continues: True if the reply continues the last message, an assistant's.
-    """
-
-    parent: Turn | None
-    given_ids: list[int]
-    ids: list[int]
-    messages: list[Message]
-    chain: list[str]
-    continues: bool = False
+    parent: Turn | None  # turn that it continues
+    given_ids: list[int]  # tokens after that turn's reply; the complete prompt without a parent
+    ids: list[int]  # all tokens
+    messages: list[Message]  # messages of the call
+    chain: list[str]  # fingerprints of the conversation, the last one over all messages of the call
+    continues: bool = False  # True if the reply continues the last message, an assistant's
 
     @property
     def calls(self) -> int:
@@ -79,25 +59,18 @@ class Prompt:
 
 @dataclass
 class Session:
-    """Recorded calls of one client.
+    """Recorded calls of one client."""
 
-    Attributes:
-        name: name of the session and of its KV cache in the engine.
-        key: API key of the session.
-        seed: seed of its sampling; a reply's seed depends on it, the prompt's tokens and how often that prompt occurred.
-        sampling: sampling parameters that override the client's; None uses the client's.
-        allow: function of a prompt that returns the reply's maximum tokens, or raises ApiError if none are left; None allows all.
-        turns: replies in the order in which they were recorded.
-        counts: counters of calls, new conversations (``opened``), histories rewritten by the agent (``rewritten``) or the template
-            (``split``), replies refused or lost (``failed``).
-    """
-
-    name: str
-    key: str = ""
+    name: str  # name of the session and of its KV cache in the engine
+    key: str = ""  # API key of the session
+    # seed of its sampling; a reply's seed depends on it, the prompt's tokens and how often that prompt occurred
     seed: int = 0
-    sampling: SamplingParams | None = None
+    sampling: SamplingParams | None = None  # sampling parameters that override the client's; None uses the client's
+    # function of a prompt that returns the reply's maximum tokens, or raises ApiError if none are left; None allows all
     allow: Callable[[Prompt], int] | None = None
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # replies in the order in which they were recorded
+    # counters of calls, new conversations (``opened``), histories rewritten by the agent (``rewritten``) or the
+    # template (``split``), replies refused or lost (``failed``)
     counts: Counter[str] = field(default_factory=Counter)
     _by_conversation: dict[str, list[Turn]] = field(default_factory=dict)
     _by_name: dict[str, Turn] = field(default_factory=dict)

@@ -59,11 +59,7 @@ class Sessions:
         return self._by_name.get(name)
 
     def named(self, name: str) -> Session:
-        """Return the session of this name, opened if necessary.
-
-        Raises:
-            ApiError: it cannot be opened.
-        """
+        """Return the session of this name, opened if necessary."""
         if name not in self._by_name:
             if not self.named_by_path:
                 raise ApiError(404, f"session '{name}' does not exist", code="session_not_found")

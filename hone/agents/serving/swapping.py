@@ -27,13 +27,10 @@ class Services:
 
     Args:
         service: the first.
-
-    Attributes:
-        current: service of new requests.
     """
 
     def __init__(self, service: Service) -> None:
-        self.current = service
+        self.current = service  # service of new requests
         self._users: Counter[int] = Counter()
         self._left: dict[int, asyncio.Future[None]] = {}
 
@@ -94,15 +91,10 @@ class ServedApp:
 
 @dataclass(frozen=True)
 class Opened:
-    """Service of a release that was loaded.
+    """Service of a release that was loaded."""
 
-    Attributes:
-        service: the service.
-        close: frees the engine of the service.
-    """
-
-    service: Service
-    close: Callable[[], Awaitable[None]]
+    service: Service  # the service
+    close: Callable[[], Awaitable[None]]  # frees the engine of the service
 
 
 class ReleaseRoutes:

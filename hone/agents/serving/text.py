@@ -36,7 +36,6 @@ class TextCall:
         service: service that answers.
         session: session that records the call; None records nothing.
         body: body of the request.
-        number: number of the call, used in names.
 
     Raises:
         ApiError: the call cannot be served.

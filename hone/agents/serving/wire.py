@@ -235,9 +235,6 @@ def parse(kind: type[T], fields: Any) -> T:
     """Check a decoded request body.
 
     Fields that are null count as missing.
-
-    Raises:
-        ApiError: a field is missing, unknown, of the wrong type, out of range or not supported.
     """
     if not isinstance(fields, dict):
         raise bad_request(f"the request must be a JSON object, not a JSON {type(fields).__name__}")

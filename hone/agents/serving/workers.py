@@ -29,18 +29,14 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Two threads, and the memory of large bodies.
-
-    Attributes:
-        held: bytes of large bodies in memory.
-    """
+    """Two threads, and the memory of large bodies."""
 
     def __init__(self) -> None:
         self._ordinary = ThreadPoolExecutor(1, "hone-requests")
         self._large = ThreadPoolExecutor(1, "hone-large-requests")
         self._turn = asyncio.Lock()
         self._trim_is_due = False
-        self.held = 0
+        self.held = 0  # bytes of large bodies in memory
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` for a request with a body of ``size`` bytes; return its result."""

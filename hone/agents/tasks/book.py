@@ -44,22 +44,16 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class BookOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        pages: pages of a book.
-        words: words of a page.
-        window: most pages that a demonstration reads before its summary.
-        forgets: percent of the summaries in demonstrations that do not say how far the book is read, so that the next part begins it again.
-            A model that imitates them forgets equally often, and a reward can teach it what a summary must contain.
-        demonstrations: ``parts`` gives each row a part of an episode, as the policy sees it between two summaries; ``whole`` the
-            episode of a reader whose context holds the book, with which a reward can be tried.
-    """
-
-    pages: int = 6
-    words: int = 8
-    window: int = 3
+    pages: int = 6  # pages of a book
+    words: int = 8  # words of a page
+    window: int = 3  # most pages that a demonstration reads before its summary
+    # percent of the summaries in demonstrations that do not say how far the book is read, so that the next part begins
+    # it again. A model that imitates them forgets equally often, and a reward can teach it what a summary must contain.
     forgets: int = 0
+    # ``parts`` gives each row a part of an episode, as the policy sees it between two summaries; ``whole`` the episode
+    # of a reader whose context holds the book, with which a reward can be tried
     demonstrations: str = "parts"
 
 
@@ -119,12 +113,10 @@ class Book:
         return note, [*turns, {"role": "user", "content": INSTRUCTION}, says(self._summary(stop, forgets))]
 
     def _whole(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the turns of an episode that reads every page."""
         turns = [turn for number in range(len(texts)) for turn in self._page(texts, number)]
         return [*turns, says(f"#### {DONE}")]
 
     def _page(self, texts: Sequence[str], number: int) -> list[dict[str, Any]]:
-        """Return the call for a page, and its result."""
         return [calls("lookup", number, key=f"page {number + 1}"), result("lookup", texts[number], number)]
 
     def _summary(self, read: int, forgets: bool) -> str:

@@ -16,21 +16,14 @@ from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
 @dataclass(frozen=True)
 class CalculatorOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        min_number: smallest number.
-        max_number: largest number.
-        operations: operators of every problem.
-        operators: which of ``+``, ``-`` and ``*`` occur.
-        guesses: percent of the demonstrations that do not use the tool and guess a random number of the answer's length. A model
-            that imitates them guesses equally often, and a reward can teach it to call the tool.
-    """
-
-    min_number: int = 2
-    max_number: int = 99
-    operations: int = 1
-    operators: str = "+-*"
+    min_number: int = 2  # smallest number
+    max_number: int = 99  # largest number
+    operations: int = 1  # operators of every problem
+    operators: str = "+-*"  # which of ``+``, ``-`` and ``*`` occur
+    # percent of the demonstrations that do not use the tool and guess a random number of the answer's length. A model
+    # that imitates them guesses equally often, and a reward can teach it to call the tool.
     guesses: int = 0
 
 

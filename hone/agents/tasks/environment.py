@@ -48,7 +48,6 @@ class EnvironmentTask:
             number += 1
 
     async def problem(self, seed: int) -> Problem:
-        """Return the problem of a seed of the environment."""
         environment = make_environment(self.name, self.options)
         try:
             prompt = valid_data(await environment.reset(seed))

@@ -22,17 +22,12 @@ TOWNS = ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul")
 
 @dataclass(frozen=True)
 class MultiHopOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        hops: look-ups that the answer needs.
-        people: people per table, at least ``hops``.
-        guesses: percent of the demonstrations that repeat the name and guess a town. A model that imitates them guesses equally
-            often, and a reward can teach it to call the tool.
-    """
-
-    hops: int = 2
-    people: int = 6
+    hops: int = 2  # look-ups that the answer needs
+    people: int = 6  # people per table, at least ``hops``
+    # percent of the demonstrations that repeat the name and guess a town. A model that imitates them guesses equally
+    # often, and a reward can teach it to call the tool.
     guesses: int = 0
 
 

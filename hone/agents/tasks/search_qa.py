@@ -45,17 +45,12 @@ FACTS = {
 
 @dataclass(frozen=True)
 class SearchQAOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        people: number of documents, at most 400.
-        k: documents per query in the demonstrations, the tool's setting ``k``.
-        guesses: percent of the demonstrations that guess without the tool. A model that imitates them guesses equally often, and a
-            reward can teach it to search.
-    """
-
-    people: int = 400
-    k: int = 1
+    people: int = 400  # number of documents, at most 400
+    k: int = 1  # documents per query in the demonstrations, the tool's setting ``k``
+    # percent of the demonstrations that guess without the tool. A model that imitates them guesses equally often, and a
+    # reward can teach it to search.
     guesses: int = 0
 
 

@@ -48,7 +48,6 @@ class FunctionTool(Tool):
         self._stuck = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself."""
         return self.function(*args, **kwargs)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> Any:

@@ -92,11 +92,7 @@ def load_toolbox(multi_turn: MultiTurnConfig) -> Toolbox:
 
 
 def tool_from_object(value: Any) -> Tool:
-    """Return a tool from an object of Python: a tool, the name of a built-in one, or a function with type hints and a docstring.
-
-    Raises:
-        ConfigError: the object is none of these.
-    """
+    """Return a tool from an object of Python: a tool, the name of a built-in one, or a function with type hints and a docstring."""
     if isinstance(value, Tool):
         return value
     if isinstance(value, str):
@@ -112,11 +108,7 @@ def tool_from_object(value: Any) -> Tool:
 
 
 def tools_of_yaml(path: Path) -> list[Tool]:
-    """Load the tools of a YAML file.
-
-    Raises:
-        ConfigError: see :func:`load_toolbox`.
-    """
+    """Load the tools of a YAML file."""
     content = read_yaml(path, PATH_KEY)
     entries = content.get("tools") if isinstance(content, dict) else content
     if isinstance(content, dict) and isinstance(content.get(_SERVERS), dict):
@@ -133,11 +125,7 @@ def tools_of_yaml(path: Path) -> list[Tool]:
 
 
 def tools_of_python(path: Path) -> list[Tool]:
-    """Load the functions of a Python file that are decorated with @tool.
-
-    Raises:
-        ConfigError: the file is missing, cannot be imported, or has no tools.
-    """
+    """Load the functions of a Python file that are decorated with @tool."""
     key = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
     if not path.is_file():
         raise missing_file(path, key)

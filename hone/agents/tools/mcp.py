@@ -147,7 +147,6 @@ class McpTool(Tool):
     """Tool of an MCP server.
 
     Args:
-        server: server of the tool.
         described: description from the server.
     """
 
@@ -188,11 +187,7 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def tools_of_server(options: dict[str, Any], *, only: Sequence[str] | None = None, where: str = "") -> list[McpTool]:
-    """Return the tools of a server, or those listed in ``only``.
-
-    Raises:
-        ConfigError: see :class:`McpServer`; or a listed tool does not exist.
-    """
+    """Return the tools of a server, or those listed in ``only``."""
     server = McpServer(options, where)
     tools = {description.name: McpTool(server, description) for description in server.tools}
     for name in only or ():
@@ -223,7 +218,6 @@ def _target(options: dict[str, Any], where: str) -> Any:
 
 
 def _is_closed(error: Exception) -> bool:
-    """Return whether an error reports a closed connection."""
     from mcp import MCPError
     from mcp.types import CONNECTION_CLOSED
 

@@ -16,17 +16,11 @@ from hone.errors import DataError
 
 @dataclass(frozen=True)
 class NoiseOptions:
-    """Rate of failures and delays of a tool.
+    """Rate of failures and delays of a tool."""
 
-    Attributes:
-        failure_rate: share of failed calls; the model receives the error and may call again.
-        latency: mean seconds that a call waits, drawn from an exponential distribution.
-        seed: seed of the random numbers.
-    """
-
-    failure_rate: float = 0.0
-    latency: float = 0.0
-    seed: int = 0
+    failure_rate: float = 0.0  # share of failed calls; the model receives the error and may call again
+    latency: float = 0.0  # mean seconds that a call waits, drawn from an exponential distribution
+    seed: int = 0  # seed of the random numbers
 
     def __post_init__(self) -> None:
         if not 0 <= self.failure_rate <= 1 or self.latency < 0:
@@ -94,11 +88,7 @@ def with_noise(tool: Tool, options: Any) -> Noisy:
 
 
 def noise_of_row(name: str, options: Any) -> NoiseOptions:
-    """Parse ``extra_info.tools_kwargs.<name>.noise`` of a row.
-
-    Raises:
-        DataError: see :func:`with_noise`.
-    """
+    """Parse ``extra_info.tools_kwargs.<name>.noise`` of a row."""
     try:
         return NoiseOptions(**options)
     except (TypeError, ValueError) as problem:

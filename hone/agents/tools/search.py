@@ -29,7 +29,6 @@ class Index:
     """Index of documents, ranked by the words that they share with a query.
 
     Args:
-        documents: texts of the documents.
         k: documents per query.
         stopwords: language of the ignored words (``en``), or None.
 
@@ -65,13 +64,6 @@ class Index:
 class Search(Tool):
     """Tool that returns the documents with the best BM25 score for a query.
 
-    Args:
-        files: parquet, json or jsonl files of documents.
-        text_key: column of the text.
-        title_key: column of the title; optional.
-        k: documents per query.
-        stopwords: language of the ignored words (``en``), or None.
-
     Raises:
         ConfigError: bm25s is not installed.
         DataError: a file cannot be read, or lacks the column.
@@ -79,12 +71,12 @@ class Search(Tool):
 
     def __init__(
         self,
-        files: str | Sequence[str],
+        files: str | Sequence[str],  # parquet, json or jsonl files of documents
         *,
-        text_key: str = "text",
-        title_key: str = "title",
-        k: int = 3,
-        stopwords: str | None = "en",
+        text_key: str = "text",  # column of the text
+        title_key: str = "title",  # column of the title; optional
+        k: int = 3,  # documents per query
+        stopwords: str | None = "en",  # language of the ignored words (``en``), or None
     ) -> None:
         super().__init__(SCHEMA)
         paths: list[str | Path] = [files] if isinstance(files, str) else list(files)

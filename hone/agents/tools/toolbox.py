@@ -74,9 +74,6 @@ class Toolbox:
         tools: tools with distinct names.
         multi_turn: config with the limits of calls and the folder of the audit log.
 
-    Attributes:
-        audit: audit log, or None.
-
     Raises:
         ConfigError: a name occurs twice, or a schema is not a JSON schema.
         HoneError: the folder of the audit log cannot be written.
@@ -95,7 +92,7 @@ class Toolbox:
                     where="actor_rollout_ref.rollout.multi_turn",
                 )
             self._tools[tool.name] = tool
-        self.audit = AuditLog(multi_turn.audit_dir) if multi_turn.audit_dir is not None else None
+        self.audit = AuditLog(multi_turn.audit_dir) if multi_turn.audit_dir is not None else None  # audit log, or None
         self._validators = {name: _validator(tool) for name, tool in self._tools.items()}
         self._gates: dict[str, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -187,20 +184,15 @@ class ToolSession:
     """Tools of one episode.
 
     Args:
-        toolbox: toolbox of the run.
         episode: episode whose calls are answered; its row selects tools and gives arguments.
         tokenizer: tokenizer that counts and truncates the tokens of results.
-
-    Attributes:
-        schemas: schemas in the prompt.
-        exhausted: True after the model was notified that no further call is allowed.
     """
 
     def __init__(self, toolbox: Toolbox, episode: Episode, tokenizer: PreTrainedTokenizerBase) -> None:
         extra = episode.sample.extra_info
         self.toolbox, self.episode, self._tokenizer = toolbox, episode, tokenizer
-        self.schemas = toolbox.schemas(extra.get("tool_selection"))
-        self.exhausted = False
+        self.schemas = toolbox.schemas(extra.get("tool_selection"))  # schemas in the prompt
+        self.exhausted = False  # True after the model was notified that no further call is allowed
         self._limits = toolbox.limits
         self._kwargs: Mapping[str, Mapping[str, Any]] = extra.get("tools_kwargs") or {}
         self._names = [schema["function"]["name"] for schema in self.schemas]
@@ -224,7 +216,6 @@ class ToolSession:
 
         Args:
             episode: of the sub-agent; it has the maximum number of calls of an episode.
-            schemas: schemas of the tools that it has.
         """
         session = ToolSession(self.toolbox, episode, self._tokenizer)
         session.schemas, session._owner = list(schemas), self._owner  # noqa: SLF001

@@ -92,7 +92,6 @@ class MessagesCall:
         service: service that answers.
         session: session that records the call; None records nothing.
         body: body of the request.
-        number: number of the call, used in names.
 
     Raises:
         ApiError: the call cannot be served.
@@ -207,8 +206,6 @@ def count_tokens(service: Service, body: CountBody) -> dict[str, Any]:
 
 
 def _chat_of(service: Service, session: Session | None, body: CountBody) -> ChatBody:
-    """Return the chat of a request."""
-
     def recorded(signature: str) -> str | None:
         turn = session.named(signature) if session else None
         return None if turn is None else turn.messages[-1].get("reasoning_content", "")

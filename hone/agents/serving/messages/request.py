@@ -161,7 +161,6 @@ def _check(body: CountBody) -> None:
 
 
 def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a tool in the form of chat."""
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise bad_request(

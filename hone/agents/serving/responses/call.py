@@ -24,7 +24,6 @@ class ResponsesCall:
         service: service that answers.
         session: session that records the call; None records nothing.
         body: body of the request.
-        number: number of the call, used in names.
         store: earlier responses.
 
     Raises:

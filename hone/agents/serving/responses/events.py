@@ -29,14 +29,10 @@ Event = dict[str, Any]
 
 
 class EventSequence:
-    """Events of one response.
-
-    Attributes:
-        output: items until now; the last one may be unfinished.
-    """
+    """Events of one response."""
 
     def __init__(self) -> None:
-        self.output: list[dict[str, Any]] = []
+        self.output: list[dict[str, Any]] = []  # items until now; the last one may be unfinished
         self._number = 0
         self._open: dict[str, Any] | None = None
 

@@ -75,7 +75,6 @@ def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _reasoning(item: dict[str, Any], where: str) -> str | None:
-    """Return the text of a reasoning item, or None without any."""
     if item.get("encrypted_content"):
         raise bad_request("encrypted reasoning cannot be read by this server; send the item without it", where)
     parts = item.get("content") or item.get("summary") or []

@@ -155,7 +155,6 @@ def _check(body: ResponsesBody) -> None:
 
 
 def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a tool in the form of chat."""
     if tool.get("type") != "function":
         raise bad_request(
             f"tools of type {str(tool.get('type'))[:40]!r} run at OpenAI; this server has function tools only",

@@ -20,19 +20,12 @@ MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Stored:
-    """Response with the conversation that it ends.
+    """Response with the conversation that it ends."""
 
-    Attributes:
-        response: the response.
-        messages: its conversation without instructions.
-        owner: name of the session that it belongs to; None without a session.
-        size: bytes that it counts for.
-    """
-
-    response: dict[str, Any]
-    messages: tuple[Message, ...]
-    owner: str | None
-    size: int
+    response: dict[str, Any]  # the response
+    messages: tuple[Message, ...]  # its conversation without instructions
+    owner: str | None  # name of the session that it belongs to; None without a session
+    size: int  # bytes that it counts for
 
 
 class ResponseStore:
