@@ -114,12 +114,12 @@ def distillation_token_loss(
 
 
 def distillation_loss(
-    student_log_probs: Tensor,
-    teacher_log_probs: Tensor,
-    response_mask: Tensor,
+    student_log_probs: Tensor,  # see :func:`distillation_token_loss`, also for the options
+    teacher_log_probs: Tensor,  # same shape
+    response_mask: Tensor,  # ``[B, T]``; values outside it, NaN included, affect neither loss nor gradient
     *,
     loss_mode: str = "reverse_kl_topk",
-    loss_agg_mode: str = "token-mean",
+    loss_agg_mode: str = "token-mean",  # see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for ``counts``
     beta: float = 0.5,
     tail_bucket: bool = True,
     log_prob_min_clamp: float | None = None,
@@ -127,12 +127,6 @@ def distillation_loss(
     **counts: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the supervised distillation loss on the student's samples (Agarwal et al. 2024, arXiv:2306.13649, eq. 4).
-
-    Args:
-        student_log_probs: see :func:`distillation_token_loss`, also for the options.
-        teacher_log_probs: same shape.
-        response_mask: ``[B, T]``; values outside it, NaN included, affect neither loss nor gradient.
-        loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for ``counts``.
 
     Returns:
         the loss, and metrics ``distillation/...`` without gradient: mean, mean size, minimum and maximum of the token

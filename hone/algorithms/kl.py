@@ -103,22 +103,14 @@ def full_kl(log_probs: Tensor, ref_log_probs: Tensor, *, top_k: bool = False) ->
 
 
 def apply_kl_penalty(
-    token_level_scores: Tensor,
-    old_log_probs: Tensor,
-    ref_log_probs: Tensor,
-    response_mask: Tensor,
-    kl_coef: float,
-    kind: str = "kl",
+    token_level_scores: Tensor,  # ``[B, T]``
+    old_log_probs: Tensor,  # log-probs of the sampling policy, ``[B, T]``
+    ref_log_probs: Tensor,  # log-probs of the reference, ``[B, T]``
+    response_mask: Tensor,  # ``[B, T]``
+    kl_coef: float,  # coefficient, from a KL controller
+    kind: str = "kl",  # see :func:`kl_penalty`
 ) -> tuple[Tensor, Tensor]:
     """Subtract a penalty for the distance to the reference from each sampled token: ``rewards = scores - kl_coef x KL``.
-
-    Args:
-        token_level_scores: ``[B, T]``.
-        old_log_probs: log-probs of the sampling policy, ``[B, T]``.
-        ref_log_probs: log-probs of the reference, ``[B, T]``.
-        response_mask: ``[B, T]``.
-        kl_coef: coefficient, from a KL controller.
-        kind: see :func:`kl_penalty`.
 
     Returns:
         token rewards ``[B, T]`` (0 outside the mask), and the mean KL for the controller's update: the mean over

@@ -36,31 +36,21 @@ def sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
 
 
 def chunked_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Tensor,  # ``[N, H]``
+    weight: Tensor,  # ``[V, H]``, the output embedding
+    targets: Tensor,  # ``[N]`` token ids
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    with_entropy: bool = False,
-    chunk_size: int = 2048,
+    bias: Tensor | None = None,  # ``[V]`` or None
+    temperature: float = 1.0,  # logits are divided by it; above 0
+    softcap: float | None = None,  # logits are first mapped to ``softcap * tanh(logits / softcap)`` (Gemma 2)
+    with_entropy: bool = False,  # also return the entropy of each row's distribution
+    chunk_size: int = 2048,  # number of rows whose logits exist at the same time
 ) -> tuple[Tensor, Tensor | None]:
     """Project hidden states onto the vocabulary, ``chunk_size`` rows at a time, and return log-probs and entropies.
 
     Equal in value and gradient to ``token_log_probs(hidden @ weight.T + bias, targets, temperature)``. Neither the
     forward nor the backward pass holds vocabulary-sized rows of more than one chunk: the backward pass recomputes a
     chunk's logits. The projection runs in the dtype of its inputs (autocast respected), the softmax in float32.
-
-    Args:
-        hidden: ``[N, H]``.
-        weight: ``[V, H]``, the output embedding.
-        targets: ``[N]`` token ids.
-        bias: ``[V]`` or None.
-        temperature: logits are divided by it; above 0.
-        softcap: logits are first mapped to ``softcap * tanh(logits / softcap)`` (Gemma 2).
-        with_entropy: also return the entropy of each row's distribution.
-        chunk_size: number of rows whose logits exist at the same time.
 
     Returns:
         log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), float32, both differentiable.

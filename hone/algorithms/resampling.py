@@ -65,30 +65,20 @@ def resampling_weights(scores: Tensor, method: str = "pow", *, weight_pow: float
 
 
 def resample(
-    scores: Tensor,
-    method: str = "pow",
+    scores: Tensor,  # reward of each sample ``[B]``
+    method: str = "pow",  # see :func:`resampling_weights`
     *,
-    generator: torch.Generator,
-    weight_pow: float = 2.0,
-    num_samples: int | None = None,
+    generator: torch.Generator,  # source of all randomness; the same state draws the same rows
+    weight_pow: float = 2.0,  # see :func:`resampling_weights`
+    num_samples: int | None = None,  # number of rows to draw; None: B
 ) -> Tensor:
     """Draw row numbers with replacement, in proportion to :func:`resampling_weights`.
 
     Index every column of the batch with the result. Rows are drawn independently: a group estimator would see groups of
     other sizes, so use it with ``gae``.
 
-    Args:
-        scores: reward of each sample ``[B]``.
-        method: see :func:`resampling_weights`.
-        generator: source of all randomness; the same state draws the same rows.
-        weight_pow: see :func:`resampling_weights`.
-        num_samples: number of rows to draw; None: B.
-
     Returns:
         row numbers ``[num_samples]`` on the device of ``scores``.
-
-    Raises:
-        ConfigError, RewardError: see :func:`resampling_weights`.
     """
     weights = resampling_weights(scores, method, weight_pow=weight_pow)
     count = len(weights) if num_samples is None else num_samples

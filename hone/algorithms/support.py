@@ -26,19 +26,12 @@ _ELEMENTS = 1 << 25
 
 @dataclass(frozen=True)
 class Supports:
-    """The supports of ``R`` tokens.
+    """The supports of ``R`` tokens."""
 
-    Attributes:
-        sizes: ``[R]`` int64; 0 where it is the whole vocabulary, and for tokens that were not sampled.
-        ids: ``[K]`` int64, the tokens of all supports end to end; each support contains the sampled token.
-        all_restricted: whether every sampled token has a support.
-        rows: ``[K]`` int64, the token whose support each id belongs to.
-    """
-
-    sizes: Tensor
-    ids: Tensor
-    all_restricted: bool
-    rows: Tensor
+    sizes: Tensor  # ``[R]`` int64; 0 where it is the whole vocabulary, and for tokens that were not sampled
+    ids: Tensor  # ``[K]`` int64, the tokens of all supports end to end; each support contains the sampled token
+    all_restricted: bool  # whether every sampled token has a support
+    rows: Tensor  # ``[K]`` int64, the token whose support each id belongs to
 
     @classmethod
     def from_sizes(
@@ -58,31 +51,20 @@ class Supports:
 
 
 def support_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    supports: Supports,
+    hidden: Tensor,  # ``[R, H]``; with a group the same on every rank, and so is its gradient
+    weight: Tensor,  # ``[v, H]``, rows ``start`` to ``start + v`` of the output embedding
+    targets: Tensor,  # ``[R]`` token ids of the whole vocabulary
+    supports: Supports,  # of the targets
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    group: ProcessGroup | None = None,
-    start: int = 0,
+    bias: Tensor | None = None,  # ``[v]`` or None
+    temperature: float = 1.0,  # logits are divided by it; above 0
+    softcap: float | None = None,  # logits are first mapped to ``softcap * tanh(logits / softcap)``
+    group: ProcessGroup | None = None,  # ranks that hold the vocabulary; None means this rank holds all of it
+    start: int = 0,  # first token id of this rank's part
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target under the policy renormalised over its support.
 
     Equal in value and gradient to ``token_log_probs`` of logits that are minus infinity outside the support.
-
-    Args:
-        hidden: ``[R, H]``; with a group the same on every rank, and so is its gradient.
-        weight: ``[v, H]``, rows ``start`` to ``start + v`` of the output embedding.
-        targets: ``[R]`` token ids of the whole vocabulary.
-        supports: of the targets.
-        bias: ``[v]`` or None.
-        temperature: logits are divided by it; above 0.
-        softcap: logits are first mapped to ``softcap * tanh(logits / softcap)``.
-        group: ranks that hold the vocabulary; None means this rank holds all of it.
-        start: first token id of this rank's part.
 
     Returns:
         log-probs ``[R]`` float32 with a gradient, and the sum of squared probabilities over the support ``[R]`` without one. Both

@@ -37,19 +37,12 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """A teacher's distributions of ``R`` tokens: its likeliest tokens, or the hidden states that its output layer projects.
+    """A teacher's distributions of ``R`` tokens: its likeliest tokens, or the hidden states that its output layer projects."""
 
-    Attributes:
-        ids: ``[R, K]`` int64, the likeliest tokens.
-        log_probs: ``[R, K]`` of these tokens.
-        hidden: ``[R, H]`` last hidden states.
-        layer: ``[R]`` int64, the output layer of each token; None if there is one.
-    """
-
-    ids: Tensor | None = None
-    log_probs: Tensor | None = None
-    hidden: Tensor | None = None
-    layer: Tensor | None = None
+    ids: Tensor | None = None  # ``[R, K]`` int64, the likeliest tokens
+    log_probs: Tensor | None = None  # ``[R, K]`` of these tokens
+    hidden: Tensor | None = None  # ``[R, H]`` last hidden states
+    layer: Tensor | None = None  # ``[R]`` int64, the output layer of each token; None if there is one
 
     def select(self, index: Tensor | slice) -> TeacherTargets:
         """Return the targets of some of the tokens."""
@@ -59,42 +52,26 @@ class TeacherTargets:
 
 @dataclass(frozen=True)
 class TeacherDistance:
-    """Distance between the distributions of student and teacher at each token.
+    """Distance between the distributions of student and teacher at each token."""
 
-    Attributes:
-        loss_mode: one of the divergences of :data:`~hone.algorithms.distillation.DISTILLATION_MODES`.
-        temperature: the logits of both are divided by it; above 0.
-        options: further options of :func:`~hone.algorithms.distillation.distillation_token_loss`.
-        layers: output layers of the teachers, for divergences over the whole vocabulary.
-    """
-
-    loss_mode: str
-    temperature: float = 1.0
+    loss_mode: str  # one of the divergences of :data:`~hone.algorithms.distillation.DISTILLATION_MODES`
+    temperature: float = 1.0  # the logits of both are divided by it; above 0
+    # further options of :func:`~hone.algorithms.distillation.distillation_token_loss`
     options: dict[str, Any] = field(default_factory=dict)
-    layers: Sequence[OutputLayer] = ()
+    layers: Sequence[OutputLayer] = ()  # output layers of the teachers, for divergences over the whole vocabulary
 
     def from_hidden(
         self,
-        hidden: Tensor,
-        targets: TeacherTargets,
+        hidden: Tensor,  # ``[R, h]`` last hidden states of the student; with a group the same on every rank
+        targets: TeacherTargets,  # of the same tokens
         *,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        softcap: float | None = None,
-        group: ProcessGroup | None = None,
-        chunk_size: int | None = None,
+        weight: Tensor,  # ``[V, h]`` output embedding, or this rank's rows of it
+        bias: Tensor | None = None,  # ``[V]`` or None
+        softcap: float | None = None,  # of the student's logits
+        group: ProcessGroup | None = None,  # ranks that hold the vocabulary, in the order of their parts
+        chunk_size: int | None = None,  # tokens of a chunk; None follows from the size of the vocabulary
     ) -> dict[str, Tensor]:
-        """Return ``distance [R]`` with a gradient, and ``student_mass [R]`` without one, the student's probability of the K tokens.
-
-        Args:
-            hidden: ``[R, h]`` last hidden states of the student; with a group the same on every rank.
-            targets: of the same tokens.
-            weight: ``[V, h]`` output embedding, or this rank's rows of it.
-            bias: ``[V]`` or None.
-            softcap: of the student's logits.
-            group: ranks that hold the vocabulary, in the order of their parts.
-            chunk_size: tokens of a chunk; None follows from the size of the vocabulary.
-        """
+        """Return ``distance [R]`` with a gradient, and ``student_mass [R]`` without one, the student's probability of the K tokens."""
         hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
 
@@ -143,30 +120,18 @@ class TeacherDistance:
 
 @torch.no_grad()
 def chunked_top_k(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
+    hidden: Tensor,  # ``[R, H]``
+    weight: Tensor,  # ``[V, H]`` output embedding, or this rank's rows of it
+    k: int,  # number of tokens; at most the vocabulary
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    group: ProcessGroup | None = None,
-    vocabulary: int | None = None,
-    chunk_size: int | None = None,
+    bias: Tensor | None = None,  # ``[V]`` or None
+    temperature: float = 1.0,  # logits are divided by it; above 0
+    softcap: float | None = None,  # of the logits
+    group: ProcessGroup | None = None,  # ranks that hold the vocabulary, in the order of their parts
+    vocabulary: int | None = None,  # only the first tokens exist for the student; None: all
+    chunk_size: int | None = None,  # rows of a chunk; None follows from the size of the vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` likeliest tokens of each row and their log-probs, both ``[R, k]``, the likeliest first.
-
-    Args:
-        hidden: ``[R, H]``.
-        weight: ``[V, H]`` output embedding, or this rank's rows of it.
-        k: number of tokens; at most the vocabulary.
-        bias: ``[V]`` or None.
-        temperature: logits are divided by it; above 0.
-        softcap: of the logits.
-        group: ranks that hold the vocabulary, in the order of their parts.
-        vocabulary: only the first tokens exist for the student; None: all.
-        chunk_size: rows of a chunk; None follows from the size of the vocabulary.
-    """
+    """Return the ``k`` likeliest tokens of each row and their log-probs, both ``[R, k]``, the likeliest first."""
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
     ranks = 1 if group is None else dist.get_world_size(group)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -18,27 +18,19 @@ from hone.algorithms.logits import _add_matmul, _in_compute_dtype, _logits
 
 
 def vocabulary_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Tensor,  # ``[N, H]``, the same on every rank; so is its gradient
+    weight: Tensor,  # ``[v, H]``, rows ``start`` to ``start + v`` of the output embedding
+    targets: Tensor,  # ``[N]`` token ids of the whole vocabulary
     *,
-    group: ProcessGroup,
-    start: int,
-    bias: Tensor | None = None,
+    group: ProcessGroup,  # ranks that hold the vocabulary
+    start: int,  # first token id of this rank's part
+    bias: Tensor | None = None,  # ``[v]`` or None
     temperature: float = 1.0,
     softcap: float | None = None,
     with_entropy: bool = False,
     chunk_size: int = 2048,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result of :func:`hone.algorithms.logits.chunked_log_probs` for a vocabulary split over ``group``.
-
-    Args:
-        hidden: ``[N, H]``, the same on every rank; so is its gradient.
-        weight: ``[v, H]``, rows ``start`` to ``start + v`` of the output embedding.
-        targets: ``[N]`` token ids of the whole vocabulary.
-        group: ranks that hold the vocabulary.
-        start: first token id of this rank's part.
-        bias: ``[v]`` or None.
 
     Returns:
         log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), the same on every rank.

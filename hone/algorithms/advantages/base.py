@@ -57,31 +57,19 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A registered estimator: callable, with a declaration of its inputs.
+    """A registered estimator: callable, with a declaration of its inputs."""
 
-    Attributes:
-        name: first registered name.
-        compute: the registered function.
-        needs: keys of :data:`INPUTS` that it requires.
-        uses: keys of :data:`INPUTS` that it uses if they are given.
-        options: plain-number options it takes, named as the configuration keys under ``algorithm``.
-        formula: formula in one line.
-        paper: source.
-        group_of_one: treatment of a group with a single response; empty if there are no groups.
-        min_group: smallest number of responses of a group.
-        scope: rows that the advantage of a token depends on: its ``sequence``, its ``group``, or the whole ``batch``. A batch
-            may be split along these lines before the call.
-    """
-
-    name: str
-    compute: Callable[..., Result]
-    needs: frozenset[str]
-    options: frozenset[str]
-    formula: str
-    paper: str
-    group_of_one: str = ""
-    uses: frozenset[str] = frozenset()
-    min_group: int = 1
+    name: str  # first registered name
+    compute: Callable[..., Result]  # the registered function
+    needs: frozenset[str]  # keys of :data:`INPUTS` that it requires
+    options: frozenset[str]  # plain-number options it takes, named as the configuration keys under ``algorithm``
+    formula: str  # formula in one line
+    paper: str  # source
+    group_of_one: str = ""  # treatment of a group with a single response; empty if there are no groups
+    uses: frozenset[str] = frozenset()  # keys of :data:`INPUTS` that it uses if they are given
+    min_group: int = 1  # smallest number of responses of a group
+    # rows that the advantage of a token depends on: its ``sequence``, its ``group``, or the whole ``batch``. A batch
+    # may be split along these lines before the call.
     scope: str = "batch"
 
     @property

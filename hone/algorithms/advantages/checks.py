@@ -19,11 +19,7 @@ TOKEN_INPUTS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights
 def checked_inputs(
     rewards: Tensor, mask: Tensor, inputs: Mapping[str, Any], *, min_group: int, name: str
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return rewards, boolean mask and the inputs in the form that an estimator's function expects.
-
-    Raises:
-        ConfigError: see :class:`~hone.algorithms.advantages.base.AdvantageEstimator`.
-    """
+    """Return rewards, boolean mask and the inputs in the form that an estimator's function expects."""
     _same_shape("response_mask", mask, rewards)
     selected = mask.bool()
     if not selected.any():

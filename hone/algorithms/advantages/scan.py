@@ -21,15 +21,11 @@ class Packing:
 
     Args:
         mask: ``[R, T]`` boolean.
-
-    Attributes:
-        lengths: ``[R]`` number of selected tokens of each row.
-        front: ``[R, L]`` true where a packed row has a token; L is the largest length.
     """
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
-        self.lengths = mask.sum(dim=-1)
+        self.lengths = mask.sum(dim=-1)  # ``[R]`` number of selected tokens of each row
         longest = int(self.lengths.max()) if len(mask) else 0
         # rows without a gap are packed already: no selected token follows an unselected one
         self.in_front = not bool((mask[:, 1:] > mask[:, :-1]).any())
@@ -37,6 +33,7 @@ class Packing:
             self.front = mask[:, :longest]
             return
         columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+        # ``[R, L]`` true where a packed row has a token; L is the largest length
         self.front = columns[:, :longest] < self.lengths[:, None]
         self._target = mask.cumsum(dim=-1).sub_(1).clamp_(min=0)
         # an additional column receives unselected tokens, and is removed

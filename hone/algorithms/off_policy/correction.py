@@ -17,19 +17,13 @@ from hone.algorithms.off_policy.weights import bounded, importance_ratio, normal
 
 @dataclass(frozen=True)
 class Correction:
-    """Result of the correction of a batch.
+    """Result of the correction of a batch."""
 
-    Attributes:
-        weights: importance weights ``[B, T]`` for the policy loss, 0 outside ``response_mask``; None without
-            ``rollout_is``.
-        response_mask: the mask without rejected tokens ``[B, T]``, in the dtype of the given mask. Normalise the loss by
-            it.
-        metrics: ``rollout_corr/...``, scalars.
-    """
-
+    # importance weights ``[B, T]`` for the policy loss, 0 outside ``response_mask``; None without ``rollout_is``
     weights: Tensor | None
+    # the mask without rejected tokens ``[B, T]``, in the dtype of the given mask. Normalise the loss by it.
     response_mask: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Tensor]  # ``rollout_corr/...``, scalars
 
 
 @torch.no_grad()
@@ -77,7 +71,6 @@ def rollout_correction(
         rollout_token_veto_threshold: drop a sequence if one token's ratio is below it (1e-4 is usual).
 
     Raises:
-        ConfigError: see :meth:`~hone.algorithms.off_policy.rules.CorrectionRules.parse`.
         ValueError: the shapes differ.
     """
     if not old_log_probs.shape == rollout_log_probs.shape == response_mask.shape:

@@ -29,34 +29,21 @@ Threshold = float | str | Sequence[float | str]
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Rule for importance weights.
+    """Rule for importance weights."""
 
-    Attributes:
-        level: one of :data:`IMPORTANCE_LEVELS`.
-        low: weights below it become 0; None: truncation at ``high`` only.
-        high: with ``low``, weights above it become 0; without, they become ``high``.
-        normalize: divide by the mean weight of the batch.
-    """
-
-    level: str
-    low: float | None
-    high: float
-    normalize: bool
+    level: str  # one of :data:`IMPORTANCE_LEVELS`
+    low: float | None  # weights below it become 0; None: truncation at ``high`` only
+    high: float  # with ``low``, weights above it become 0; without, they become ``high``
+    normalize: bool  # divide by the mean weight of the batch
 
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Rule that keeps units with ``low <= statistic <= high``.
+    """Rule that keeps units with ``low <= statistic <= high``."""
 
-    Attributes:
-        option: one of :data:`REJECTION_OPTIONS`.
-        low: bound in units of the statistic (for k1 minus the logarithm of the ratio's upper bound).
-        high: bound in units of the statistic (for k1 minus the logarithm of the ratio's lower bound).
-    """
-
-    option: str
-    low: float
-    high: float
+    option: str  # one of :data:`REJECTION_OPTIONS`
+    low: float  # bound in units of the statistic (for k1 minus the logarithm of the ratio's upper bound)
+    high: float  # bound in units of the statistic (for k1 minus the logarithm of the ratio's lower bound)
 
     @property
     def reduction(self) -> str:

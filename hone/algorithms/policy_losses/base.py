@@ -62,23 +62,17 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A registered policy loss.
+    """A registered policy loss."""
 
-    Attributes:
-        name: first registered name.
-        per_token: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> TokenLoss``. It receives zeros
-            outside the mask, a boolean mask, and float32 or better. With ``across_batch`` it also takes ``prepared=``.
-        formula: formula of the per-token loss, in one line.
-        paper: source.
-        across_batch: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> Prepared``, the constants of
-            the whole mini-batch; None if every token or sequence is independent. A random selection also takes
-            ``keys=``, see :meth:`prepare`.
-    """
-
-    name: str
+    name: str  # first registered name
+    # ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> TokenLoss``. It receives zeros outside the
+    # mask, a boolean mask, and float32 or better. With ``across_batch`` it also takes ``prepared=``.
     per_token: Callable[..., TokenLoss]
-    formula: str
-    paper: str
+    formula: str  # formula of the per-token loss, in one line
+    paper: str  # source
+    # ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> Prepared``, the constants of the whole
+    # mini-batch; None if every token or sequence is independent. A random selection also takes ``keys=``, see
+    # :meth:`prepare`.
     across_batch: Callable[..., Prepared] | None = None
 
     @cached_property

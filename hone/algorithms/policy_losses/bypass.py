@@ -55,9 +55,6 @@ def bypass_mode(
     With ``ppo_clip`` the ratio already is the importance weight; with ``reinforce`` the weight is that of ``rollout_is``, or 1.
     Rejected tokens lose their gradient and still count in the denominator of the aggregation, like clipped ones: the
     counts of a mini-batch are known before its forward passes, and do not depend on the split.
-
-    Raises:
-        ConfigError: see :func:`~hone.algorithms.off_policy.rules.check_rollout_correction`.
     """
     rules = check_rollout_correction(
         bypass_mode=True,

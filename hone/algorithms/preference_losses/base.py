@@ -42,17 +42,11 @@ COUNTED_BY = {
 
 @dataclass(frozen=True)
 class Responses:
-    """Whole responses, one number each.
+    """Whole responses, one number each."""
 
-    Attributes:
-        log_probs: ``[N]``, sum over the response's tokens, with gradient.
-        lengths: ``[N]``, number of counted tokens, at least 1.
-        ref_log_probs: ``[N]``, the same sum under the reference policy; 0 for a loss without one.
-    """
-
-    log_probs: Tensor
-    lengths: Tensor
-    ref_log_probs: Tensor
+    log_probs: Tensor  # ``[N]``, sum over the response's tokens, with gradient
+    lengths: Tensor  # ``[N]``, number of counted tokens, at least 1
+    ref_log_probs: Tensor  # ``[N]``, the same sum under the reference policy; 0 for a loss without one
 
     @property
     def log_ratio(self) -> Tensor:
@@ -71,7 +65,6 @@ class Responses:
         )
 
     def select(self, rows: Tensor) -> Responses:
-        """Return these rows."""
         return Responses(self.log_probs[rows], self.lengths[rows], self.ref_log_probs[rows])
 
 
@@ -106,24 +99,16 @@ class LabelLoss:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A registered preference loss: callable, with a declaration of its inputs.
+    """A registered preference loss: callable, with a declaration of its inputs."""
 
-    Attributes:
-        name: first registered name.
-        compute: ``f(chosen, rejected, **options) -> PairLoss`` or, for single responses, ``f(responses, labels, kl,
-            **options) -> LabelLoss``; responses are :class:`Responses`.
-        needs: keys of :data:`NEEDS`.
-        options: plain-number options, named as the configuration keys under ``loss``.
-        formula: formula in one line.
-        paper: source.
-    """
-
-    name: str
+    name: str  # first registered name
+    # ``f(chosen, rejected, **options) -> PairLoss`` or, for single responses, ``f(responses, labels, kl, **options) ->
+    # LabelLoss``; responses are :class:`Responses`
     compute: Callable[..., Any]
-    needs: frozenset[str]
-    options: frozenset[str]
-    formula: str
-    paper: str
+    needs: frozenset[str]  # keys of :data:`NEEDS`
+    options: frozenset[str]  # plain-number options, named as the configuration keys under ``loss``
+    formula: str  # formula in one line
+    paper: str  # source
 
     def __call__(
         self,
