@@ -42,13 +42,10 @@ class CompiledLayers:
     Args:
         layers: the layers to compile; their ``forward`` is replaced.
         compiler: backend of :func:`torch.compile`.
-
-    Attributes:
-        obstacles: why layers compute uncompiled, by the name of their class.
     """
 
     def __init__(self, layers: list[nn.Module], compiler: str | Compiler = "inductor") -> None:
-        self.obstacles: dict[str, str] = {}
+        self.obstacles: dict[str, str] = {}  # why layers compute uncompiled, by the name of their class
         self._count = len(layers)
         backend = _both_passes(compiler)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VERSIONS)

@@ -31,38 +31,23 @@ _ATTRIBUTE = "_hone_experts"
 
 @dataclass
 class RouterCounts:
-    """Counts since they were last taken, on the routers' device.
+    """Counts since they were last taken, on the routers' device."""
 
-    Attributes:
-        chosen: ``[routers, experts]`` tokens that each expert computed.
-        probabilities: ``[routers, experts]`` sum over the tokens of the softmax of the router's logits.
-        changed: choices of the engine that the router would not have made.
-        replayed: choices of the engine that were followed.
-    """
-
-    chosen: Tensor
-    probabilities: Tensor
-    changed: Tensor
-    replayed: Tensor
+    chosen: Tensor  # ``[routers, experts]`` tokens that each expert computed
+    probabilities: Tensor  # ``[routers, experts]`` sum over the tokens of the softmax of the router's logits
+    changed: Tensor  # choices of the engine that the router would not have made
+    replayed: Tensor  # choices of the engine that were followed
 
 
 @dataclass
 class ExpertRouters:
-    """The routers of one model, which record or follow choices.
+    """The routers of one model, which record or follow choices."""
 
-    Attributes:
-        modules: the routers, in the order of the layers.
-        layers: the layer of each router.
-        num_layers: layers of the model, those without experts included.
-        top_k: experts of a token in each.
-        experts: number of experts of each.
-    """
-
-    modules: Sequence[nn.Module]
-    layers: Sequence[int]
-    num_layers: int
-    top_k: int
-    experts: int
+    modules: Sequence[nn.Module]  # the routers, in the order of the layers
+    layers: Sequence[int]  # the layer of each router
+    num_layers: int  # layers of the model, those without experts included
+    top_k: int  # experts of a token in each
+    experts: int  # number of experts of each
     _followed: Tensor | None = None
     _recorded: list[Tensor] | None = None
     _counts: list[RouterCounts] = field(default_factory=list)
@@ -143,17 +128,14 @@ class ExpertRouters:
 
 
 class _ChosenExperts(TorchFunctionMode):
-    """Within the block ``torch.topk`` over all experts takes the chosen ones, where they are known.
-
-    Attributes:
-        choice: ``[N, top_k]`` the experts in use, of the last ``topk``.
-        changed: ``[known, top_k]`` bool, True where a followed expert is not among those of the scores; None if nothing is followed.
-    """
+    """Within the block ``torch.topk`` over all experts takes the chosen ones, where they are known."""
 
     def __init__(self, experts: int, top_k: int, followed: Tensor | None) -> None:
         super().__init__()
         self._experts, self._top_k, self._followed = experts, top_k, followed
-        self.choice: Tensor | None = None
+        self.choice: Tensor | None = None  # ``[N, top_k]`` the experts in use, of the last ``topk``
+        # ``[known, top_k]`` bool, True where a followed expert is not among those of the scores; None if nothing is
+        # followed
         self.changed: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,17 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Gather:
-    """The source of each slot, and the way back for gradients.
+    """The source of each slot, and the way back for gradients."""
 
-    Attributes:
-        source: ``[K]`` index of the value in each slot.
-        slots: ``[K]`` slots, ordered by their source.
-        starts: ``[N]`` first entry of each value in ``slots``.
-    """
-
-    source: Tensor
-    slots: Tensor
-    starts: Tensor
+    source: Tensor  # ``[K]`` index of the value in each slot
+    slots: Tensor  # ``[K]`` slots, ordered by their source
+    starts: Tensor  # ``[N]`` first entry of each value in ``slots``
 
     @classmethod
     def from_source(cls, source: Tensor, count: int, device: torch.device) -> Gather:
@@ -30,8 +24,6 @@ class Gather:
 
         Args:
             source: indices below ``count``; they may repeat.
-            count: number of values.
-            device: of the values.
         """
         uses = source.bincount(minlength=count)
         slots = source.argsort(stable=True)

@@ -42,27 +42,19 @@ _HEAD = 32
 
 @dataclass(frozen=True)
 class ImageInit:
-    """Settings of the part that reads images.
+    """Settings of the part that reads images."""
 
-    Attributes:
-        model_type: of the transformers config of the whole model.
-        marks: special tokens that are added to the tokenizer; the first one is the placeholder of an image.
-        shown: text that the chat template writes for an image.
-        vision: settings of the vision tower, from its layers and width, and the decoder's width.
-        rotary: settings of the decoder's rotary positions, from half the width of its heads; empty for plain ones.
-        processor: makes the image processor.
-        outer: further settings of the whole model.
-        decoder: further settings of the decoder.
-    """
-
-    model_type: str
+    model_type: str  # of the transformers config of the whole model
+    # special tokens that are added to the tokenizer; the first one is the placeholder of an image
     marks: tuple[str, ...]
-    shown: str
+    shown: str  # text that the chat template writes for an image
+    # settings of the vision tower, from its layers and width, and the decoder's width
     vision: Callable[[int, int, int], dict[str, Any]]
+    # settings of the decoder's rotary positions, from half the width of its heads; empty for plain ones
     rotary: Callable[[int], dict[str, Any]]
-    processor: Callable[[], Any]
-    outer: Callable[[PreTrainedTokenizerBase], dict[str, Any]]
-    decoder: dict[str, Any] = field(default_factory=dict)
+    processor: Callable[[], Any]  # makes the image processor
+    outer: Callable[[PreTrainedTokenizerBase], dict[str, Any]]  # further settings of the whole model
+    decoder: dict[str, Any] = field(default_factory=dict)  # further settings of the decoder
 
     def add_marks(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Add the marks of images to a tokenizer, and their rendering to its chat template."""

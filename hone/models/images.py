@@ -25,17 +25,12 @@ _ATTRIBUTE = "hone_image_processor"
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Images of the rows of a packed micro-batch.
+    """Images of the rows of a packed micro-batch."""
 
-    Attributes:
-        by_key: the images; none where only other ranks have some, which compute the sharded vision tower with this one.
-        row_ids: the token ids of each row, its prompt and response.
-        index: for each of these tokens, its index in the packed row.
-    """
-
+    # the images; none where only other ranks have some, which compute the sharded vision tower with this one
     by_key: Mapping[int, ImageData]
-    row_ids: Ragged
-    index: Ragged
+    row_ids: Ragged  # the token ids of each row, its prompt and response
+    index: Ragged  # for each of these tokens, its index in the packed row
 
 
 def attach_processor(causal: nn.Module, processor: ImageProcessor | None) -> None:
@@ -148,7 +143,6 @@ def rope_positions(rows: Ragged, processor: ImageProcessor, images: Mapping[int,
 
     Args:
         rows: token ids, on the CPU.
-        processor: of the model.
         images: by key.
 
     Returns:

@@ -61,7 +61,6 @@ def init_model(
         The number of parameters (tied matrices once), and the configuration.
 
     Raises:
-        ConfigError: unknown architecture.
         ModelError: malformed size, no tokenizer, a size that the vocabulary does not allow, or a folder that cannot be
             written.
     """

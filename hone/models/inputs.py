@@ -20,33 +20,23 @@ class PackedSequences:
 
     A head computes ``U`` outputs, one for each token that is a response token of some row. Rows that share response tokens share
     their outputs.
-
-    Attributes:
-        input_ids: ``[1, N]``, all sequences end to end, shared prefixes once.
-        context: positions and attention of the sequences.
-        output_index: ``[U]``, for every output the index in the row whose hidden state it is computed from.
-        targets: ``[U]``, the response tokens.
-        target_index: ``[U]``, the index in the row of each response token.
-        by_row: gathers the outputs ``[U]`` for every response token of every row, ``[R]``; None where they are so already.
-        supports: of the outputs; None if all tokens were sampled from the whole vocabulary.
-        experts: ``[N, width]`` int16 of the tokens, see :meth:`hone.models.experts.ExpertRouters.follow`; None to follow none.
-        teacher: a teacher's distributions at the outputs; None without them.
-        images: of the rows; None without images.
-        predictors: gathers the hidden states at ``output_index`` where indices repeat, with gradients in a fixed order; else None.
-        hidden: ``[1, N, H]`` hidden states of an earlier pipeline stage, which are the model's input; None to read ``input_ids``.
     """
 
-    input_ids: Tensor
-    context: AttentionContext
-    output_index: Tensor
-    targets: Tensor
-    target_index: Tensor
+    input_ids: Tensor  # ``[1, N]``, all sequences end to end, shared prefixes once
+    context: AttentionContext  # positions and attention of the sequences
+    output_index: Tensor  # ``[U]``, for every output the index in the row whose hidden state it is computed from
+    targets: Tensor  # ``[U]``, the response tokens
+    target_index: Tensor  # ``[U]``, the index in the row of each response token
+    # gathers the outputs ``[U]`` for every response token of every row, ``[R]``; None where they are so already
     by_row: Gather | None = None
-    supports: Supports | None = None
+    supports: Supports | None = None  # of the outputs; None if all tokens were sampled from the whole vocabulary
+    # ``[N, width]`` int16 of the tokens, see :meth:`hone.models.experts.ExpertRouters.follow`; None to follow none
     experts: Tensor | None = None
-    teacher: TeacherTargets | None = None
-    images: PackedImages | None = None
+    teacher: TeacherTargets | None = None  # a teacher's distributions at the outputs; None without them
+    images: PackedImages | None = None  # of the rows; None without images
+    # ``[1, N, H]`` hidden states of an earlier pipeline stage, which are the model's input; None to read ``input_ids``
     hidden: Tensor | None = None
+    # gathers the hidden states at ``output_index`` where indices repeat, with gradients in a fixed order; else None
     predictors: Gather | None = None
 
     def at_targets(self) -> PackedSequences:

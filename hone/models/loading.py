@@ -91,11 +91,6 @@ def as_policy(model: PreTrainedModel, config: ModelConfig, *, seed: int, trainab
 
 
 def _tower_of(model: nn.Module) -> nn.Module:
-    """Return the vision tower.
-
-    Raises:
-        ModelError: the model has none.
-    """
     tower = vision_tower(model)
     if tower is None:
         raise ModelError(
@@ -358,11 +353,7 @@ def saved_settings(config: ModelConfig) -> PreTrainedConfig:
 
 
 def require_known(overrides: dict[str, Any], settings: PreTrainedConfig) -> None:
-    """Check that a model of this kind has these settings, since transformers takes any name and ignores it.
-
-    Raises:
-        ModelError: it has none of that name.
-    """
+    """Check that a model of this kind has these settings, since transformers takes any name and ignores it."""
     known = settings.to_dict()
     for name in overrides:
         if name not in known and not hasattr(settings, name):

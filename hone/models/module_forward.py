@@ -38,7 +38,6 @@ class ModuleForward:
     """Forward pass of any causal language model by its own module.
 
     Args:
-        causal: the model.
         dtype: of matmuls.
     """
 

@@ -133,12 +133,7 @@ class _SavedTensors:
 
 
 class _Saved:
-    """A tensor that autograd saved.
-
-    Attributes:
-        on_device: the tensor, or None while only the host has it.
-        size: in bytes.
-    """
+    """A tensor that autograd saved."""
 
     def __init__(self, tensors: _SavedTensors, index: int, tensor: Tensor) -> None:
         self._tensors, self._index, self._offload = tensors, index, tensors.offload
@@ -146,9 +141,9 @@ class _Saved:
         self._strides = torch.empty_like(
             tensor, device="meta"
         ).stride()  # without gaps, in the tensor's order of dimensions
-        self.size = tensor.numel() * tensor.element_size()
+        self.size = tensor.numel() * tensor.element_size()  # in bytes
         self._buffer = self._offload.buffers.take(self.size)
-        self.on_device: Tensor | None = tensor
+        self.on_device: Tensor | None = tensor  # the tensor, or None while only the host has it
         self._arriving = False
         self._copied: torch.cuda.Event | None = self._offload.copy(self._on_host(), tensor)
 

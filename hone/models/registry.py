@@ -45,32 +45,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class RandomInit:
-    """Settings by which ``hone init`` configures a family.
+    """Settings by which ``hone init`` configures a family."""
 
-    Attributes:
-        name: value of ``--arch``.
-        model_type: of the transformers config.
-        tied: whether input and output embeddings are one matrix.
-        settings: further keys of the config, from the shape and the context length.
-    """
-
-    name: str
-    model_type: str
-    tied: bool
+    name: str  # value of ``--arch``
+    model_type: str  # of the transformers config
+    tied: bool  # whether input and output embeddings are one matrix
+    # further keys of the config, from the shape and the context length
     settings: Callable[[Shape, int], dict[str, Any]] = field(default=lambda shape, context: {})
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Numbers that a model's KV cache holds, summed over its layers.
+    """Numbers that a model's KV cache holds, summed over its layers."""
 
-    Attributes:
-        per_token: for every cached token.
-        per_sequence: for every sequence, whatever its length (the state of linear attention).
-    """
-
-    per_token: int
-    per_sequence: int = 0
+    per_token: int  # for every cached token
+    per_sequence: int = 0  # for every sequence, whatever its length (the state of linear attention)
 
 
 def keys_and_values_size(settings: Mapping[str, Any]) -> CacheSize:

@@ -31,7 +31,6 @@ class WeightFiles:
     conversions is applied, and the tensors of one parameter are read at a time.
 
     Args:
-        directory: of the model.
         model: as transformers builds it, before adapters; storage is not needed.
 
     Raises:
@@ -227,7 +226,6 @@ def piece(size: int, pieces: int, place: int) -> tuple[int, int]:
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Tensor name to file."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}

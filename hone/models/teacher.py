@@ -103,7 +103,6 @@ def output_layer(model: ModelConfig, device: torch.device) -> OutputLayer:
     """Read the output layer of a model directory, and nothing else of it.
 
     Raises:
-        ConfigError: the model transforms its logits in a way that is not known here.
         ModelError: the directory is missing or holds no model.
     """
     empty, files = load_empty(policy_factory(model), model)

@@ -51,14 +51,11 @@ class KVTokens(NewTokens, Protocol):
 
 
 class LayerCache(Protocol):
-    """The state that one layer keeps of every row's tokens.
+    """The state that one layer keeps of every row's tokens."""
 
-    Attributes:
-        per_token: True if each token has entries of its own that softmax attention reads. Then a row's first tokens can be
-            kept without the rest, and rows may read a prompt's entries from one place that they share. False if a row is one
-            state: it is copied only as a whole, and every row holds its own prompt.
-    """
-
+    # True if each token has entries of its own that softmax attention reads. Then a row's first tokens can be kept
+    # without the rest, and rows may read a prompt's entries from one place that they share. False if a row is one
+    # state: it is copied only as a whole, and every row holds its own prompt.
     per_token: bool
 
     def resize(self, rows: int, capacity: int, *, used: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -22,21 +22,15 @@ NAME = "hone"
 
 @dataclass(frozen=True)
 class Scoring:
-    """The computation of attention scores from queries and keys that the model's attention module requests.
+    """The computation of attention scores from queries and keys that the model's attention module requests."""
 
-    Attributes:
-        scale: factor of ``query @ key``.
-        window: a token sees itself and the ``window - 1`` tokens before it; None means all (sliding window).
-        softcap: scores become ``softcap * tanh(score / softcap)``; None means no cap (Gemma 2).
-        sinks: ``[heads]`` extra scores that take probability and contribute no value, or None (GPT-OSS).
-        dropout: of the attention probabilities; transformers passes 0 outside training.
-    """
-
-    scale: float
+    scale: float  # factor of ``query @ key``
+    # a token sees itself and the ``window - 1`` tokens before it; None means all (sliding window)
     window: int | None = None
-    softcap: float | None = None
+    softcap: float | None = None  # scores become ``softcap * tanh(score / softcap)``; None means no cap (Gemma 2)
+    # ``[heads]`` extra scores that take probability and contribute no value, or None (GPT-OSS)
     sinks: Tensor | None = None
-    dropout: float = 0.0
+    dropout: float = 0.0  # of the attention probabilities; transformers passes 0 outside training
 
     @property
     def plain(self) -> bool:

@@ -46,16 +46,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ti
 
 
 class _Block(NamedTuple):
-    """Some batch entries of a tile, a slice of their queries, and the keys that those see.
-
-    Attributes:
-        sees_all: whether that is all keys of the tile.
-    """
+    """Some batch entries of a tile, a slice of their queries, and the keys that those see."""
 
     batch: slice
     queries: slice
     keys: slice
-    sees_all: bool
+    sees_all: bool  # whether that is all keys of the tile
 
 
 class _Attention(torch.autograd.Function):

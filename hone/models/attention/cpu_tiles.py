@@ -23,40 +23,24 @@ KEY_SLOTS = 1 << 14
 
 @dataclass(frozen=True)
 class CausalTile:
-    """Sequences of similar lengths.
+    """Sequences of similar lengths."""
 
-    Attributes:
-        rows: number of sequences.
-        prefix_width: columns for prefixes.
-        width: columns for suffixes.
-        queries: ``[rows * width]`` packed token in each query slot; padding repeats a token of its own sequence.
-        keys: ``[rows * (prefix_width + width)]`` packed token in each key slot.
-        hidden: ``[rows, prefix_width]`` True where no prefix token is, or None if every column is used.
-    """
-
-    rows: int
-    prefix_width: int
-    width: int
-    queries: Tensor
-    keys: Tensor
-    hidden: Tensor | None
+    rows: int  # number of sequences
+    prefix_width: int  # columns for prefixes
+    width: int  # columns for suffixes
+    queries: Tensor  # ``[rows * width]`` packed token in each query slot; padding repeats a token of its own sequence
+    keys: Tensor  # ``[rows * (prefix_width + width)]`` packed token in each key slot
+    hidden: Tensor | None  # ``[rows, prefix_width]`` True where no prefix token is, or None if every column is used
 
 
 class HeadTile(NamedTuple):
-    """A tile with one batch entry for each pair of a sequence and a key head.
+    """A tile with one batch entry for each pair of a sequence and a key head."""
 
-    Attributes:
-        shape: batch entries, query heads of a key head, queries.
-        prefix_width: key columns of the prefix; those of the suffix follow.
-        queries: row of ``query.flatten(0, 1)`` in each slot of ``shape``.
-        keys: row of ``key.flatten(0, 1)`` in each key slot.
-        hidden: ``[batch, 1, prefix_width]`` minus infinity where no token is, else 0; None if every column is used.
-    """
-
-    shape: tuple[int, int, int]
-    prefix_width: int
-    queries: Tensor
-    keys: Tensor
+    shape: tuple[int, int, int]  # batch entries, query heads of a key head, queries
+    prefix_width: int  # key columns of the prefix; those of the suffix follow
+    queries: Tensor  # row of ``query.flatten(0, 1)`` in each slot of ``shape``
+    keys: Tensor  # row of ``key.flatten(0, 1)`` in each key slot
+    # ``[batch, 1, prefix_width]`` minus infinity where no token is, else 0; None if every column is used
     hidden: Tensor | None
 
 

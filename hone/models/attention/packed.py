@@ -29,14 +29,10 @@ class PackedContext:
     tensor([[0, 1, 2, 0, 1]])
     >>> PackedContext.from_lengths([3, 4], shared=[0, 2]).position_ids
     tensor([[0, 1, 2, 2, 3]])
-
-    Attributes:
-        position_ids: ``[1, N]``, starting at 0 in each sequence.
-        sequences: index ranges of the sequences in the row.
     """
 
-    position_ids: Tensor
-    sequences: Sequences
+    position_ids: Tensor  # ``[1, N]``, starting at 0 in each sequence
+    sequences: Sequences  # index ranges of the sequences in the row
 
     @classmethod
     def from_lengths(

@@ -31,15 +31,10 @@ PAGE = 256
 
 @dataclass(frozen=True)
 class RowPages:
-    """Pages of rows that have one new token each.
+    """Pages of rows that have one new token each."""
 
-    Attributes:
-        tables: ``[R, W]`` int32, pages of each row in order; pages after its end are not read.
-        lengths: ``[R]`` int32, keys of each row, that of its new token included.
-    """
-
-    tables: Tensor
-    lengths: Tensor
+    tables: Tensor  # ``[R, W]`` int32, pages of each row in order; pages after its end are not read
+    lengths: Tensor  # ``[R]`` int32, keys of each row, that of its new token included
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         """Compute the attention of the new tokens; a row's does not depend on other rows.
@@ -48,7 +43,6 @@ class RowPages:
             query: ``[R, heads, d]``, in the dtype of the pool.
             keys: ``[pages, tokens of a page, kv_heads, d]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
             values: the same of the values.
-            scoring: of the scores.
 
         Returns:
             ``[R, heads, d]``.
@@ -59,17 +53,13 @@ class RowPages:
 
 @dataclass(frozen=True)
 class CachedPrompts:
-    """Rows with consecutive new tokens after those that their pages hold already.
+    """Rows with consecutive new tokens after those that their pages hold already."""
 
-    Attributes:
-        source: ``[K]`` int64, place in the pool of every token of the rows, one row after another: page times its tokens, plus place.
-        new: ``[R]`` new tokens of each row, on the CPU.
-        total: ``[R]`` all tokens of each row, on the CPU.
-    """
-
+    # ``[K]`` int64, place in the pool of every token of the rows, one row after another: page times its tokens, plus
+    # place
     source: Tensor
-    new: Tensor
-    total: Tensor
+    new: Tensor  # ``[R]`` new tokens of each row, on the CPU
+    total: Tensor  # ``[R]`` all tokens of each row, on the CPU
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         """Compute the attention of the new tokens ``[N, heads, d]``, one row after another; see :meth:`RowPages.attend`.

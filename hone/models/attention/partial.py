@@ -42,15 +42,10 @@ _TILE_ENTRIES_ELSEWHERE = 1 << 21
 
 
 class Totals(NamedTuple):
-    """Sums of the parts of some queries.
+    """Sums of the parts of some queries."""
 
-    Attributes:
-        out: ``[n, heads, d_v]``.
-        lse: ``[n, heads]``, log-sum-exp of the scores; minus infinity before the first part.
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # ``[n, heads, d_v]``
+    lse: Tensor  # ``[n, heads]``, log-sum-exp of the scores; minus infinity before the first part
 
     @classmethod
     def empty(cls, query: Tensor, value: Tensor) -> Totals:
@@ -81,66 +76,38 @@ class Totals(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Gradient and results of the whole, for the backward pass of every part.
+    """Gradient and results of the whole, for the backward pass of every part."""
 
-    Attributes:
-        grad: ``[n, heads, d_v]``, gradient of the output.
-        out: ``[n, heads, d_v]``, the output.
-        lse: ``[n, heads]``, log-sum-exp of all scores.
-        delta: ``[n, heads]``, sum of ``grad * out`` over the last dimension.
-    """
-
-    grad: Tensor
-    out: Tensor
-    lse: Tensor
-    delta: Tensor
+    grad: Tensor  # ``[n, heads, d_v]``, gradient of the output
+    out: Tensor  # ``[n, heads, d_v]``, the output
+    lse: Tensor  # ``[n, heads]``, log-sum-exp of all scores
+    delta: Tensor  # ``[n, heads]``, sum of ``grad * out`` over the last dimension
 
 
 class _Tile(NamedTuple):
-    """Runs of similar sizes, padded on the right.
+    """Runs of similar sizes, padded on the right."""
 
-    Attributes:
-        shape: runs, queries, keys.
-        queries: ``[runs * queries]`` query in each slot; padding repeats the last one of its run.
-        keys: ``[runs * keys]`` key in each slot; padding repeats the last one of its run.
-        real: slots of ``queries`` that are not padding; None for all.
-        padding: ``[runs * queries, 1, 1]``, True in the others; None for none.
-        query_positions: ``[runs, queries]``.
-        key_positions: ``[runs, keys]``, of padding larger than any other.
-        masked: whether a query of the tile does not see all of the keys.
-    """
-
-    shape: tuple[int, int, int]
-    queries: Tensor
-    keys: Tensor
-    real: Tensor | None
-    padding: Tensor | None
-    query_positions: Tensor
-    key_positions: Tensor
-    masked: bool
+    shape: tuple[int, int, int]  # runs, queries, keys
+    queries: Tensor  # ``[runs * queries]`` query in each slot; padding repeats the last one of its run
+    keys: Tensor  # ``[runs * keys]`` key in each slot; padding repeats the last one of its run
+    real: Tensor | None  # slots of ``queries`` that are not padding; None for all
+    padding: Tensor | None  # ``[runs * queries, 1, 1]``, True in the others; None for none
+    query_positions: Tensor  # ``[runs, queries]``
+    key_positions: Tensor  # ``[runs, keys]``, of padding larger than any other
+    masked: bool  # whether a query of the tile does not see all of the keys
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs in which the queries of one block meet the keys of another, or of its own.
+    """The runs in which the queries of one block meet the keys of another, or of its own."""
 
-    Attributes:
-        queries: of each run, by place in their block, ascending by sequence and position.
-        keys: of each run, by place in theirs; at least one.
-        query_positions: ``[Q]`` in their sequences.
-        key_positions: ``[K]``.
-        within: whether both are of one block; then the last keys of a run are its queries.
-        block: ``(queries, keys)`` of the blocks, runs or not.
-        device: of the states.
-    """
-
-    queries: Ragged
-    keys: Ragged
-    query_positions: Tensor
-    key_positions: Tensor
-    within: bool
-    block: tuple[int, int]
-    device: torch.device
+    queries: Ragged  # of each run, by place in their block, ascending by sequence and position
+    keys: Ragged  # of each run, by place in theirs; at least one
+    query_positions: Tensor  # ``[Q]`` in their sequences
+    key_positions: Tensor  # ``[K]``
+    within: bool  # whether both are of one block; then the last keys of a run are its queries
+    block: tuple[int, int]  # ``(queries, keys)`` of the blocks, runs or not
+    device: torch.device  # of the states
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -244,28 +211,17 @@ def add_part(
 
 
 def add_part_gradients(
-    grads: tuple[Tensor, Tensor, Tensor],
-    incoming: Incoming,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scoring: Scoring,
-    runs: Runs,
+    grads: tuple[Tensor, Tensor, Tensor],  # of the shapes of ``query``, ``key`` and ``value``, in float32 or better
+    incoming: Incoming,  # gradient and results of the whole
+    query: Tensor,  # see :func:`add_part`, and the next four too
+    key: Tensor,  # see ``query``
+    value: Tensor,  # see ``query``
+    scoring: Scoring,  # see ``query``
+    runs: Runs,  # see ``query``
     *,
-    fused: bool,
+    fused: bool,  # as in the forward pass
 ) -> None:
-    """Add the gradients of one part to those of queries, keys and values; see :func:`add_part`.
-
-    Args:
-        grads: of the shapes of ``query``, ``key`` and ``value``, in float32 or better.
-        incoming: gradient and results of the whole.
-        query: see :func:`add_part`, and the next four too.
-        key: see ``query``.
-        value: see ``query``.
-        scoring: see ``query``.
-        runs: see ``query``.
-        fused: as in the forward pass.
-    """
+    """Add the gradients of one part to those of queries, keys and values; see :func:`add_part`."""
     if len(runs.queries) == 0:
         return
     if fused:

@@ -29,16 +29,11 @@ class Sequences:
         sequence 0     a b c d e
         sequence 1     a b c       f g              shares three tokens with sequence 0
         sequence 2     a b c       f     h i        shares four tokens with sequence 1
-
-    Attributes:
-        prefixes: packed tokens of each prefix.
-        suffix_start: ``[B]`` index of the first suffix token.
-        suffix_length: ``[B]`` number of suffix tokens, at least 1.
     """
 
-    prefixes: Ragged
-    suffix_start: Tensor
-    suffix_length: Tensor
+    prefixes: Ragged  # packed tokens of each prefix
+    suffix_start: Tensor  # ``[B]`` index of the first suffix token
+    suffix_length: Tensor  # ``[B]`` number of suffix tokens, at least 1
 
     @classmethod
     def from_shared(cls, lengths: Tensor, shared: Tensor) -> Sequences:
@@ -134,17 +129,11 @@ def _longest_first(suffixes: list[int], prefixes: list[int]) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class PaddedTile:
-    """Whole sequences (prefix and suffix) of similar length, padded on the right.
+    """Whole sequences (prefix and suffix) of similar length, padded on the right."""
 
-    Attributes:
-        rows: number of sequences.
-        width: tokens of the longest.
-        source: ``[rows * width]`` packed token in each slot; padding repeats the last token of its own sequence.
-    """
-
-    rows: int
-    width: int
-    source: Tensor
+    rows: int  # number of sequences
+    width: int  # tokens of the longest
+    source: Tensor  # ``[rows * width]`` packed token in each slot; padding repeats the last token of its own sequence
 
     def gather(self, states: Tensor) -> Tensor:
         """Gather packed ``states [N, ...]`` to ``[rows, width, ...]``."""
@@ -153,15 +142,10 @@ class PaddedTile:
 
 @dataclass(frozen=True)
 class PaddedTiles:
-    """All sequences of a packed row as padded tiles.
+    """All sequences of a packed row as padded tiles."""
 
-    Attributes:
-        tiles: the tiles.
-        slot_of: ``[N]`` slot, counted over all tiles, that holds each packed token.
-    """
-
-    tiles: list[PaddedTile]
-    slot_of: Tensor
+    tiles: list[PaddedTile]  # the tiles
+    slot_of: Tensor  # ``[N]`` slot, counted over all tiles, that holds each packed token
 
     @classmethod
     def from_sequences(cls, sequences: Sequences, device: torch.device) -> PaddedTiles:

@@ -25,22 +25,17 @@ _NUMBERS = itertools.count()
 
 
 class TraceableContext:
-    """An attention context for compiled layers, with the attention of a packed context.
-
-    Attributes:
-        position_ids: ``[1, N]``.
-        number: tensor on the CPU with the number of the packed context.
-        plan: arguments of the variable-length call; None where the device has no such call.
-    """
+    """An attention context for compiled layers, with the attention of a packed context."""
 
     def __init__(self, context: PackedContext) -> None:
-        self.position_ids = context.position_ids
+        self.position_ids = context.position_ids  # ``[1, N]``
         number = next(_NUMBERS)
-        self.number = torch.tensor(number)
+        self.number = torch.tensor(number)  # tensor on the CPU with the number of the packed context
         _CONTEXTS[number] = context
         weakref.finalize(self.number.untyped_storage(), _CONTEXTS.pop, number)
         device = self.position_ids.device
         usable = device.type != "cpu" and varlen.device_obstacle(device) is None
+        # arguments of the variable-length call; None where the device has no such call
         self.plan = context.varlen_plan if usable else None
         if self.plan is not None:
             gather = self.plan.gather

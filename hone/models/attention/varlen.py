@@ -35,23 +35,14 @@ _WIDEST_HEAD = 256
 
 @dataclass(frozen=True)
 class VarlenPlan:
-    """The arguments of a variable-length attention call that depend on the sequences alone.
+    """The arguments of a variable-length attention call that depend on the sequences alone."""
 
-    Attributes:
-        query_ends: ``[B + 1]`` int32, first query of each sequence, and the number of queries.
-        key_ends: ``[B + 1]`` int32, the same for keys.
-        longest_query: queries of the sequence that has most.
-        longest_key: keys of the sequence that has most.
-        gather: gathers the keys; None if they are in order already, as without prefixes.
-        names_groups: whether the installed torch takes ``enable_gqa``, which says that query heads share key heads.
-    """
-
-    query_ends: Tensor
-    key_ends: Tensor
-    longest_query: int
-    longest_key: int
-    gather: Gather | None
-    names_groups: bool
+    query_ends: Tensor  # ``[B + 1]`` int32, first query of each sequence, and the number of queries
+    key_ends: Tensor  # ``[B + 1]`` int32, the same for keys
+    longest_query: int  # queries of the sequence that has most
+    longest_key: int  # keys of the sequence that has most
+    gather: Gather | None  # gathers the keys; None if they are in order already, as without prefixes
+    names_groups: bool  # whether the installed torch takes ``enable_gqa``, which says that query heads share key heads
 
     @classmethod
     def from_sequences(cls, sequences: Sequences, device: torch.device) -> VarlenPlan:

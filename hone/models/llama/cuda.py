@@ -48,33 +48,20 @@ def is_supported_model(causal: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A layer's weights and projections, ready for the fused operators.
+    """A layer's weights and projections, ready for the fused operators."""
 
-    Attributes:
-        index: position of the layer in the model.
-        heads: number of query, key and value heads.
-        head_dim: width of each.
-        scoring: scale and window of attention.
-        input_norm: weight and epsilon.
-        post_attention_norm: weight and epsilon.
-        qk_norm: weights ``[2, head_dim]`` of queries and keys and their epsilon; None without QK norm.
-        qkv: joint projection to queries, keys and values.
-        out: projection of the attention output.
-        gate_up: joint projection of the MLP.
-        down: its projection back.
-    """
-
-    index: int
-    heads: tuple[int, int, int]
-    head_dim: int
-    scoring: Scoring
-    input_norm: tuple[Tensor, float]
-    post_attention_norm: tuple[Tensor, float]
+    index: int  # position of the layer in the model
+    heads: tuple[int, int, int]  # number of query, key and value heads
+    head_dim: int  # width of each
+    scoring: Scoring  # scale and window of attention
+    input_norm: tuple[Tensor, float]  # weight and epsilon
+    post_attention_norm: tuple[Tensor, float]  # weight and epsilon
+    # weights ``[2, head_dim]`` of queries and keys and their epsilon; None without QK norm
     qk_norm: tuple[Tensor, float] | None
-    qkv: Callable[[Tensor], Tensor]
-    out: Callable[[Tensor], Tensor]
-    gate_up: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor], Tensor]
+    qkv: Callable[[Tensor], Tensor]  # joint projection to queries, keys and values
+    out: Callable[[Tensor], Tensor]  # projection of the attention output
+    gate_up: Callable[[Tensor], Tensor]  # joint projection of the MLP
+    down: Callable[[Tensor], Tensor]  # its projection back
 
     @classmethod
     def from_layer(
@@ -102,23 +89,14 @@ class FusedLayer:
 
     def forward(
         self,
-        residual: Tensor,
-        delta: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        context: AttentionContext,
-        dtype: torch.dtype,
-        shape: tuple[int, int],
+        residual: Tensor,  # ``[N, H]`` before ``delta`` is added
+        delta: Tensor | None,  # output of the layer before; None if there is none
+        rotary: tuple[Tensor, Tensor],  # cosines and sines ``[N, head_dim / 2]``
+        context: AttentionContext,  # gets queries, keys and values
+        dtype: torch.dtype,  # of projections
+        shape: tuple[int, int],  # batch and length; N is one times the other
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream ``[N, H]`` after attention, and the output of the MLP, which is not added yet.
-
-        Args:
-            residual: ``[N, H]`` before ``delta`` is added.
-            delta: output of the layer before; None if there is none.
-            rotary: cosines and sines ``[N, head_dim / 2]``.
-            context: gets queries, keys and values.
-            dtype: of projections.
-            shape: batch and length; N is one times the other.
-        """
+        """Return the residual stream ``[N, H]`` after attention, and the output of the MLP, which is not added yet."""
         if delta is None:
             normed = rms_norm(residual, *self.input_norm, dtype)
         else:

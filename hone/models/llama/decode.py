@@ -73,19 +73,14 @@ class _RMSNorm:
 
 @dataclass(frozen=True)
 class _DecodeLayer:
-    """A layer's weights, fused and in the compute dtype.
-
-    Attributes:
-        heads: number of query, key and value heads, in the order of the ``qkv`` output.
-        head_dim: width of each.
-        qk_norm: norm of all query and key heads at once, or None. Query and key channels are permuted so that each RoPE pair
-            is adjacent.
-    """
+    """A layer's weights, fused and in the compute dtype."""
 
     input_norm: _RMSNorm
     qkv: FusedLinear
-    heads: tuple[int, int, int]
-    head_dim: int
+    heads: tuple[int, int, int]  # number of query, key and value heads, in the order of the ``qkv`` output
+    head_dim: int  # width of each
+    # norm of all query and key heads at once, or None. Query and key channels are permuted so that each RoPE pair is
+    # adjacent.
     qk_norm: _RMSNorm | None
     scoring: Scoring
     out: FusedLinear

@@ -18,13 +18,9 @@ from hone.models.registry import family_of
 
 @dataclass(frozen=True)
 class LlamaLayer:
-    """A decoder layer of a Hugging Face model, seen as a Llama-shaped layer.
+    """A decoder layer of a Hugging Face model, seen as a Llama-shaped layer."""
 
-    Attributes:
-        module: the layer.
-    """
-
-    module: Any
+    module: Any  # the layer
 
     @property
     def attention(self) -> Any:

@@ -45,14 +45,11 @@ class HeapWatch:
 
     The first update after a trim sets the baseline. Growth by more than a quarter and 128 MiB is fragmentation or longer
     micro-batches; a trim resolves either.
-
-    Attributes:
-        trims: number of trims so far.
     """
 
     def __init__(self) -> None:
         keep_freed_memory()
-        self.trims = 0
+        self.trims = 0  # number of trims so far
         self._settled: int | None = None
 
     def __call__(self) -> None:
@@ -89,14 +86,10 @@ def peak_memory() -> int:
 
 
 class MemoryUse:
-    """Memory of this process since before its models were built; create it then, call it at any later time.
-
-    Attributes:
-        bare: resident bytes at creation.
-    """
+    """Memory of this process since before its models were built; create it then, call it at any later time."""
 
     def __init__(self) -> None:
-        self.bare = resident_memory() if _STATM.exists() else 0
+        self.bare = resident_memory() if _STATM.exists() else 0  # resident bytes at creation
 
     def __call__(self) -> dict[str, float]:
         """Return GiB: ``bare`` and ``peak`` of host memory, and ``device_peak`` on a GPU."""

@@ -136,22 +136,13 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(
-    joint: Tensor,
-    norms: Tensor | None,
-    rotary: tuple[Tensor, Tensor],
+    joint: Tensor,  # queries, keys and values, in this order
+    norms: Tensor | None,  # ``[2, d]`` weights of the RMS norm of queries and of keys, or None without QK norm
+    rotary: tuple[Tensor, Tensor],  # cosines and sines ``[N, d / 2]`` of each token's angles
     *,
-    epsilon: float,
+    epsilon: float,  # of the norm
     queries: int,
     keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a joint projection ``[N, heads, d]`` into queries, keys and values, contiguous.
-
-    Args:
-        joint: queries, keys and values, in this order.
-        norms: ``[2, d]`` weights of the RMS norm of queries and of keys, or None without QK norm.
-        rotary: cosines and sines ``[N, d / 2]`` of each token's angles.
-        epsilon: of the norm.
-        queries: number of query heads.
-        keys: number of key heads.
-    """
+    """Split a joint projection ``[N, heads, d]`` into queries, keys and values, contiguous."""
     return torch.ops.hone.split_heads(joint, norms, *rotary, epsilon, queries, keys)
