@@ -28,25 +28,15 @@ hone explain entropy_collapse
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the glossary.
+    """A term of the glossary."""
 
-    Attributes:
-        name: the term; two terms that are explained together are separated by a comma.
-        meaning: one to three sentences.
-        section: heading of the page.
-        also: other names.
-        page: page below docs/, or empty.
-        keys: configuration keys that belong to it.
-        metrics: metrics that measure it.
-    """
-
-    name: str
-    meaning: str
-    section: str
-    also: tuple[str, ...] = ()
-    page: str = ""
-    keys: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ()
+    name: str  # the term; two terms that are explained together are separated by a comma
+    meaning: str  # one to three sentences
+    section: str  # heading of the page
+    also: tuple[str, ...] = ()  # other names
+    page: str = ""  # page below docs/, or empty
+    keys: tuple[str, ...] = ()  # configuration keys that belong to it
+    metrics: tuple[str, ...] = ()  # metrics that measure it
 
     @property
     def names(self) -> tuple[str, ...]:

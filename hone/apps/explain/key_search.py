@@ -76,11 +76,7 @@ Answer = KeyAnswer | ForeignAnswer
 
 
 def answer(words: str, commands: list[str]) -> list[Answer]:
-    """Return the descriptions of a key, a block, or words.
-
-    Raises:
-        ConfigError: nothing matches; the message suggests the nearest keys.
-    """
+    """Return the descriptions of a key, a block, or words."""
     if " " in words.strip():
         matches = search(words, commands)
         if matches:

@@ -38,19 +38,12 @@ _METHODS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Description of a term by one source.
+    """Description of a term by one source."""
 
-    Attributes:
-        kind: term, key, metric, detector, preset, code or method.
-        name: exact name.
-        text: description for a person, of one or several lines.
-        facts: the description as plain data.
-    """
-
-    kind: str
-    name: str
-    text: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    kind: str  # term, key, metric, detector, preset, code or method
+    name: str  # exact name
+    text: str  # description for a person, of one or several lines
+    facts: dict[str, Any] = field(default_factory=dict)  # the description as plain data
 
     def as_json(self) -> dict[str, Any]:
         """Return the explanation as plain data."""
@@ -62,11 +55,7 @@ class Explanation:
 
 
 def explain(words: str) -> list[Explanation]:
-    """Return what every source says about a term: exact names first, else the entries that contain all words.
-
-    Raises:
-        ConfigError: nothing matches; the message names the nearest terms.
-    """
+    """Return what every source says about a term: exact names first, else the entries that contain all words."""
     name = " ".join(words.split())
     if not name:
         raise ConfigError("no term is given", fix="hone explain staleness", code="E-config")

@@ -16,9 +16,6 @@ def export_records(folder: Path, out: Path, step: int | None = None) -> int:
         folder: folder of the archive.
         out: file to write.
         step: step with a file; None for all.
-
-    Raises:
-        HoneError: there is no such step, or the file cannot be written.
     """
     archive, rows = require_archive(folder), 0
     with atomic_file(out) as file:

@@ -102,11 +102,7 @@ def _alive(pid: Any) -> bool:
 
 
 def read_whole_run(path: Path, name: str = "") -> Run:
-    """Read a run directory.
-
-    Raises:
-        HoneError: one of its files is damaged (code E-runs).
-    """
+    """Read a run directory."""
     config = path / CONFIG
     try:
         tree = read_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
@@ -148,11 +144,7 @@ def run_names(root: Path) -> dict[str, Path]:
 
 
 def find_run(wanted: str, root: Path) -> Run:
-    """Find a run by its directory, its name below ``root`` (``project/experiment``), or the last part of that name.
-
-    Raises:
-        HoneError: no run matches, or the short name fits several; the message lists names.
-    """
+    """Find a run by its directory, its name below ``root`` (``project/experiment``), or the last part of that name."""
     if (Path(wanted) / RUN).is_file():
         return read_whole_run(Path(wanted), wanted.rstrip("/"))
     paths_by_name = run_names(root)
@@ -186,21 +178,14 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Summary:
-    """One metric of one run.
+    """One metric of one run."""
 
-    Attributes:
-        count: number of steps that have it.
-        first: first value.
-        last: latest value.
-        best: largest, or smallest where less is better (losses, error rates, times); None if neither is better, as for KL.
-        best_step: first step with the best value.
-    """
-
-    count: int
-    first: float
-    last: float
+    count: int  # number of steps that have it
+    first: float  # first value
+    last: float  # latest value
+    # largest, or smallest where less is better (losses, error rates, times); None if neither is better, as for KL
     best: float | None
-    best_step: int | None
+    best_step: int | None  # first step with the best value
 
 
 def summarise(run: Run, metric: str) -> Summary | None:
@@ -234,11 +219,7 @@ def headline_metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def require_metrics(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Check that every requested metric is in one of the runs.
-
-    Raises:
-        HoneError: a metric is in none; the message names the nearest ones.
-    """
+    """Check that every requested metric is in one of the runs."""
     have = sorted({name for run in runs for name in run.names()})
     for name in names:
         if name not in have:

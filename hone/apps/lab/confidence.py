@@ -16,21 +16,13 @@ from hone.errors import HoneError
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """One arm compared with the first by one score.
+    """One arm compared with the first by one score."""
 
-    Attributes:
-        score: what was measured.
-        first: names of the runs of the first arm.
-        second: names of the runs of the other arm.
-        result: the comparison.
-        paired_by_seed: True if the runs of a pair share their seed.
-    """
-
-    score: str
-    first: tuple[str, ...]
-    second: tuple[str, ...]
-    result: Comparison
-    paired_by_seed: bool
+    score: str  # what was measured
+    first: tuple[str, ...]  # names of the runs of the first arm
+    second: tuple[str, ...]  # names of the runs of the other arm
+    result: Comparison  # the comparison
+    paired_by_seed: bool  # True if the runs of a pair share their seed
 
     def record(self) -> dict[str, Any]:
         """Return the comparison as an object for JSON."""
@@ -57,12 +49,8 @@ def compare_arms(
 
     Args:
         runs: two or more; those with equal configurations apart from the seed form an arm.
-        scores: their scores.
         level: level of the intervals.
         effect: difference that the needed seeds should find; None means the observed one.
-
-    Raises:
-        HoneError: the runs have no prompts in common (code E-runs).
     """
     arms = split_arms([run.config for run in runs])
     results = []
@@ -78,13 +66,8 @@ def compare_pair(first: Run, second: Run, scores: RunScores, *, level: float = 0
     """Compare one run with another, whatever their configurations.
 
     Args:
-        first: run to compare with.
         second: the other run.
-        scores: their scores.
         level: level of the interval.
-
-    Raises:
-        HoneError: the runs have no prompts in common (code E-runs).
     """
     paired, by_seed = _paired([first, second], scores.values, [0], [1])
     result = compare_paired(paired, more_is_better=scores.more_is_better, level=level)

@@ -66,19 +66,12 @@ class ForkRequest:
 
 @dataclass(frozen=True)
 class Fork:
-    """Continuations from one turn.
+    """Continuations from one turn."""
 
-    Attributes:
-        turn: number of replayed turns.
-        text: what the policy said in the turn that follows in the record; empty after the last.
-        rewards: reward of every continuation with a verdict.
-        passed: whether each of them passes.
-    """
-
-    turn: int
-    text: str
-    rewards: list[float]
-    passed: list[bool]
+    turn: int  # number of replayed turns
+    text: str  # what the policy said in the turn that follows in the record; empty after the last
+    rewards: list[float]  # reward of every continuation with a verdict
+    passed: list[bool]  # whether each of them passes
 
     @property
     def success(self) -> float:
@@ -120,11 +113,7 @@ class ForkedEpisode:
 
 
 def fork(request: ForkRequest) -> ForkedEpisode:
-    """Continue a recorded episode from its turns.
-
-    Raises:
-        HoneError: the run has no such episode, its loop cannot be continued, or the conversation does not repeat.
-    """
+    """Continue a recorded episode from its turns."""
     folder = find_run(request.run, request.root).path
     config = run_config(folder)
     step, record, segments = _recorded(folder, config, request)
@@ -165,14 +154,6 @@ def fork(request: ForkRequest) -> ForkedEpisode:
 class Continuations:
     """Player of the continuations of one recorded episode.
 
-    Args:
-        engine: engine that continues.
-        context: context of the run's episodes.
-        sample: dataset row.
-        sampling: sampling parameters.
-        turns: recorded turns.
-        seed: of the continuations.
-
     Raises:
         ConfigError: the row's loop is not a conversation of Hone's, so its turns cannot be replayed.
     """
@@ -180,8 +161,8 @@ class Continuations:
     def __init__(
         self,
         engine: Engine,
-        context: EpisodeContext,
-        sample: Sample,
+        context: EpisodeContext,  # context of the run's episodes
+        sample: Sample,  # dataset row
         sampling: SamplingParams,
         turns: Sequence[RecordedTurn],
         seed: int,
@@ -253,7 +234,6 @@ def _recorded(folder: Path, config: RLConfig, request: ForkRequest) -> tuple[int
 
 
 def _sample(config: RLConfig, tokenizer: Any, recorded: Trajectory, archive: Path) -> Sample:
-    """Return the dataset row with the recorded prompt and its images."""
     dataset = prompt_dataset(config, config.data.train_files, tokenizer, config.data.train_max_samples)
     name = row_of(recorded.uid)
     row = next((row for row in map(dataset.__getitem__, range(len(dataset))) if row.uid == name), None)

@@ -20,34 +20,21 @@ from hone.insight.run_directory import RunDirectory, RunStatus
 
 @dataclass(frozen=True)
 class Imported:
-    """Result of an import.
+    """Result of an import."""
 
-    Attributes:
-        out: run directory that was written.
-        format: name of the format.
-        files: files that were read.
-        rows: sequences by step, those of validations left out.
-        validation: sequences of validations by step.
-    """
-
-    out: Path
-    format: str
-    files: list[Path]
-    rows: dict[int, int]
-    validation: dict[int, int]
+    out: Path  # run directory that was written
+    format: str  # name of the format
+    files: list[Path]  # files that were read
+    rows: dict[int, int]  # sequences by step, those of validations left out
+    validation: dict[int, int]  # sequences of validations by step
 
 
 def import_rollouts(source: Path, out: Path, name: str = AUTO) -> Imported:
     """Convert rollouts of another program to a run directory that all readers open.
 
     Args:
-        source: file or folder.
         out: run directory to write; it must not exist, or be empty.
         name: format, ``auto`` to find out.
-
-    Raises:
-        DataError: the source is not of the format or is damaged, or ``out`` has files.
-        HoneError: ``out`` cannot be written.
     """
     importer, files = choose_importer(source, name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -74,11 +61,7 @@ def import_rollouts(source: Path, out: Path, name: str = AUTO) -> Imported:
 
 
 def _rows(importer: Importer, file: Path) -> Iterator[tuple[tuple[bool, int], Row]]:
-    """Yield the rows of a file, each with whether it is of a validation and its step.
-
-    Raises:
-        DataError: a row is not of the format.
-    """
+    """Yield the rows of a file, each with whether it is of a validation and its step."""
     count = 0
     try:
         for row in importer.read(file):
@@ -93,11 +76,6 @@ def _rows(importer: Importer, file: Path) -> Iterator[tuple[tuple[bool, int], Ro
 
 
 def _table(rows: list[Row], where: str) -> pa.Table:
-    """Return the rows as a table of the archive.
-
-    Raises:
-        DataError: a value is not of its column's type, or a required one is missing.
-    """
     try:
         return to_table(rows)
     except (TypeError, ValueError, OverflowError) as error:
@@ -115,7 +93,6 @@ def _numbered(row: dict[str, Any], numbers: Counter[Any], place: tuple[bool, int
 
 
 def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics of a step that its rows give."""
     scores = [row["score"] for row in rows if row.get("score") is not None]
     lengths = [len(row["response_ids"]) for row in rows if row.get("response_ids")]
     means = {"critic/score/mean": scores, "response_length/mean": lengths}

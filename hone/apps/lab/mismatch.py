@@ -112,29 +112,17 @@ class MismatchRequest:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Result of the comparison.
+    """Result of the comparison."""
 
-    Attributes:
-        request: request of the comparison.
-        tokens: number of compared sampled tokens.
-        metrics: metrics by name, as in a training run.
-        verdict: verdict on the metrics.
-        reasons: reasons of the verdict.
-    """
-
-    request: MismatchRequest
-    tokens: int
-    metrics: dict[str, float]
-    verdict: Verdict
-    reasons: list[str]
+    request: MismatchRequest  # request of the comparison
+    tokens: int  # number of compared sampled tokens
+    metrics: dict[str, float]  # metrics by name, as in a training run
+    verdict: Verdict  # verdict on the metrics
+    reasons: list[str]  # reasons of the verdict
 
 
 def measure(request: MismatchRequest) -> Mismatch:
-    """Sample answers with the engine, and compute their log-probs with the trainer.
-
-    Raises:
-        HoneError: the model cannot be loaded, or the engine cannot serve it.
-    """
+    """Sample answers with the engine, and compute their log-probs with the trainer."""
     if request.temperature <= 0:
         raise ConfigError("temperature 0 samples only the most likely tokens", fix="--temperature 1")
     device, tokenizer = prepare_torch(RunConfig()), load_tokenizer(request.model)

@@ -20,23 +20,14 @@ MIN_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that saves time.
+    """A change that saves time."""
 
-    Attributes:
-        code: stable identifier, such as ``gen-async``.
-        stage: stage that it shortens.
-        change: keys to set.
-        why: reason in the numbers of the run.
-        speedup: steps per second after the change over those before, if the change removes all that it can remove.
-        changes_training: whether the run also computes something else.
-    """
-
-    code: str
-    stage: str
-    change: str
-    why: str
-    speedup: float
-    changes_training: bool = False
+    code: str  # stable identifier, such as ``gen-async``
+    stage: str  # stage that it shortens
+    change: str  # keys to set
+    why: str  # reason in the numbers of the run
+    speedup: float  # steps per second after the change over those before, if the change removes all that it can remove
+    changes_training: bool = False  # whether the run also computes something else
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,6 @@ class Profile:
 
     Attributes:
         first, last: the measured steps.
-        steps: number of them.
         seconds: wall time from the beginning of a step to that of the next, checkpoints and validation included.
         stages: seconds per step by stage, the longest first; they sum to ``seconds``.
         parts: seconds of the parts of ``update_weights``.
@@ -75,9 +65,6 @@ def profile_run(run: Run, last: int | None = None) -> Profile:
     Args:
         run: a run with metrics.
         last: number of steps to use, the newest ones; None: all.
-
-    Raises:
-        HoneError: the run has no complete step.
     """
     rows = [row for row in run.metrics if row.get("timing_s/step", 0.0) > 0]
     if not rows:
@@ -333,21 +320,13 @@ def _other(profile: Profile, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 @dataclass(frozen=True)
 class ProcessShares:
-    """Shares of the wall time of the measured steps in one process; they sum to 1.
+    """Shares of the wall time of the measured steps in one process; they sum to 1."""
 
-    Attributes:
-        name: ``role`` or ``role[rank]``.
-        work: in an activity, and not in a wait.
-        wait: in a wait for something outside the process.
-        idle: in neither.
-        longest_wait: wait with the most seconds; "" without any.
-    """
-
-    name: str
-    work: float
-    wait: float
-    idle: float
-    longest_wait: str = ""
+    name: str  # ``role`` or ``role[rank]``
+    work: float  # in an activity, and not in a wait
+    wait: float  # in a wait for something outside the process
+    idle: float  # in neither
+    longest_wait: str = ""  # wait with the most seconds; "" without any
 
 
 def process_shares(processes: Sequence[ProcessTimeline], first: int, last: int) -> list[ProcessShares]:

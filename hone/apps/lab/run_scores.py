@@ -27,17 +27,12 @@ _NUMBERS = ("critic/rewards/mean", "val/loss", "train/loss")
 
 @dataclass(frozen=True)
 class RunScores:
-    """Scores of several runs, measured alike.
+    """Scores of several runs, measured alike."""
 
-    Attributes:
-        name: what was measured, with its step.
-        values: prompt to score for each run; the prompt is empty for a metric that has one number per run.
-        more_is_better: False for losses.
-    """
-
-    name: str
+    name: str  # what was measured, with its step
+    # prompt to score for each run; the prompt is empty for a metric that has one number per run
     values: Sequence[Mapping[str, float]]
-    more_is_better: bool
+    more_is_better: bool  # False for losses
 
 
 def stored_samples(folder: Path) -> dict[int, Callable[[], Iterable[dict[str, Any]]]]:
@@ -70,11 +65,7 @@ def scores_in_common(runs: Sequence[Run], metric: str | None = None) -> RunScore
 
 
 def require_scores(runs: Sequence[Run], metric: str | None = None) -> RunScores:
-    """Return :func:`scores_in_common`.
-
-    Raises:
-        HoneError: the runs have none (code E-runs).
-    """
+    """Return :func:`scores_in_common`."""
     scores = scores_in_common(runs, metric)
     if scores is None:
         named = ", ".join(run.name for run in runs)

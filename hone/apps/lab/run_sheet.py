@@ -24,11 +24,7 @@ _WIDTH = 60
 
 
 def add_note(path: Path, text: str) -> None:
-    """Append a note to a run directory.
-
-    Raises:
-        HoneError: the text is empty, or the disk is full or not writable.
-    """
+    """Append a note to a run directory."""
     if not text.strip():
         raise HoneError("the note is empty", fix='hone runs note RUN "what you saw"', code="E-runs")
     line = json.dumps({"at": now(), "text": text.strip()}, ensure_ascii=False)
@@ -37,11 +33,7 @@ def add_note(path: Path, text: str) -> None:
 
 
 def read_notes(path: Path) -> list[dict[str, str]]:
-    """Return the notes of a run directory, oldest first.
-
-    Raises:
-        HoneError: a line is not a note (code E-runs).
-    """
+    """Return the notes of a run directory, oldest first."""
     file = path / NOTES
     notes = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.is_file() else (), 1):
@@ -57,25 +49,15 @@ def read_notes(path: Path) -> list[dict[str, str]]:
 
 def sheet(
     run: Run,
-    base_name: str,
-    base_config: Mapping[str, Any],
+    base_name: str,  # name of what its configuration is compared with
+    base_config: Mapping[str, Any],  # that configuration, dotted key to value
     *,
-    metric: str | None,
-    verdict: ArmComparison | None,
+    metric: str | None,  # metric of the curve; None means the most important one
+    verdict: ArmComparison | None,  # comparison with the base run; None if the base is not a run
     notes: Sequence[Mapping[str, str]],
-    picture: str | None = None,
+    picture: str | None = None,  # path of a picture of the curve relative to the page, or None
 ) -> str:
-    """Return the page of a run as Markdown.
-
-    Args:
-        run: the run.
-        base_name: name of what its configuration is compared with.
-        base_config: that configuration, dotted key to value.
-        metric: metric of the curve; None means the most important one.
-        verdict: comparison with the base run; None if the base is not a run.
-        notes: notes of the run.
-        picture: path of a picture of the curve relative to the page, or None.
-    """
+    """Return the page of a run as Markdown."""
     return "\n".join(
         [
             f"# {run.name}",

@@ -22,11 +22,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def read_trace(run: Run) -> RunTrace:
-    """Return the trace of a run; samples, micro-batches and weights are read step by step.
-
-    Raises:
-        HoneError: ``coverage.jsonl`` is damaged (code E-runs).
-    """
+    """Return the trace of a run; samples, micro-batches and weights are read step by step."""
     archive = open_archive(run.path / "rollouts")
     samples = stored_samples(archive.folder)
     return RunTrace(
@@ -103,11 +99,7 @@ def _weights(path: Path) -> dict[str, tuple[str, float]]:
 
 
 def tensor_prints(files: list[Path]) -> dict[str, tuple[str, float]]:
-    """Return the hash and the L2 norm of every tensor of safetensors files.
-
-    Raises:
-        HoneError: a file is damaged (code E-runs).
-    """
+    """Return the hash and the L2 norm of every tensor of safetensors files."""
     import torch
     from safetensors import SafetensorError, safe_open
 

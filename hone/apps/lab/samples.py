@@ -13,40 +13,24 @@ from hone.insight.archive.read import require_archive
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Choice of samples.
+    """Choice of samples."""
 
-    Attributes:
-        step: step to read; None means the newest with samples.
-        worst: number of samples with the lowest scores; None means no such choice.
-        best: the same for the highest.
-        contains: text that prompt or response contains, in any case.
-        uid: dataset row.
-        limit: most samples when neither ``worst`` nor ``best`` is given, spread evenly over the step.
-    """
-
-    step: int | None = None
-    worst: int | None = None
-    best: int | None = None
-    contains: str | None = None
-    uid: str | None = None
-    limit: int = 5
+    step: int | None = None  # step to read; None means the newest with samples
+    worst: int | None = None  # number of samples with the lowest scores; None means no such choice
+    best: int | None = None  # the same for the highest
+    contains: str | None = None  # text that prompt or response contains, in any case
+    uid: str | None = None  # dataset row
+    limit: int = 5  # most samples when neither ``worst`` nor ``best`` is given, spread evenly over the step
 
 
 @dataclass(frozen=True)
 class SamplesOfStep:
-    """Samples of one step.
+    """Samples of one step."""
 
-    Attributes:
-        step: the step.
-        shown: chosen samples, as :func:`hone.insight.records.trajectory_record` has them.
-        matching: number of samples that ``contains`` and ``uid`` leave.
-        total: number of samples of the step.
-    """
-
-    step: int
-    shown: list[dict[str, Any]]
-    matching: int
-    total: int
+    step: int  # the step
+    shown: list[dict[str, Any]]  # chosen samples, as :func:`hone.insight.records.trajectory_record` has them
+    matching: int  # number of samples that ``contains`` and ``uid`` leave
+    total: int  # number of samples of the step
 
 
 def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
@@ -55,9 +39,6 @@ def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
     Args:
         folder: ``rollouts`` or ``validation`` of a run directory.
         query: the choice.
-
-    Raises:
-        HoneError: the folder has no samples, or none of that step (code E-runs).
     """
     archive = require_archive(folder)
     step = archive.steps()[-1] if query.step is None else query.step

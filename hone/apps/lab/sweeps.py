@@ -28,35 +28,22 @@ RECORD = "sweep.json"
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A trial of a sweep.
+    """A trial of a sweep."""
 
-    Attributes:
-        directory: run directory.
-        values: swept key to value.
-        status: status of the run; ``not started`` without one.
-        score: mean score; None while the run is not finished.
-    """
-
-    directory: Path
-    values: Mapping[str, str]
-    status: str
-    score: float | None
+    directory: Path  # run directory
+    values: Mapping[str, str]  # swept key to value
+    status: str  # status of the run; ``not started`` without one
+    score: float | None  # mean score; None while the run is not finished
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """Results of a sweep.
+    """Results of a sweep."""
 
-    Attributes:
-        score: what was measured; empty if no trial is finished.
-        more_is_better: False for losses.
-        trials: best first, then those without a score.
-        lead: the second-best finished trial against the best; None with fewer than two, or without prompts in common.
-    """
-
-    score: str
-    more_is_better: bool
-    trials: Sequence[TrialResult]
+    score: str  # what was measured; empty if no trial is finished
+    more_is_better: bool  # False for losses
+    trials: Sequence[TrialResult]  # best first, then those without a score
+    # the second-best finished trial against the best; None with fewer than two, or without prompts in common
     lead: ArmComparison | None
 
 
@@ -76,13 +63,9 @@ def open_sweep(
     """Store the trials in ``sweep.json``, and return the run directory of each; those of an earlier start keep theirs.
 
     Args:
-        out: folder of the sweep.
         base: everything that all trials share.
         trials: swept key to value.
         hashes: :func:`config_hash` of each trial.
-
-    Raises:
-        HoneError: the folder holds a sweep with another base, or a trial that had another configuration (code E-runs).
     """
     file = out / RECORD
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"base": dict(base), "trials": []}
@@ -116,11 +99,7 @@ def read_sweep(out: Path, metric: str | None = None) -> SweepResult:
     """Read the results of a sweep.
 
     Args:
-        out: folder of the sweep.
         metric: as for :func:`hone.apps.lab.run_scores.scores_in_common`.
-
-    Raises:
-        HoneError: the folder holds no sweep, or the finished trials have no such score in common (code E-runs).
     """
     file = out / RECORD
     if not file.exists():
@@ -157,7 +136,6 @@ def _rank(score: float | None, sign: int) -> tuple[int, float]:
 
 
 def _lead(runs: Sequence[Run], scores: RunScores, ranking: Sequence[str]) -> ArmComparison | None:
-    """Compare the best trial with the next one."""
     if len(runs) < 2:
         return None
     places = {run.name: place for place, run in enumerate(runs)}

@@ -30,25 +30,15 @@ ARMS = ("first", "second")
 
 @dataclass(frozen=True)
 class TwinPair:
-    """Scores of one pair of runs.
+    """Scores of one pair of runs."""
 
-    Attributes:
-        seed: common seed.
-        score: what was measured.
-        first: mean score of the first run over the common prompts.
-        second: mean score of the second run.
-        prompts: number of common prompts.
-        identical: True if every prompt has the same score in both runs.
-        more_is_better: False for losses.
-    """
-
-    seed: int
-    score: str
-    first: float
-    second: float
-    prompts: int
-    identical: bool
-    more_is_better: bool
+    seed: int  # common seed
+    score: str  # what was measured
+    first: float  # mean score of the first run over the common prompts
+    second: float  # mean score of the second run
+    prompts: int  # number of common prompts
+    identical: bool  # True if every prompt has the same score in both runs
+    more_is_better: bool  # False for losses
 
     @property
     def difference(self) -> float:
@@ -62,11 +52,7 @@ def pair_directory(out: Path, seed: int, arm: str) -> Path:
 
 
 def read_pair(out: Path, seed: int, metric: str | None = None) -> TwinPair:
-    """Read the scores of a finished pair.
-
-    Raises:
-        HoneError: its runs have no such scores, or no prompts, in common, or a score is not finite (code E-runs).
-    """
+    """Read the scores of a finished pair."""
     runs = [read_whole_run(pair_directory(out, seed, arm), f"seed_{seed}/{arm}") for arm in ARMS]
     scores = require_scores(runs, metric)
     try:
@@ -93,19 +79,12 @@ def read_pair(out: Path, seed: int, metric: str | None = None) -> TwinPair:
 
 @dataclass(frozen=True)
 class TwinsSettings:
-    """Settings of a comparison.
+    """Settings of a comparison."""
 
-    Attributes:
-        margin: smallest difference that matters.
-        level: 1 minus the error rate of each outcome.
-        most_pairs: number of pairs after which it ends without a decision.
-        metric: what is compared, as for :func:`hone.apps.lab.run_scores.scores_in_common`.
-    """
-
-    margin: float
-    level: float
-    most_pairs: int
-    metric: str | None = None
+    margin: float  # smallest difference that matters
+    level: float  # 1 minus the error rate of each outcome
+    most_pairs: int  # number of pairs after which it ends without a decision
+    metric: str | None = None  # what is compared, as for :func:`hone.apps.lab.run_scores.scores_in_common`
 
 
 def twins_decision(pairs: Sequence[TwinPair], settings: TwinsSettings, equal: bool) -> Decision:
@@ -149,11 +128,7 @@ def verdict_text(decision: Decision, pairs: Sequence[TwinPair], settings: TwinsS
 
 
 def open_record(out: Path, configs: Sequence[Mapping[str, Any]]) -> None:
-    """Store both configurations in ``twins.json``, or check that they are those of an earlier start.
-
-    Raises:
-        HoneError: the folder holds twins of other configurations (code E-runs).
-    """
+    """Store both configurations in ``twins.json``, or check that they are those of an earlier start."""
     current = {arm: jsonable(_without_seed(config)) for arm, config in zip(ARMS, configs, strict=True)}
     stored = _read(out).get("configs")
     if stored is None:

@@ -26,10 +26,6 @@ def run_check(
         answers: answers to its quiz, in order.
         ask: gets an answer that is missing.
         folder: folder of the course.
-
-    Raises:
-        Refused: the box is not done.
-        HoneError: there is no such box, or a file of the learner cannot be read.
     """
     box = find_box(name)
     text = box.text()

@@ -22,17 +22,11 @@ class Stop:
 
 @dataclass(frozen=True)
 class Entry:
-    """A way through the course.
+    """A way through the course."""
 
-    Attributes:
-        name: name on the command line.
-        title: readers whom it is for.
-        stops: its boxes in order, with their days.
-    """
-
-    name: str
-    title: str
-    stops: tuple[Stop, ...]
+    name: str  # name on the command line
+    title: str  # readers whom it is for
+    stops: tuple[Stop, ...]  # its boxes in order, with their days
 
     @property
     def boxes(self) -> list[str]:
@@ -45,11 +39,7 @@ def _stops(days: dict[int, str]) -> tuple[Stop, ...]:
 
 
 def find_entry(name: str) -> Entry:
-    """Return an entry by its name.
-
-    Raises:
-        HoneError: there is no such entry.
-    """
+    """Return an entry by its name."""
     if name not in ENTRIES:
         raise HoneError(f"no entry '{name}'", fix=did_you_mean(name, ENTRIES), code="E-learn", where="hone learn start")
     return ENTRIES[name]

@@ -67,19 +67,12 @@ END = "<!-- to here -->"
 
 @dataclass(frozen=True)
 class Phrases:
-    """Sentences of a page around its boxes, in one language.
+    """Sentences of a page around its boxes, in one language."""
 
-    Attributes:
-        titles: headings of the parts that are written in this language.
-        opening: line below the heading; takes the numbers ``part`` and ``parts``.
-        box: word before the name of a box; takes ``name``.
-        needs: sentence on the box whose results another one uses; takes ``name``.
-    """
-
-    titles: dict[str, str]
-    opening: str
-    box: str
-    needs: str
+    titles: dict[str, str]  # headings of the parts that are written in this language
+    opening: str  # line below the heading; takes the numbers ``part`` and ``parts``
+    box: str  # word before the name of a box; takes ``name``
+    needs: str  # sentence on the box whose results another one uses; takes ``name``
 
 
 PHRASES = {

@@ -19,19 +19,14 @@ _VERSION = 1
 
 @dataclass
 class Progress:
-    """Entry of a learner, and the boxes passed.
+    """Entry of a learner, and the boxes passed."""
 
-    Attributes:
-        entry: name of the entry.
-        passed: name of each passed box to ``at`` (ISO 8601, UTC) and ``measured``, what its check saw.
-    """
-
-    entry: str
+    entry: str  # name of the entry
+    # name of each passed box to ``at`` (ISO 8601, UTC) and ``measured``, what its check saw
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def way(self) -> Entry:
-        """The entry."""
         return find_entry(self.entry)
 
     @property
@@ -45,11 +40,7 @@ class Progress:
 
 
 def read_progress(folder: Path = FOLDER) -> Progress:
-    """Read the progress.
-
-    Raises:
-        HoneError: the course is not started in this folder, or the file is damaged.
-    """
+    """Read the progress."""
     file = folder / FILE
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -73,10 +64,6 @@ def read_progress(folder: Path = FOLDER) -> Progress:
 
 
 def write_progress(progress: Progress, folder: Path = FOLDER) -> None:
-    """Write the progress under another name and rename it into place; make the folder.
-
-    Raises:
-        HoneError: the disk is full or not writable.
-    """
+    """Write the progress under another name and rename it into place; make the folder."""
     record = {"version": _VERSION, "entry": progress.entry, "passed": progress.passed}
     write_atomically(folder / FILE, json.dumps(record, indent=1) + "\n")

@@ -28,17 +28,12 @@ _QUESTION = re.compile(r"^(\d)\. (.*?)(?=^\d\. |\Z)", re.M | re.S)
 
 @dataclass(frozen=True)
 class Text:
-    """Text of a box in one language.
+    """Text of a box in one language."""
 
-    Attributes:
-        title: heading of the box.
-        sections: English name of each section to its heading in this language and its Markdown.
-        language: language of the text, such as ``zh``.
-    """
-
-    title: str
+    title: str  # heading of the box
+    # English name of each section to its heading in this language and its Markdown
     sections: dict[str, tuple[str, str]]
-    language: str = ENGLISH
+    language: str = ENGLISH  # language of the text, such as ``zh``
 
     def body(self, section: str) -> str:
         """Return the Markdown of a section, empty if the text has none of that name."""
@@ -52,24 +47,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of the course.
+    """A box of the course."""
 
-    Attributes:
-        name: name, unique in the course.
-        part: one of :data:`PARTS`.
-        file: its English text.
-    """
-
-    name: str
-    part: str
-    file: Path
+    name: str  # name, unique in the course
+    part: str  # one of :data:`PARTS`
+    file: Path  # its English text
 
     def text(self, language: str = ENGLISH) -> Text:
-        """Return the text in a language, or in English where there is no such file; :attr:`Text.language` says which.
-
-        Raises:
-            HoneError: a translation has other sections than the English text.
-        """
+        """Return the text in a language, or in English where there is no such file; :attr:`Text.language` says which."""
         english = parse(self.file.read_text(encoding="utf-8"))
         translated = self.file.with_suffix(f".{language}.md")
         if language == ENGLISH or not translated.is_file():
@@ -90,11 +75,7 @@ def boxes(folder: Path = FOLDER) -> dict[str, Box]:
 
 
 def find_box(name: str) -> Box:
-    """Return a box by its name.
-
-    Raises:
-        HoneError: the course has no box of that name.
-    """
+    """Return a box by its name."""
     known = boxes()
     if name not in known:
         raise HoneError(f"no box '{name}'", fix=did_you_mean(name, known), code="E-learn", where="hone learn")
@@ -105,13 +86,8 @@ def parse(markdown: str, english: Text | None = None, language: str = ENGLISH, w
     """Split the Markdown of a box into title and sections, comments left out.
 
     Args:
-        markdown: the file.
         english: the English text, whose sections a translation has in the same order under headings of its language.
-        language: language of the file.
         where: the file, for error messages.
-
-    Raises:
-        HoneError: a section is missing, or there is another one.
     """
     title, *parts = re.split(r"^## ", _COMMENT.sub("", markdown), flags=re.M)
     pieces = [part.partition("\n")[::2] for part in parts]

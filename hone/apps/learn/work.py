@@ -45,23 +45,15 @@ print(json.dumps(results))
 
 @dataclass
 class Work:
-    """The learner's work on a box.
+    """The learner's work on a box."""
 
-    Attributes:
-        box: name of the box.
-        hint: what a refusal shows as the fix.
-        questions: questions of the quiz.
-        answers: answers of the command line, in order.
-        ask: how to get the answers that the command line does not give; None where no one can answer.
-        folder: folder of the course.
-    """
-
-    box: str
-    hint: str = ""
-    questions: Sequence[str] = ()
-    answers: Sequence[str] = ()
+    box: str  # name of the box
+    hint: str = ""  # what a refusal shows as the fix
+    questions: Sequence[str] = ()  # questions of the quiz
+    answers: Sequence[str] = ()  # answers of the command line, in order
+    # how to get the answers that the command line does not give; None where no one can answer
     ask: Callable[[str], str] | None = None
-    folder: Path = FOLDER
+    folder: Path = FOLDER  # folder of the course
     _given: dict[int, str] = field(default_factory=dict)
 
     def refuse(self, field: str, what: str) -> Refused:
@@ -69,20 +61,12 @@ class Work:
         return Refused(self.box, field, what, self.hint)
 
     def require(self, right: bool, field: str, expected: str, seen: object) -> None:
-        """Refuse the box unless ``right``.
-
-        Raises:
-            Refused: always without ``right``.
-        """
+        """Refuse the box unless ``right``."""
         if not right:
             raise self.refuse(field, f"expected {expected}; seen {seen}")
 
     def path(self, name: str) -> Path:
-        """Return a path below the folder of the course.
-
-        Raises:
-            Refused: it does not exist.
-        """
+        """Return a path below the folder of the course."""
         path = self.folder / name
         if not path.exists():
             raise self.refuse(name, f"expected {path}, which does not exist")
@@ -92,12 +76,7 @@ class Work:
         """Return the rows of a dataset file below the folder of the course.
 
         Args:
-            name: the file.
             columns: columns that every row must have.
-
-        Raises:
-            Refused: the file or a column does not exist.
-            DataError: it cannot be read.
         """
         from hone.data.files import EVERY_COLUMN, read_rows
 
@@ -111,14 +90,10 @@ class Work:
 
         Args:
             file: Python file below the folder of the course.
-            function: name of the function.
             calls: arguments of each call, as JSON has them.
 
         Returns:
             What it returned, as JSON has it.
-
-        Raises:
-            Refused: the file does not exist, a call fails, or all take more than a minute.
         """
         path = self.path(file)
         words = [sys.executable, "-c", _CALLS, str(path), function]
@@ -139,9 +114,6 @@ class Work:
             name: run directory below the folder of the course.
             steps: least number of steps.
             keys: configuration keys with the value that each must have.
-
-        Raises:
-            Refused: there is no such run, it is a copy of another, it did not finish, or a key has another value.
         """
         if not (self.folder / name / RUN).is_file():
             raise self.refuse(name, f"expected a run in {self.folder / name}; there is none")
@@ -158,22 +130,14 @@ class Work:
         return run
 
     def metric(self, run: Run, name: str) -> float:
-        """Return the last value of a metric.
-
-        Raises:
-            Refused: the run has no such metric.
-        """
+        """Return the last value of a metric."""
         value = run.last(name)
         if value is None:
             raise self.refuse(f"{run.name} {name}", f"expected the metric {name}; the run has none of that name")
         return value
 
     def samples(self, run: Run, step: int, columns: Sequence[str], *, validation: bool = False) -> list[dict[str, Any]]:
-        """Return the stored sequences of a step of a run; see `hone.insight.archive`.
-
-        Raises:
-            Refused: the step is not stored whole.
-        """
+        """Return the stored sequences of a step of a run; see `hone.insight.archive`."""
         archive = open_archive(run.path / ("validation" if validation else "rollouts"))
         if step not in archive.steps() or not (validation or archive.complete(step)):
             raise self.refuse(
@@ -183,11 +147,7 @@ class Work:
         return list(archive.records(step, columns))
 
     def answer(self, number: int) -> str:
-        """Return the answer to a question of the quiz, counted from 1.
-
-        Raises:
-            Refused: there is none.
-        """
+        """Return the answer to a question of the quiz, counted from 1."""
         if number not in self._given:
             question = self.questions[number - 1]
             if number <= len(self.answers):
@@ -208,9 +168,6 @@ class Work:
             right: the right answer, computed from the learner's run.
             tolerance: largest allowed distance to it.
             look: where the number is to be seen.
-
-        Raises:
-            Refused: it is not a number, or another one.
         """
         given = self.answer(number)
         try:
@@ -228,9 +185,6 @@ class Work:
             number: the question.
             right: the right answers, computed from the learner's run.
             explain: what is true of a wrong answer.
-
-        Raises:
-            Refused: it is another one.
         """
         given = self.answer(number)
         if given.lower() not in {word.lower() for word in right}:

@@ -29,44 +29,26 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition with what was measured.
+    """A condition with what was measured."""
 
-    Attributes:
-        check: name of the check.
-        name: ``at_least``, ``no_worse_by``, ``every``, ``verdicts`` or a metric.
-        measured: number that is compared; NaN if the model did not report it.
-        bound: number that it is compared with.
-        passed: whether the condition holds.
-        about: what was measured, in words.
-    """
-
-    check: str
-    name: str
-    measured: float
-    bound: float
-    passed: bool
-    about: str
+    check: str  # name of the check
+    name: str  # ``at_least``, ``no_worse_by``, ``every``, ``verdicts`` or a metric
+    measured: float  # number that is compared; NaN if the model did not report it
+    bound: float  # number that it is compared with
+    passed: bool  # whether the condition holds
+    about: str  # what was measured, in words
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of a gate.
+    """Verdict of a gate."""
 
-    Attributes:
-        model: that was checked.
-        against: released model, or None.
-        conditions: of all checks.
-        data: SHA-256 of each dataset file.
-        model_digest: SHA-256 of the model's files (:func:`hone.training.releases.model_digest`).
-        against_digest: of the released model's files, or None.
-    """
-
-    model: str
-    against: str | None
-    conditions: tuple[Condition, ...]
-    data: dict[str, str]
-    model_digest: str
-    against_digest: str | None
+    model: str  # that was checked
+    against: str | None  # released model, or None
+    conditions: tuple[Condition, ...]  # of all checks
+    data: dict[str, str]  # SHA-256 of each dataset file
+    model_digest: str  # SHA-256 of the model's files (:func:`hone.training.releases.model_digest`)
+    against_digest: str | None  # of the released model's files, or None
 
     @property
     def passed(self) -> bool:
@@ -91,25 +73,14 @@ class Verdict:
 
 
 def run_gate(
-    model: str,
-    checks: Sequence[Check],
+    model: str,  # model directory, adapter directory or checkpoint
+    checks: Sequence[Check],  # of a suite
     *,
-    against: str | None = None,
-    dtype: str = "auto",
-    on_check: Callable[[Check], None] = lambda check: None,
+    against: str | None = None,  # model that was released last, for ``no_worse_by``
+    dtype: str = "auto",  # compute dtype
+    on_check: Callable[[Check], None] = lambda check: None,  # called before each check
 ) -> Verdict:
-    """Let a model answer the data of every check.
-
-    Args:
-        model: model directory, adapter directory or checkpoint.
-        checks: of a suite.
-        against: model that was released last, for ``no_worse_by``.
-        dtype: compute dtype.
-        on_check: called before each check.
-
-    Raises:
-        HoneError: a model, data or reward is not valid, or ``no_worse_by`` has no released model.
-    """
+    """Let a model answer the data of every check."""
     compared = [check.name for check in checks if check.no_worse_by is not None]
     if compared and against is None:
         raise ConfigError(
@@ -150,7 +121,6 @@ def _evaluate(model: str, check: Check, dtype: str) -> Evaluation:
 
 
 def _conditions(check: Check, evaluation: Evaluation, released: Evaluation | None) -> Iterator[Condition]:
-    """Yield the conditions of one check with what was measured."""
     missing = evaluation.metrics["val-aux/no_verdict_rate"]
     if missing:  # a scorer that failed says nothing about the model
         yield Condition(check.name, "verdicts", 1 - missing, 1.0, False, "share of answers that were scored")

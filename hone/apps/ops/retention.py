@@ -24,36 +24,24 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of retention.
+    """Rules of retention."""
 
-    Attributes:
-        checkpoints: newest checkpoints that each run keeps, at least 1; None keeps all. The best one stays too, and those that replays need.
-        rollout_days: age in days from which archived samples are deleted; None keeps all.
-        shelves: folders of releases; runs from which they come keep everything.
-    """
-
+    # newest checkpoints that each run keeps, at least 1; None keeps all. The best one stays too, and those that replays
+    # need.
     checkpoints: int | None = None
-    rollout_days: float | None = None
-    shelves: Sequence[Path] = ()
+    rollout_days: float | None = None  # age in days from which archived samples are deleted; None keeps all
+    shelves: Sequence[Path] = ()  # folders of releases; runs from which they come keep everything
 
 
 @dataclass(frozen=True)
 class Surplus:
-    """Files of one run that the rules do not keep.
+    """Files of one run that the rules do not keep."""
 
-    Attributes:
-        run: its directory.
-        kept_because: reason why everything stays; empty otherwise.
-        checkpoints: steps of checkpoints.
-        rollouts: files with samples.
-        size: bytes of all of it.
-    """
-
-    run: Path
-    kept_because: str = ""
-    checkpoints: tuple[int, ...] = ()
-    rollouts: tuple[Path, ...] = ()
-    size: int = 0
+    run: Path  # its directory
+    kept_because: str = ""  # reason why everything stays; empty otherwise
+    checkpoints: tuple[int, ...] = ()  # steps of checkpoints
+    rollouts: tuple[Path, ...] = ()  # files with samples
+    size: int = 0  # bytes of all of it
 
 
 def surplus_of(run: Path, rules: Rules, *, at: float | None = None) -> Surplus:

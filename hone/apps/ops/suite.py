@@ -16,60 +16,36 @@ KEY = "--suite"
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a metric, both inclusive.
+    """Limits of a metric, both inclusive."""
 
-    Attributes:
-        at_least: smallest value, or None.
-        at_most: largest value, or None.
-    """
-
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: float | None = None  # smallest value, or None
+    at_most: float | None = None  # largest value, or None
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: a dataset that the model answers, and what its scores must be.
+    """One check: a dataset that the model answers, and what its scores must be."""
 
-    Attributes:
-        name: of the check.
-        data: dataset files with held-out rows.
-        at_least: the mean score must be above it with confidence: the lower end of the interval of 95 %.
-        no_worse_by: the mean score may be below the released model's by at most this, with the same confidence.
-        every: whether every answer must have the full score 1; for canaries.
-        metrics: bounds of metrics that `hone eval` prints, by name.
-        reward: reward function as FILE:NAME; None for the scorer of the data.
-        n: answers to each prompt.
-        temperature: of sampling; 0 is greedy.
-        max_prompt_length: in tokens.
-        max_response_length: in tokens.
-        max_samples: rows that are used; -1 for all.
-        seed: of the draws.
-        episodes: settings of multi-turn episodes, as for `hone eval`.
-    """
-
-    name: str
-    data: tuple[str, ...]
+    name: str  # of the check
+    data: tuple[str, ...]  # dataset files with held-out rows
+    # the mean score must be above it with confidence: the lower end of the interval of 95 %
     at_least: float | None = None
+    # the mean score may be below the released model's by at most this, with the same confidence
     no_worse_by: float | None = None
-    every: bool = False
-    metrics: Mapping[str, Bounds] = field(default_factory=dict)
-    reward: str | None = None
-    n: int = 1
-    temperature: float = 0.0
-    max_prompt_length: int = 512
-    max_response_length: int = 512
-    max_samples: int = -1
-    seed: int = 1
-    episodes: tuple[str, ...] = ()
+    every: bool = False  # whether every answer must have the full score 1; for canaries
+    metrics: Mapping[str, Bounds] = field(default_factory=dict)  # bounds of metrics that `hone eval` prints, by name
+    reward: str | None = None  # reward function as FILE:NAME; None for the scorer of the data
+    n: int = 1  # answers to each prompt
+    temperature: float = 0.0  # of sampling; 0 is greedy
+    max_prompt_length: int = 512  # in tokens
+    max_response_length: int = 512  # in tokens
+    max_samples: int = -1  # rows that are used; -1 for all
+    seed: int = 1  # of the draws
+    episodes: tuple[str, ...] = ()  # settings of multi-turn episodes, as for `hone eval`
 
 
 def read_suite(path: Path) -> list[Check]:
-    """Return the checks of a suite. Paths of data and rewards start at the folder of the suite.
-
-    Raises:
-        ConfigError: the file is missing or no YAML, or a check has unknown, missing or wrong settings.
-    """
+    """Return the checks of a suite. Paths of data and rewards start at the folder of the suite."""
     content = read_yaml(path, KEY)
     checks = content.get("checks") if isinstance(content, Mapping) else None
     if not isinstance(checks, Mapping) or not checks:

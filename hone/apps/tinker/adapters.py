@@ -45,34 +45,21 @@ _SHAPE, _WEIGHTS, _OPTIMIZER = "shape.json", "adapter_model.safetensors", "optim
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Shape of an adapter.
+    """Shape of an adapter."""
 
-    Attributes:
-        rank: of its matrices.
-        attention: whether it is on the projections of attention.
-        mlp: whether it is on those of the MLPs.
-        unembedding: whether it is on the output layer.
-    """
-
-    rank: int
-    attention: bool = True
-    mlp: bool = True
-    unembedding: bool = True
+    rank: int  # of its matrices
+    attention: bool = True  # whether it is on the projections of attention
+    mlp: bool = True  # whether it is on those of the MLPs
+    unembedding: bool = True  # whether it is on the output layer
 
 
 @dataclass(frozen=True)
 class Datum:
-    """A sequence to train on.
+    """A sequence to train on."""
 
-    Attributes:
-        tokens: of the input, length N.
-        targets: the token after each, length N.
-        inputs: further inputs of the loss by name, length N each.
-    """
-
-    tokens: Sequence[int]
-    targets: Sequence[int]
-    inputs: Mapping[str, Sequence[float] | NDArray[Any] | Tensor]
+    tokens: Sequence[int]  # of the input, length N
+    targets: Sequence[int]  # the token after each, length N
+    inputs: Mapping[str, Sequence[float] | NDArray[Any] | Tensor]  # further inputs of the loss by name, length N each
 
 
 @dataclass(frozen=True)
@@ -109,17 +96,11 @@ def adam_settings(params: Mapping[str, Any]) -> AdamSettings:
 
 @dataclass(frozen=True)
 class Passed:
-    """Result of a forward pass.
+    """Result of a forward pass."""
 
-    Attributes:
-        log_probs: of the targets of each datum.
-        losses: of the targets of each datum, weighted.
-        metrics: ``loss:sum``.
-    """
-
-    log_probs: list[Tensor]
-    losses: list[Tensor]
-    metrics: dict[str, float]
+    log_probs: list[Tensor]  # of the targets of each datum
+    losses: list[Tensor]  # of the targets of each datum, weighted
+    metrics: dict[str, float]  # ``loss:sum``
 
 
 class AdapterSet:
@@ -127,20 +108,16 @@ class AdapterSet:
 
     Args:
         model: a causal language model with Hone's attention; adapters are added to its layers.
-        device: of the model.
         dtype: of matmuls.
         max_tokens: token budget of a micro-batch.
-
-    Attributes:
-        model: the model with its adapters, which an engine may sample from.
-        vocabulary: number of token ids.
     """
 
     def __init__(self, model: nn.Module, *, device: torch.device, dtype: str, max_tokens: int = 16384) -> None:
         model.requires_grad_(False)
         embeddings: Any = causal_lm(model).get_input_embeddings()
-        self.vocabulary = int(embeddings.num_embeddings)
+        self.vocabulary = int(embeddings.num_embeddings)  # number of token ids
         self._tied = bool(getattr(causal_lm(model).config, "tie_word_embeddings", False))
+        # the model with its adapters, which an engine may sample from
         self.model = PeftModel(model, LoraConfig(r=1, target_modules=["q_proj"]), adapter_name=_NONE)  # type: ignore[arg-type]
         self.model.requires_grad_(False)
         narrow_frozen_matrices(self.model, device, dtype)
@@ -161,12 +138,8 @@ class AdapterSet:
 
         Args:
             name: letters, digits and ``_``.
-            shape: of the adapter.
             seed: of its random initialisation.
             trained: whether it gets an optimizer.
-
-        Raises:
-            RequestError: it would be on no layer.
         """
         targets = [*(_ATTENTION if shape.attention else ()), *(_MLP if shape.mlp else ())]
         if shape.unembedding and not self._tied:
@@ -196,7 +169,6 @@ class AdapterSet:
         self._optimizers.pop(name, None)
 
     def shape(self, name: str) -> AdapterShape:
-        """Return the shape of an adapter."""
         return self._shapes[name]
 
     def parameters(self, name: str) -> list[nn.Parameter]:
@@ -216,7 +188,6 @@ class AdapterSet:
 
     @property
     def active(self) -> str | None:
-        """Adapter in use."""
         return None if self._active == _NONE else self._active
 
     def _require_gradients(self) -> None:
@@ -240,8 +211,6 @@ class AdapterSet:
         """Compute the loss, and add its gradient to that of the adapter; a call that fails leaves that as it was.
 
         Args:
-            name: of the adapter.
-            data: sequences.
             loss: of each target; its sum over all targets, weighted by ``weights``, is the loss.
             settings: of the loss.
             backward: whether gradients are computed.
@@ -300,11 +269,7 @@ class AdapterSet:
     # files -----------------------------------------------------------------------------------------------------------
 
     def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Write an adapter to a new folder as a PEFT directory, with the state of its optimizer if wanted.
-
-        Raises:
-            RequestError: a weight is not finite.
-        """
+        """Write an adapter to a new folder as a PEFT directory, with the state of its optimizer if wanted."""
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters(name)):
             raise RequestError("weights of this model are not finite, and are not saved", fix="load earlier weights")
         folder.mkdir(parents=True)
@@ -351,11 +316,6 @@ class AdapterSet:
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    """Return the finite tensors of a file.
-
-    Raises:
-        RequestError: it is damaged, or has other numbers.
-    """
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -366,11 +326,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def shape_of(folder: Path) -> AdapterShape:
-    """Return the shape of the adapter in a folder of :meth:`AdapterSet.save`.
-
-    Raises:
-        RequestError: its file is missing or damaged.
-    """
+    """Return the shape of the adapter in a folder of :meth:`AdapterSet.save`."""
     try:
         return AdapterShape(**json.loads((folder / _SHAPE).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -397,11 +353,6 @@ def _batch_of(data: Sequence[Datum], needs: Sequence[str], vocabulary: int) -> B
 
 
 def _check(datum: Datum, number: int, needs: Sequence[str], vocabulary: int) -> None:
-    """Check the inputs of a datum.
-
-    Raises:
-        RequestError: one is missing or of another length, or the targets are not the tokens that follow.
-    """
     count = len(datum.tokens)
     if not count:
         raise RequestError(f"datum {number} has no tokens", field="model_input")

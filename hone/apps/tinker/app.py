@@ -36,7 +36,6 @@ class TrainingEndpoint:
 
     Args:
         service: trains and samples.
-        loop: event loop on which it runs.
         token: access token that callers must send, as ``X-API-Key`` or bearer; None allows every caller.
     """
 
@@ -222,11 +221,6 @@ class TrainingEndpoint:
     # access ----------------------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
-        """Check the access token.
-
-        Raises:
-            RequestError: it is missing or wrong.
-        """
         if self._token is None:
             return
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -236,11 +230,7 @@ class TrainingEndpoint:
 
     @contextlib.asynccontextmanager
     async def _body(self, request: Request, most: int = MAX_JSON) -> AsyncIterator[bytes]:
-        """Receive the body of a request; it counts among the bytes held until the block ends.
-
-        Raises:
-            RequestError: it is too long, or too many bytes are being received.
-        """
+        """Receive the body of a request; it counts among the bytes held until the block ends."""
         parts, length = [], 0
         try:
             async for part in request.stream():

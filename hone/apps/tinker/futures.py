@@ -39,22 +39,15 @@ class Failure:
 
 @dataclass
 class TrainedModel:
-    """An adapter in training.
+    """An adapter in training."""
 
-    Attributes:
-        adapter: its name in the model.
-        rank: of the adapter.
-        used: when it, or its session, was last heard of.
-        following: number of the next operation.
-        arrived: events of operations that came before their turn, by number.
-        refused: numbers of requests that were refused; the client may repeat one, or send the next.
-    """
-
-    adapter: str
-    rank: int
-    used: float
-    following: int = 1
+    adapter: str  # its name in the model
+    rank: int  # of the adapter
+    used: float  # when it, or its session, was last heard of
+    following: int = 1  # number of the next operation
+    # events of operations that came before their turn, by number
     arrived: dict[int, asyncio.Event] = field(default_factory=dict)
+    # numbers of requests that were refused; the client may repeat one, or send the next
     refused: set[int] = field(default_factory=set)
 
     def pass_refused(self) -> None:
@@ -122,7 +115,6 @@ class Futures:
 
 
 def _size(task: asyncio.Task[Result | Failure]) -> int:
-    """Return the bytes of a result that has ended."""
     outcome = None if task.cancelled() else task.result()
     return _OVERHEAD + len(getattr(outcome, "protobuf", None) or b"")
 

@@ -16,16 +16,11 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss.
+    """A loss."""
 
-    Attributes:
-        needs: inputs without which it cannot be computed; ``weights`` is optional everywhere else.
-        settings: keys of ``loss_fn_config`` with their defaults.
-        compute: (log-probs ``[N]``, inputs, settings) to the loss of each token, ``[N]``.
-    """
-
-    needs: tuple[str, ...]
-    settings: Mapping[str, float]
+    needs: tuple[str, ...]  # inputs without which it cannot be computed; ``weights`` is optional everywhere else
+    settings: Mapping[str, float]  # keys of ``loss_fn_config`` with their defaults
+    # (log-probs ``[N]``, inputs, settings) to the loss of each token, ``[N]``
     compute: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor]
 
 

@@ -22,14 +22,11 @@ class Sampler:
 
     Args:
         engine: reads the model of ``adapters``.
-        adapters: the model.
-
-    Attributes:
-        version: number of the weights in use; it rises with every change, and no two sets of weights have the same.
     """
 
     def __init__(self, engine: Engine, adapters: AdapterSet) -> None:
         self._engine, self._adapters = engine, adapters
+        # number of the weights in use; it rises with every change, and no two sets of weights have the same
         self.version = 0
         self._slots: OrderedDict[Path, str] = OrderedDict()
         self._names = 0

@@ -49,11 +49,7 @@ class SavedWeights:
             mark.unlink()
 
     def mark(self, model: str, *, unsaved: bool) -> None:
-        """Note on the disk that a model has, or no longer has, weights that are not saved.
-
-        Raises:
-            RequestError: the disk is full.
-        """
+        """Note on the disk that a model has, or no longer has, weights that are not saved."""
         mark = self._folder / _UNSAVED / model
         try:
             if unsaved:
@@ -95,11 +91,7 @@ class SavedWeights:
         return folder
 
     def find(self, path: str) -> Path:
-        """Return the folder of saved weights.
-
-        Raises:
-            RequestError: there are none.
-        """
+        """Return the folder of saved weights."""
         model, _, rest = path.removeprefix(SCHEME).partition("/")
         kind, _, name = rest.partition("/")
         if not path.startswith(SCHEME) or not rest:

@@ -28,11 +28,7 @@ class TrainRequest(ServerRequest):
 
 
 def serve_training(request: TrainRequest) -> None:
-    """Load the model and serve training and sampling of its adapters in the foreground.
-
-    Raises:
-        HoneError: the folder is in use, the model cannot be loaded, or the address is not available.
-    """
+    """Load the model and serve training and sampling of its adapters in the foreground."""
     from hone.insight.run_lock import RunLock
 
     folder = request.out or Path(tempfile.mkdtemp(prefix="hone-training-"))

@@ -36,25 +36,15 @@ log = logging.getLogger("hone.serve")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Limits of a training service.
+    """Limits of a training service."""
 
-    Attributes:
-        max_model_len: tokens of a sequence.
-        max_rank: of an adapter.
-        max_adapters: adapters in training at once.
-    """
-
-    max_model_len: int
-    max_rank: int = 128
-    max_adapters: int = 16
+    max_model_len: int  # tokens of a sequence
+    max_rank: int = 128  # of an adapter
+    max_adapters: int = 16  # adapters in training at once
 
 
 def _model_name(session: Any, number: Any) -> str:
-    """Return the name of a model, which is also that of its folder.
-
-    Raises:
-        RequestError: a client's part of it is not a name or a number.
-    """
+    """Return the name of a model, which is also that of its folder."""
     if not isinstance(session, str) or not _SESSION.fullmatch(session):
         raise RequestError("session_id has letters, digits, '_' and '-' only, 64 at most", field="session_id")
     if type(number) is not int or not 0 <= number < 10**9:
@@ -65,29 +55,20 @@ def _model_name(session: Any, number: Any) -> str:
 class TrainingService:
     """Trains adapters of one model, and samples from what was saved. All methods run on the engine's event loop.
 
-    Args:
-        name: of the base model, as clients name it.
-        adapters: the model.
-        sampler: samples from it.
-        folder: where weights are saved: ``<folder>/<model>/<weights or sampler_weights>/<name>``.
-        stop_token_ids: tokens that end a response.
-        limits: of the service.
-        tokenizer: directory or name from which a client on this machine loads the tokenizer.
-
     Attributes:
         futures: results of the requests.
     """
 
     def __init__(
         self,
-        name: str,
+        name: str,  # of the base model, as clients name it
         adapters: AdapterSet,
         sampler: Sampler,
-        folder: Path,
+        folder: Path,  # where weights are saved: ``<folder>/<model>/<weights or sampler_weights>/<name>``
         *,
-        stop_token_ids: Sequence[int],
+        stop_token_ids: Sequence[int],  # tokens that end a response
         limits: ServiceLimits,
-        tokenizer: str,
+        tokenizer: str,  # directory or name from which a client on this machine loads the tokenizer
     ) -> None:
         self.tokenizer = tokenizer
         self.name, self.limits, self.futures = name, limits, Futures()
@@ -109,8 +90,6 @@ class TrainingService:
         Args:
             session: of the client.
             number: of the model within the session.
-            base: name of the base model.
-            shape: of the adapter.
             seed: of its initialisation; None derives one from the model's name.
         """
         model = _model_name(session, number)
@@ -144,11 +123,7 @@ class TrainingService:
         self._models[model] = TrainedModel(adapter, shape.rank, time.monotonic())
 
     def info(self, model: str) -> dict[str, Any]:
-        """Return what a client wants to know of a model.
-
-        Raises:
-            RequestError: there is no such model.
-        """
+        """Return what a client wants to know of a model."""
         data = {"arch": "causal_lm", "model_name": self.name, "tokenizer_id": self.tokenizer}
         rank = self._model(model).rank
         return {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": rank, "model_name": self.name}
@@ -190,9 +165,7 @@ class TrainingService:
         """Begin an operation of a model, in its turn: operations run in the order of their numbers, from 1 on.
 
         Args:
-            model: name of the model.
             number: of the operation.
-            compute: computes the result.
 
         Returns:
             The name of its future.
@@ -267,7 +240,6 @@ class TrainingService:
         """Begin to save an adapter; a name of None saves it for one sampling session.
 
         Args:
-            model: name of the model.
             number: of the operation.
             name: of the saved weights.
             kind: ``weights``, with the state of the optimizer, or ``sampler_weights``.
@@ -334,7 +306,6 @@ class TrainingService:
         """Return the name of a new sampling session.
 
         Args:
-            base: name of the base model.
             path: of saved weights; None samples from the base model.
 
         Raises:
@@ -352,21 +323,13 @@ class TrainingService:
         return name
 
     def sampler(self, name: str) -> dict[str, Any]:
-        """Return what a client wants to know of a sampling session.
-
-        Raises:
-            RequestError: there is no such session.
-        """
+        """Return what a client wants to know of a sampling session."""
         weights = self._weights_of(name)
         path = None if weights is None else SCHEME + "/".join(weights.parts[-3:])
         return {"sampler_id": name, "base_model": self.name, "model_path": path}
 
     def weights_info(self, path: str) -> dict[str, Any]:
-        """Return what a client wants to know of saved weights.
-
-        Raises:
-            RequestError: there are none.
-        """
+        """Return what a client wants to know of saved weights."""
         shape = shape_of(self._saved.find(path))
         trains = {"train_attn": shape.attention, "train_mlp": shape.mlp, "train_unembed": shape.unembedding}
         return {"base_model": self.name, "is_lora": True, "lora_rank": shape.rank, **trains}
@@ -463,11 +426,6 @@ class TrainingService:
 
 
 def _tokens(prompt: Mapping[str, Any], vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt.
-
-    Raises:
-        RequestError: it has other chunks than text, no token, or ids that the model lacks.
-    """
     tokens: list[int] = []
     for chunk in prompt.get("chunks") or ():
         if "tokens" not in chunk:

@@ -111,11 +111,7 @@ def data_of(request: Any) -> list[Datum]:
 
 
 def settings_of(request: Any) -> dict[str, float]:
-    """Return the settings of the loss.
-
-    Raises:
-        RequestError: one is a text.
-    """
+    """Return the settings of the loss."""
     settings = {entry.key: entry.value for entry in request.loss_fn_config}
     for entry in request.loss_fn_config_v2:
         if entry.value.text:

@@ -27,25 +27,15 @@ PRECOMPUTE = "ref.mode=precompute"
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts that are known before a method is chosen.
+    """Facts that are known before a method is chosen."""
 
-    Attributes:
-        parameters: number of parameters of the policy.
-        reward: a key of :data:`REWARDS`.
-        memory_gb: memory of the device, in GB.
-        turns: assistant turns of an episode; 1 is a single answer.
-        response_length: longest response in tokens.
-        grouped: whether one prompt can be answered several times (not with a simulator that cannot be reset).
-        moe: whether the policy is a mixture of experts.
-    """
-
-    parameters: int
-    reward: str
-    memory_gb: float
-    turns: int = 1
-    response_length: int = 1024
-    grouped: bool = True
-    moe: bool = False
+    parameters: int  # number of parameters of the policy
+    reward: str  # a key of :data:`REWARDS`
+    memory_gb: float  # memory of the device, in GB
+    turns: int = 1  # assistant turns of an episode; 1 is a single answer
+    response_length: int = 1024  # longest response in tokens
+    grouped: bool = True  # whether one prompt can be answered several times (not with a simulator that cannot be reset)
+    moe: bool = False  # whether the policy is a mixture of experts
 
     def __post_init__(self) -> None:
         if self.reward not in REWARDS:
@@ -60,23 +50,14 @@ class Situation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, with its reason.
+    """A way to train, with its reason."""
 
-    Attributes:
-        name: name of the method.
-        preset: preset of its command.
-        why: reason why it suits the situation.
-        lora: whether adapters are trained instead of all weights.
-        command: ``train`` or ``prefer``.
-        overrides: keys to set in addition to the preset.
-    """
-
-    name: str
-    preset: str
-    why: str
-    lora: bool = False
-    command: str = "train"
-    overrides: tuple[str, ...] = ()
+    name: str  # name of the method
+    preset: str  # preset of its command
+    why: str  # reason why it suits the situation
+    lora: bool = False  # whether adapters are trained instead of all weights
+    command: str = "train"  # ``train`` or ``prefer``
+    overrides: tuple[str, ...] = ()  # keys to set in addition to the preset
 
 
 def candidates(situation: Situation) -> list[Candidate]:

@@ -92,7 +92,6 @@ def token_push(loss: Any, ratios: Sequence[float], advantages: Sequence[float]) 
     Args:
         loss: a registered policy loss, called with its defaults.
         ratios: policy / old policy of each token; the old policy has probability 0.2 everywhere.
-        advantages: advantage of each token.
     """
     old = torch.full((len(ratios), 1), math.log(OLD_PROBABILITY), dtype=torch.float64)
     new = (old + torch.tensor(ratios, dtype=torch.float64).log()[:, None]).requires_grad_()

@@ -34,9 +34,6 @@ def find(name: str, kind: str | None = None) -> list[Method]:
     """Return the methods with the name or alias ``name``, at most one per kind.
 
     An import path, ``my_file:my_function``, is a custom method: an estimator unless ``kind`` says otherwise.
-
-    Raises:
-        ConfigError: there is none; the message names the nearest one.
     """
     if ":" in name:
         return [_custom(name, kind or "estimator")]

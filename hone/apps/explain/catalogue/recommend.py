@@ -39,25 +39,15 @@ def model_memory(role: str, parameters: int, how: str) -> Model:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A method with the reasons for it.
+    """A method with the reasons for it."""
 
-    Attributes:
-        method: recommended method.
-        command: command to start from; the user adds the paths of model and data.
-        fits: whether its models fit into the memory.
-        models: models in memory.
-        needed_gb: their sum.
-        usable_gb: memory that models may use.
-        reasons: explanation, one sentence each.
-    """
-
-    method: str
-    command: str
-    fits: bool
-    models: tuple[Model, ...]
-    needed_gb: float
-    usable_gb: float
-    reasons: list[str] = field(default_factory=list)
+    method: str  # recommended method
+    command: str  # command to start from; the user adds the paths of model and data
+    fits: bool  # whether its models fit into the memory
+    models: tuple[Model, ...]  # models in memory
+    needed_gb: float  # their sum
+    usable_gb: float  # memory that models may use
+    reasons: list[str] = field(default_factory=list)  # explanation, one sentence each
 
 
 def recommend(situation: Situation) -> Recommendation:

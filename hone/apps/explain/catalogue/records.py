@@ -40,21 +40,13 @@ class Knob:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a step in addition to the policy and its update.
+    """Cost of a step in addition to the policy and its update."""
 
-    Attributes:
-        trained: models with gradients and optimizer state, the policy first.
-        frozen: models that are only evaluated.
-        forward: forward passes over the batch before the update.
-        generation: samples that a prompt needs.
-        saving: condition under which a part is saved.
-    """
-
-    trained: tuple[str, ...] = ("policy",)
-    frozen: tuple[str, ...] = ()
-    forward: tuple[str, ...] = ()
-    generation: str = ""
-    saving: str = ""
+    trained: tuple[str, ...] = ("policy",)  # models with gradients and optimizer state, the policy first
+    frozen: tuple[str, ...] = ()  # models that are only evaluated
+    forward: tuple[str, ...] = ()  # forward passes over the batch before the update
+    generation: str = ""  # samples that a prompt needs
+    saving: str = ""  # condition under which a part is saved
 
     def sentence(self) -> str:
         """Return the cost in words."""
@@ -71,37 +63,21 @@ class Cost:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of one kind.
+    """A method of one kind."""
 
-    Attributes:
-        kind: a key of :data:`KINDS`.
-        name: the first registered name.
-        aliases: its other names.
-        formula: formula in one line.
-        paper: source.
-        description: first part of the docstring.
-        needs: required inputs.
-        knobs: options.
-        cost: cost of a step.
-        select: ``key=value`` or a call that selects it.
-        presets: presets of `hone train` (of `hone prefer` for preference losses) that use it.
-        remarks: further facts, label to text (``group of one``).
-        entry: the registered object.
-    """
-
-    kind: str
-    name: str
-    aliases: tuple[str, ...]
-    formula: str
-    paper: str
-    description: str
-    needs: tuple[Need, ...]
-    knobs: tuple[Knob, ...]
-    cost: Cost
-    select: str
-    presets: tuple[str, ...] = ()
-    remarks: dict[str, str] = field(default_factory=dict)
-    entry: Any = field(default=None, compare=False, repr=False)
+    kind: str  # a key of :data:`KINDS`
+    name: str  # the first registered name
+    aliases: tuple[str, ...]  # its other names
+    formula: str  # formula in one line
+    paper: str  # source
+    description: str  # first part of the docstring
+    needs: tuple[Need, ...]  # required inputs
+    knobs: tuple[Knob, ...]  # options
+    cost: Cost  # cost of a step
+    select: str  # ``key=value`` or a call that selects it
+    presets: tuple[str, ...] = ()  # presets of `hone train` (of `hone prefer` for preference losses) that use it
+    remarks: dict[str, str] = field(default_factory=dict)  # further facts, label to text (``group of one``)
+    entry: Any = field(default=None, compare=False, repr=False)  # the registered object
 
     @property
     def page(self) -> str:

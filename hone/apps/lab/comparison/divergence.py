@@ -87,71 +87,47 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class RunTrace:
-    """Records of a run for a comparison with another.
+    """Records of a run for a comparison with another."""
 
-    Attributes:
-        config: dotted key to value.
-        circumstances: versions, hardware, commit, hashes of the reward code, by name.
-        draws: uids of the prompts of each step, in the order in which they were drawn.
-        samples: reader of the sample records of each step that has some.
-        micro_batches: reader of the facts of the saved micro-batch of a step, by name.
-        metrics: metrics of each step.
-        weights: reader of the tensors of each checkpoint: name to hash and L2 norm.
-        partial: steps with some of their samples: one that is absent there means nothing.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # dotted key to value
+    # versions, hardware, commit, hashes of the reward code, by name
     circumstances: Mapping[str, Any] = field(default_factory=dict)
+    # uids of the prompts of each step, in the order in which they were drawn
     draws: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    # reader of the sample records of each step that has some
     samples: Mapping[int, Callable[[], Sequence[Record]]] = field(default_factory=dict)
+    # reader of the facts of the saved micro-batch of a step, by name
     micro_batches: Mapping[int, Callable[[], Mapping[str, Any]]] = field(default_factory=dict)
-    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # metrics of each step
+    # reader of the tensors of each checkpoint: name to hash and L2 norm
     weights: Mapping[int, Callable[[], Mapping[str, tuple[str, float]]]] = field(default_factory=dict)
-    partial: Collection[int] = ()
+    partial: Collection[int] = ()  # steps with some of their samples: one that is absent there means nothing
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A value that differs.
+    """A value that differs."""
 
-    Attributes:
-        stage: stage of the value.
-        step: its step; None for the configuration.
-        sample: ``uid/index`` of the sample; None for values of a whole step.
-        what: name of the value, such as ``response token 5``.
-        good: value of the first run.
-        bad: value of the second run.
-    """
-
-    stage: Stage
-    step: int | None
-    sample: str | None
-    what: str
-    good: Any
-    bad: Any
+    stage: Stage  # stage of the value
+    step: int | None  # its step; None for the configuration
+    sample: str | None  # ``uid/index`` of the sample; None for values of a whole step
+    what: str  # name of the value, such as ``response token 5``
+    good: Any  # value of the first run
+    bad: Any  # value of the second run
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """Result of comparing two runs.
+    """Result of comparing two runs."""
 
-    Attributes:
-        first: first difference: of the configuration, else the first one that was observed; None if there is none.
-        observed: first difference in what the runs computed; None if there is none.
-        config: keys that differ, with both values.
-        circumstances: circumstances that differ, with both values.
-        cause: likely cause in one sentence; empty without a difference.
-        steps: steps that were compared.
-        with_samples: number of those with samples of both runs.
-    """
-
+    # first difference: of the configuration, else the first one that was observed; None if there is none
     first: Divergence | None
-    observed: Divergence | None
-    config: Mapping[str, tuple[Any, Any]]
-    circumstances: Mapping[str, tuple[Any, Any]]
-    cause: str
-    steps: Sequence[int]
-    with_samples: int
+    observed: Divergence | None  # first difference in what the runs computed; None if there is none
+    config: Mapping[str, tuple[Any, Any]]  # keys that differ, with both values
+    circumstances: Mapping[str, tuple[Any, Any]]  # circumstances that differ, with both values
+    cause: str  # likely cause in one sentence; empty without a difference
+    steps: Sequence[int]  # steps that were compared
+    with_samples: int  # number of those with samples of both runs
 
 
 def bisect_runs(good: RunTrace, bad: RunTrace, *, tolerance: float = 0.0) -> Bisection:

@@ -24,7 +24,6 @@ def student_cdf(t: float, degrees: int) -> float:
     The finite sums are those of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
 
     Args:
-        t: a number.
         degrees: degrees of freedom, at least 1.
     """
     angle = math.atan2(t, math.sqrt(degrees))
@@ -85,19 +84,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class PairedScores:
-    """Scores of two arms where both have one.
+    """Scores of two arms where both have one."""
 
-    Attributes:
-        seeds: seeds of the pairs, ``S``.
-        prompts: prompts that some pair has, ``P``.
-        first: scores of the first arm, ``[S, P]``, NaN where the pair lacks the prompt.
-        second: the same of the second arm.
-    """
-
-    seeds: tuple[str, ...]
-    prompts: tuple[str, ...]
-    first: NDArray[np.float64]
-    second: NDArray[np.float64]
+    seeds: tuple[str, ...]  # seeds of the pairs, ``S``
+    prompts: tuple[str, ...]  # prompts that some pair has, ``P``
+    first: NDArray[np.float64]  # scores of the first arm, ``[S, P]``, NaN where the pair lacks the prompt
+    second: NDArray[np.float64]  # the same of the second arm
 
     @property
     def differences(self) -> NDArray[np.float64]:
@@ -130,30 +122,18 @@ def pair_scores(first: Scores, second: Scores) -> PairedScores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of comparing the second arm with the first.
+    """Result of comparing the second arm with the first."""
 
-    Attributes:
-        first: mean score of the first arm over the paired cells.
-        second: mean score of the second arm.
-        difference: second minus first.
-        low: lower end of the interval of the difference; NaN if one number per arm is all there is.
-        high: upper end of the interval.
-        level: level of the interval.
-        seeds: number of pairs of runs.
-        prompts: number of prompts.
-        verdict: the better arm, or within noise.
-        seeds_needed: pairs of runs that find a difference of this size with 80 % power; None if it cannot be estimated.
-    """
-
-    first: float
-    second: float
-    difference: float
-    low: float
-    high: float
-    level: float
-    seeds: int
-    prompts: int
-    verdict: Verdict
+    first: float  # mean score of the first arm over the paired cells
+    second: float  # mean score of the second arm
+    difference: float  # second minus first
+    low: float  # lower end of the interval of the difference; NaN if one number per arm is all there is
+    high: float  # upper end of the interval
+    level: float  # level of the interval
+    seeds: int  # number of pairs of runs
+    prompts: int  # number of prompts
+    verdict: Verdict  # the better arm, or within noise
+    # pairs of runs that find a difference of this size with 80 % power; None if it cannot be estimated
     seeds_needed: int | None
 
 
@@ -163,7 +143,6 @@ def compare_paired(
     """Compare two arms.
 
     Args:
-        scores: paired scores.
         more_is_better: False for losses.
         level: level of the interval.
         effect: difference that the needed seeds should find; None means the observed one.
@@ -195,7 +174,6 @@ def bootstrap_interval(
 
     Args:
         differences: ``[S, P]``, NaN where a cell is missing.
-        level: level of the interval.
         draws: number of resamples.
 
     Returns:

@@ -108,19 +108,12 @@ class SequentialTest:
 
 @dataclass(frozen=True)
 class Decision:
-    """State of a sequential comparison.
+    """State of a sequential comparison."""
 
-    Attributes:
-        outcome: the decision; :attr:`Outcome.STILL_NOISE` while there is none.
-        confidence: 1 minus the error probability that the outcome has at any time; 0 without an outcome.
-        pairs: pairs after which it was made, or all.
-        difference: mean difference of these pairs.
-    """
-
-    outcome: Outcome
-    confidence: float
-    pairs: int
-    difference: float
+    outcome: Outcome  # the decision; :attr:`Outcome.STILL_NOISE` while there is none
+    confidence: float  # 1 minus the error probability that the outcome has at any time; 0 without an outcome
+    pairs: int  # pairs after which it was made, or all
+    difference: float  # mean difference of these pairs
 
 
 def decide(

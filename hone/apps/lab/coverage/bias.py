@@ -40,48 +40,30 @@ _ENOUGH_EXTREME = 100  # permutations as extreme as the data after which a test 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One characteristic of dropped and trained prompts.
+    """One characteristic of dropped and trained prompts."""
 
-    Attributes:
-        fate: fate of the dropped draws compared; :data:`DROPPED` for all of them.
-        characteristic: ``prompt_tokens``, ``tokens``, ``reward`` or ``source``.
-        dropped: number of dropped draws compared.
-        trained: number of trained draws compared.
-        dropped_mean: mean of the dropped draws; None for sources.
-        trained_mean: mean of the trained draws; None for sources.
-        effect: Cliff's delta, positive if dropped draws have larger values; for sources the total variation beyond chance.
-        p: p-value after Holm's correction.
-        biased: significant and at least of moderate size.
-        details: mean of the dropped draws by fate; for sources the share in dropped minus the share in trained draws.
-    """
-
-    fate: str
-    characteristic: str
-    dropped: int
-    trained: int
-    dropped_mean: float | None
-    trained_mean: float | None
+    fate: str  # fate of the dropped draws compared; :data:`DROPPED` for all of them
+    characteristic: str  # ``prompt_tokens``, ``tokens``, ``reward`` or ``source``
+    dropped: int  # number of dropped draws compared
+    trained: int  # number of trained draws compared
+    dropped_mean: float | None  # mean of the dropped draws; None for sources
+    trained_mean: float | None  # mean of the trained draws; None for sources
+    # Cliff's delta, positive if dropped draws have larger values; for sources the total variation beyond chance
     effect: float
-    p: float
-    biased: bool
+    p: float  # p-value after Holm's correction
+    biased: bool  # significant and at least of moderate size
+    # mean of the dropped draws by fate; for sources the share in dropped minus the share in trained draws
     details: dict[str, float]
 
 
 @dataclass(frozen=True)
 class BiasReport:
-    """Result of all comparisons.
+    """Result of all comparisons."""
 
-    Attributes:
-        dropped: number of dropped draws.
-        trained: number of trained draws.
-        comparisons: characteristics with enough values for a test.
-        by_design: number of draws that dynamic sampling filtered by their reward.
-    """
-
-    dropped: int
-    trained: int
-    comparisons: list[Comparison]
-    by_design: int
+    dropped: int  # number of dropped draws
+    trained: int  # number of trained draws
+    comparisons: list[Comparison]  # characteristics with enough values for a test
+    by_design: int  # number of draws that dynamic sampling filtered by their reward
 
 
 def compare_dropped(draws: Sequence[EndedDraw], *, permutations: int = PERMUTATIONS, seed: int = 0) -> BiasReport:
@@ -217,7 +199,6 @@ def _sampled_rows(rows: np.ndarray, labels: np.ndarray, kept: np.ndarray, rng: n
 
 
 def _holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's corrected p-values."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))

@@ -42,8 +42,6 @@ def clean_files(
         allowed: kinds of defects that do not reject a row.
 
     Raises:
-        DataError: a file cannot be read.
-        ConfigError: ``out`` has another ending, or a kind does not exist.
         OSError: a file cannot be written.
     """
     for kind in allowed:

@@ -28,31 +28,17 @@ class InspectedToken:
 
 
 def inspect_row(
-    row: Row,
-    tokenizer: PreTrainedTokenizerBase,
+    row: Row,  # row of a dataset file
+    tokenizer: PreTrainedTokenizerBase,  # tokenizer, with a chat template if the row holds messages
     *,
-    prompt_key: str = "prompt",
-    messages_key: str = "messages",
-    tools_key: str = "tools",
-    conversation: bool = False,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    images: RowImages | None = None,
+    prompt_key: str = "prompt",  # column of the prompt
+    messages_key: str = "messages",  # column of the conversation
+    tools_key: str = "tools",  # column of the conversation's function schemas
+    conversation: bool = False,  # show the conversation; implied if the row has no prompt
+    chat_template_kwargs: dict[str, Any] | None = None,  # additional arguments of the chat template
+    images: RowImages | None = None,  # reader of the row's images; None shows the text alone
 ) -> list[InspectedToken]:
-    """Return the tokens of a row: of its prompt as generation sees it, or of its whole conversation as SFT sees it.
-
-    Args:
-        row: row of a dataset file.
-        tokenizer: tokenizer, with a chat template if the row holds messages.
-        prompt_key: column of the prompt.
-        messages_key: column of the conversation.
-        tools_key: column of the conversation's function schemas.
-        conversation: show the conversation; implied if the row has no prompt.
-        chat_template_kwargs: additional arguments of the chat template.
-        images: reader of the row's images; None shows the text alone.
-
-    Raises:
-        DataError: the row has neither column, or the template refuses it.
-    """
+    """Return the tokens of a row: of its prompt as generation sees it, or of its whole conversation as SFT sees it."""
     prompt, chat = plain(row.values.get(prompt_key)), plain(row.values.get(messages_key))
     tools = schemas_of(row.values.get(tools_key), row.where)
     shown_kwargs = {**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})}

@@ -35,11 +35,6 @@ def train_tokenizer(
         out: directory to write.
         vocab_size: size of the vocabulary, including 256 bytes and the chat format's tokens; smaller if no merges are left.
         template: a name in :data:`~hone.data.chat_formats.CHAT_FORMATS`, a Jinja chat template, or the path of one.
-
-    Raises:
-        DataError: a file or column is wrong, the template refuses a conversation, vocab_size is too small, or the folder
-            cannot be written.
-        ModelError: the template is not a known name and not a file.
     """
     form = chat_format(template)
     reserved = len(form.all_special) + len(form.marks)

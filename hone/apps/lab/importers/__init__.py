@@ -22,11 +22,7 @@ def choose_importer(source: Path, name: str) -> tuple[Importer, list[Path]]:
     """Return the importer of a source, and the files that it reads.
 
     Args:
-        source: file or folder.
         name: name of a format, or ``auto`` to find out.
-
-    Raises:
-        DataError: the source does not exist, the name is unknown, or no file is of the format.
     """
     name = ALIASES.get(name, name)
     if not source.exists():

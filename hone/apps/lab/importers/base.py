@@ -21,20 +21,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Importer:
-    """Importer of one format.
+    """Importer of one format."""
 
-    Attributes:
-        name: name of the format.
-        about: program that writes it, and its files.
-        files: function of a file or folder that returns the files of the format in it, in order of their steps; none if it is
-            not of the format.
-        read: function of one of these files that yields its rows.
-    """
-
-    name: str
-    about: str
+    name: str  # name of the format
+    about: str  # program that writes it, and its files
+    # function of a file or folder that returns the files of the format in it, in order of their steps; none if it is
+    # not of the format
     files: Callable[[Path], list[Path]]
-    read: Callable[[Path], Iterator[Row]]
+    read: Callable[[Path], Iterator[Row]]  # function of one of these files that yields its rows
 
 
 def matching_files(source: Path, pattern: str) -> list[Path]:
@@ -54,11 +48,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, or of one JSON list.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not a JSON object.
-    """
+    """Yield the objects of a file of JSON lines, or of one JSON list."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

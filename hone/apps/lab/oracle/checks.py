@@ -44,29 +44,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of the run with the oracle.
+    """One comparison of the run with the oracle."""
 
-    Attributes:
-        kind: router, hidden, log_probs, entropy, loss, loss_gradient or gradient.
-        layer: index of the layer; None outside layers.
-        error: the largest error.
-        bound: the error that rounding explains.
-        diverging: number of tokens (or parameters) whose error exceeds it.
-        compared: number of tokens (or parameters).
-        place: of the first token that diverges in the sequence with the largest error, else of the largest error.
-        typical: median error of the diverging tokens.
-        detail: the parameter with the largest error, or the two numbers.
-    """
-
-    kind: str
-    layer: int | None
-    error: float
-    bound: float
-    diverging: int
-    compared: int
+    kind: str  # router, hidden, log_probs, entropy, loss, loss_gradient or gradient
+    layer: int | None  # index of the layer; None outside layers
+    error: float  # the largest error
+    bound: float  # the error that rounding explains
+    diverging: int  # number of tokens (or parameters) whose error exceeds it
+    compared: int  # number of tokens (or parameters)
+    # of the first token that diverges in the sequence with the largest error, else of the largest error
     place: Place | None = None
-    typical: float = 0.0
-    detail: str = ""
+    typical: float = 0.0  # median error of the diverging tokens
+    detail: str = ""  # the parameter with the largest error, or the two numbers
 
     @property
     def diverges(self) -> bool:
@@ -76,19 +65,12 @@ class Check:
 
 @dataclass
 class Comparison:
-    """All checks of a micro-batch.
+    """All checks of a micro-batch."""
 
-    Attributes:
-        saved: the micro-batch.
-        checks: in the order of the computation.
-        misplaced: tokens whose position in the run differs from that in their sequence.
-        mask_shift: shift of the response mask that reproduces the run's gradient of the loss; 0 if none does.
-    """
-
-    saved: SavedMicroBatch
-    checks: list[Check] = field(default_factory=list)
-    misplaced: int = 0
-    mask_shift: int = 0
+    saved: SavedMicroBatch  # the micro-batch
+    checks: list[Check] = field(default_factory=list)  # in the order of the computation
+    misplaced: int = 0  # tokens whose position in the run differs from that in their sequence
+    mask_shift: int = 0  # shift of the response mask that reproduces the run's gradient of the loss; 0 if none does
 
     @property
     def first(self) -> Check | None:
@@ -97,11 +79,7 @@ class Comparison:
 
 
 def compare(saved: SavedMicroBatch) -> Comparison:
-    """Recompute a saved micro-batch and compare.
-
-    Raises:
-        HoneError: the oracle does not support the model.
-    """
+    """Recompute a saved micro-batch and compare."""
     computed, dtype = saved.computed, saved.about["dtype"]
     places = Places.from_saved(saved.batch, computed["token_index"])
     pushed = {name.split(".", 1)[1]: x for name, x in computed.items() if name.startswith("output_gradient.")}

@@ -45,19 +45,12 @@ def _widened(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Places:
-    """The tokens whose states are compared: every token of every sequence that the run saved.
+    """The tokens whose states are compared: every token of every sequence that the run saved."""
 
-    Attributes:
-        sequence: ``[P]``, row of the micro-batch.
-        token: ``[P]``, position in prompt + response.
-        slot: ``[P]``, row of the saved states.
-        packed: ``[P]``, index in the run's packed row.
-    """
-
-    sequence: Tensor
-    token: Tensor
-    slot: Tensor
-    packed: Tensor
+    sequence: Tensor  # ``[P]``, row of the micro-batch
+    token: Tensor  # ``[P]``, position in prompt + response
+    slot: Tensor  # ``[P]``, row of the saved states
+    packed: Tensor  # ``[P]``, index in the run's packed row
 
     @classmethod
     def from_saved(cls, batch: Batch, token_index: Tensor) -> Places:
@@ -73,27 +66,16 @@ class Places:
 
 @dataclass
 class PlainPass:
-    """Results of a pass.
+    """Results of a pass."""
 
-    Attributes:
-        states: ``hidden.<layer>`` and ``router.<layer>`` at the compared tokens, ``[P, ...]`` float64.
-        outputs: ``log_probs`` and ``entropy`` of the response tokens, ``[R]`` float64.
-        norms: gradient norm of every trained parameter.
-        gradients: whole gradients of small parameters.
-    """
-
-    states: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-    norms: dict[str, float]
-    gradients: dict[str, Tensor]
+    states: dict[str, Tensor]  # ``hidden.<layer>`` and ``router.<layer>`` at the compared tokens, ``[P, ...]`` float64
+    outputs: dict[str, Tensor]  # ``log_probs`` and ``entropy`` of the response tokens, ``[R]`` float64
+    norms: dict[str, float]  # gradient norm of every trained parameter
+    gradients: dict[str, Tensor]  # whole gradients of small parameters
 
 
 def load_plain(saved: SavedMicroBatch) -> nn.Module:
-    """Load the saved weights in float32, without the run's savings of memory.
-
-    Raises:
-        HoneError: the model has dropout, or an attention of its own without an eager form.
-    """
+    """Load the saved weights in float32, without the run's savings of memory."""
     config = saved.config.actor_rollout_ref.model
     plain = dataclasses.replace(
         saved_model(dataclasses.replace(config, path=saved.about["base_model"]), saved.directory / "model"),
@@ -121,7 +103,6 @@ def plain_pass(
 
     Args:
         model: of :func:`load_plain`; converted to float64 if ``dtype`` is that.
-        saved: the micro-batch.
         places: tokens whose states are returned.
         output_gradients: ``[R]`` gradients of the head's outputs, where the backward pass begins.
         dtype: float64, or the compute dtype of the run.

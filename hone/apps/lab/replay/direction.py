@@ -31,12 +31,6 @@ class WeightGradients:
 
     The loss is linear in the log-probs at its point: its gradient is that of the sum of log-prob x derivative.
 
-    Args:
-        stored: the step.
-
-    Attributes:
-        exact: whether all trained parameters are compared, not only those of the last layer.
-
     Raises:
         HoneError: the checkpoint before the step is missing, or one process cannot have the whole model (code E-what-if).
     """
@@ -56,6 +50,7 @@ class WeightGradients:
             )
         self._engine = engine
         trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+        # whether all trained parameters are compared, not only those of the last layer
         self.exact = sum(parameter.numel() for parameter in trained) <= LARGEST_EXACT
         self._parameters = trained if self.exact else _last_layer(engine.model)
         if not self.exact:
@@ -76,11 +71,7 @@ class WeightGradients:
 
 
 def checkpoint_before(stored: StoredStep) -> str | None:
-    """Return the checkpoint of the weights that a step began with; None for the model that the run began with.
-
-    Raises:
-        HoneError: the run has no such checkpoint (code E-what-if).
-    """
+    """Return the checkpoint of the weights that a step began with; None for the model that the run began with."""
     if stored.step == 1:
         return None
     root = checkpoints(stored)

@@ -34,17 +34,11 @@ OF_DRAWING = ("training/epoch", "training/staleness", "training/no_verdict_group
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay.
+    """Result of a replay."""
 
-    Attributes:
-        folder: run directory of the replay.
-        stages: stages that ran.
-        bisection: comparison with the stored step.
-    """
-
-    folder: Path
-    stages: Sequence[str]
-    bisection: Bisection
+    folder: Path  # run directory of the replay
+    stages: Sequence[str]  # stages that ran
+    bisection: Bisection  # comparison with the stored step
 
 
 def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[str] = ()) -> Replay:
@@ -52,13 +46,8 @@ def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[s
 
     Args:
         run: directory of the run.
-        step: number of the step.
         first: first stage to run, with the stored results of those before it; None runs all.
         overrides: keys of the configuration to change.
-
-    Raises:
-        HoneError: samples or checkpoint of the step are missing (codes E-runs, E-what-if), or the replay cannot begin at
-            the stage (E-replay).
     """
     stored = load_step(run, step)
     checkpoint = checkpoint_before(stored)
@@ -105,17 +94,11 @@ def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[s
 
 
 class ReplayTrainer(RLTrainer):
-    """Trainer of one stored step.
+    """Trainer of one stored step."""
 
-    Attributes:
-        stored: the step.
-        first: first stage to run; None runs all.
-        ran: names of the stages that ran.
-    """
-
-    stored: StoredStep
-    first: str | None
-    ran: list[str]
+    stored: StoredStep  # the step
+    first: str | None  # first stage to run; None runs all
+    ran: list[str]  # names of the stages that ran
 
     def stages(self) -> list[Stage]:
         """Return the stages from the first one on; the stored step has the results of those before."""

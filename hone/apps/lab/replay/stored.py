@@ -41,19 +41,12 @@ TOKEN_COLUMNS = {
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A step of a run.
+    """A step of a run."""
 
-    Attributes:
-        run: directory of the run.
-        step: number of the step.
-        config: configuration of the run.
-        batch: sequences that the step trained on, in the order of the trainer, with every column that is stored.
-    """
-
-    run: Path
-    step: int
-    config: RLConfig
-    batch: Batch
+    run: Path  # directory of the run
+    step: int  # number of the step
+    config: RLConfig  # configuration of the run
+    batch: Batch  # sequences that the step trained on, in the order of the trainer, with every column that is stored
 
 
 def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep:
@@ -61,11 +54,7 @@ def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep
 
     Args:
         run: directory of the run.
-        step: number of the step.
         overrides: keys of the configuration to change, as ``key=value``.
-
-    Raises:
-        HoneError: the step is not stored, not all of its sequences are, or some have no token ids (code E-runs).
     """
     archive = open_archive(run)
     records = [record for record in archive.records(step) if record["fate"] == Fate.TRAINED]
@@ -100,13 +89,9 @@ def require_stored_inputs(config: RLConfig, *, weights: bool, code: str, fix: st
     """Check that the archive has what the update of a run is computed from.
 
     Args:
-        config: of the run.
         weights: whether the model computes log-probs again; otherwise those of the archive are used.
         code: of the error.
         fix: of the error.
-
-    Raises:
-        HoneError: the run also used tokens' supports, experts or teachers, which the archive does not have.
     """
     used = {
         "the support of sampling (actor_rollout_ref.rollout.keep_support)": RunSpec(config).keeps_support.value,

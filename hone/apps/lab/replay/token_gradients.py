@@ -41,23 +41,14 @@ FACTOR_KEYS = {
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """Derivatives of a step's loss by the log-probs of its tokens, aligned with ``response_ids``.
+    """Derivatives of a step's loss by the log-probs of its tokens, aligned with ``response_ids``."""
 
-    Attributes:
-        gradient: the whole derivative, summed over the mini-batches of the first pass.
-        ratio: policy over old policy.
-        passes: factor of the loss beyond advantage, correction and ratio; 0 on clipped tokens.
-        normaliser: derivative of the aggregated loss by the token's loss.
-        kl: part of the KL loss.
-        loss: loss of each mini-batch.
-    """
-
-    gradient: Ragged
-    ratio: Ragged
-    passes: Ragged
-    normaliser: Ragged
-    kl: Ragged
-    loss: tuple[float, ...]
+    gradient: Ragged  # the whole derivative, summed over the mini-batches of the first pass
+    ratio: Ragged  # policy over old policy
+    passes: Ragged  # factor of the loss beyond advantage, correction and ratio; 0 on clipped tokens
+    normaliser: Ragged  # derivative of the aggregated loss by the token's loss
+    kl: Ragged  # part of the KL loss
+    loss: tuple[float, ...]  # loss of each mini-batch
 
     @property
     def share(self) -> Ragged:
@@ -72,7 +63,6 @@ def token_gradients(view: Batch, config: RLConfig, step: int, log_probs: Ragged 
     Args:
         view: rows and tokens that the update learns from, with ``advantages`` and, where the loss has them, ``old_log_probs``,
             ``ref_log_probs`` and ``rollout_is_weights``.
-        config: configuration of the run.
         step: number of the step, which determines the mini-batches.
         log_probs: of the policy at the update; None: the old ones, as at the first update of a step.
     """
@@ -132,7 +122,6 @@ def _gradient(objective: PolicyObjective, mini: Batch, log_probs: Ragged, totals
 
 
 def _normaliser(mini: Batch, mode: str, scale: float, totals: Totals) -> Tensor:
-    """Return the derivative of the aggregated loss by the loss of each token."""
     mask = mini.ragged("response_mask")
     padded = torch.zeros_like(mask.to_padded(), dtype=torch.float32).requires_grad_()
     loss = aggregate_loss(

@@ -32,19 +32,13 @@ ROW = "row"
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Advantages and derivatives that a configuration makes of a step.
+    """Advantages and derivatives that a configuration makes of a step."""
 
-    Attributes:
-        advantages: aligned with ``response_ids``.
-        gradients: derivatives of the loss of the rows that the update learns from.
-        token_gradient: derivatives, aligned with ``response_ids`` of the whole batch; 0 on tokens that it does not learn from.
-        learnt: 1 on tokens that the update learns from, aligned likewise.
-    """
-
-    advantages: Ragged
-    gradients: TokenGradients
+    advantages: Ragged  # aligned with ``response_ids``
+    gradients: TokenGradients  # derivatives of the loss of the rows that the update learns from
+    # derivatives, aligned with ``response_ids`` of the whole batch; 0 on tokens that it does not learn from
     token_gradient: Ragged
-    learnt: Ragged
+    learnt: Ragged  # 1 on tokens that the update learns from, aligned likewise
 
     @property
     def clipped(self) -> float:
@@ -87,11 +81,7 @@ class Comparison:
 
 
 def recompute(stored: StoredStep, config: RLConfig) -> Recomputed:
-    """Compute advantages and derivatives of a stored step under a configuration.
-
-    Raises:
-        HoneError: the step lacks a column that the configuration needs (code E-what-if).
-    """
+    """Compute advantages and derivatives of a stored step under a configuration."""
     _require_policy_loss(config)
     batch = stored.batch.select(*(name for name in stored.batch.names() if name not in DERIVED))
     batch = batch.with_columns(**{ROW: torch.arange(len(batch))})
@@ -124,19 +114,12 @@ def recompute(stored: StoredStep, config: RLConfig) -> Recomputed:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Result of :func:`what_if`.
+    """Result of :func:`what_if`."""
 
-    Attributes:
-        actual: the step as it was, computed again.
-        gap: largest difference of its advantages from the stored ones; 0.0 means equal bit for bit.
-        compared: the step itself, then each change.
-        exact: whether directions are those of all trained parameters; None without weights.
-    """
-
-    actual: Recomputed
-    gap: float
-    compared: list[Comparison]
-    exact: bool | None
+    actual: Recomputed  # the step as it was, computed again
+    gap: float  # largest difference of its advantages from the stored ones; 0.0 means equal bit for bit
+    compared: list[Comparison]  # the step itself, then each change
+    exact: bool | None  # whether directions are those of all trained parameters; None without weights
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -152,7 +135,6 @@ def what_if(
     """Compare a stored step with what other configurations make of it.
 
     Args:
-        stored: the step.
         changes: name and overrides of each change.
         weights: gradients by the weights before the step; None compares derivatives by log-probs alone.
     """

@@ -68,7 +68,6 @@ class Comparison:
     """Differences between two rewards over the groups of a run.
 
     Attributes:
-        episodes, groups: numbers of them.
         flipped: share of episodes whose verdict differs.
         reordered_pairs: share of the pairs of a group whose order differs; a tie on one side counts as different.
         reordered_groups: share of groups with such a pair.

@@ -26,21 +26,13 @@ _COLUMNS = (
 
 @dataclass
 class MinedPairs:
-    """Pairs that were built, and counts of their sources.
+    """Pairs that were built, and counts of their sources."""
 
-    Attributes:
-        train: training pairs, one object per pair.
-        val: held-out pairs, of other prompts.
-        samples: number of answers read.
-        prompts: number of different prompts among them.
-        left_out: number of answers that could not be used, by reason.
-    """
-
-    train: list[dict[str, Any]] = field(default_factory=list)
-    val: list[dict[str, Any]] = field(default_factory=list)
-    samples: int = 0
-    prompts: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
+    train: list[dict[str, Any]] = field(default_factory=list)  # training pairs, one object per pair
+    val: list[dict[str, Any]] = field(default_factory=list)  # held-out pairs, of other prompts
+    samples: int = 0  # number of answers read
+    prompts: int = 0  # number of different prompts among them
+    left_out: Counter[str] = field(default_factory=Counter)  # number of answers that could not be used, by reason
 
 
 def mine_pairs(
@@ -68,10 +60,6 @@ def mine_pairs(
             The same holds for episodes of several turns, written with a mask of the policy's tokens: their messages alone
             do not contain the tools of the prompt.
         seed: seed of the division.
-
-    Raises:
-        HoneError: there are no rollouts (code E-runs).
-        DataError: there are no pairs, too few prompts for a validation share, or an option is out of bounds.
     """
     _check_options(margin, val_share, per_prompt, form)
     records = list(_records(run))
@@ -107,9 +95,6 @@ def write_pairs(mined: MinedPairs, out: Path) -> list[Path]:
 
     Columns: ``prompt``, ``chosen``, ``rejected`` (messages, or token ids with ``chosen_mask`` and ``rejected_mask``, 1 on
     tokens of the policy), ``score_chosen``, ``score_rejected``, ``margin`` (their difference), ``data_source``, ``uid``.
-
-    Raises:
-        DataError: the folder cannot be written.
     """
     written = []
     try:

@@ -27,9 +27,6 @@ def rescore_run(run: str, root: Path, old: RewardConfig | None, new: RewardConfi
         run: run directory, or its name below ``root``.
         root: folder that holds the runs.
         old, new: rewards; None takes the stored scores.
-
-    Raises:
-        HoneError: the run has no rollouts, or a reward cannot be loaded.
     """
     chosen = find_run(run, root)
     files = [str(file) for file in _listed(chosen.config.get("data.train_files"))]

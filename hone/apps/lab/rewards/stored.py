@@ -28,9 +28,6 @@ def stored_episodes(
         reward_fn_key: column of the data source.
 
     Without the files the rows' ``extra_info`` is empty, with a warning.
-
-    Raises:
-        HoneError: nothing is stored.
     """
     archive = require_archive(folder)
     try:
@@ -58,9 +55,6 @@ def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample], arc
         record: of the archive.
         rows: the dataset's rows by uid, for their ``extra_info``.
         archive: folder of the images; None leaves them out.
-
-    Raises:
-        HoneError: an image is missing.
     """
     prompt, response = (() if archive is None else images_of(archive, record[name] or []) for name in IDS)
     row = rows.get(row_of(record["uid"]))

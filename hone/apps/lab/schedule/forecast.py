@@ -13,11 +13,7 @@ from hone.apps.lab.schedule.simulation import Schedule, simulate
 
 @dataclass(frozen=True)
 class Forecast:
-    """Prediction for one schedule, after its first batches; idle times are shares, staleness is that of the mean token.
-
-    Attributes:
-        engine_threads: of each engine where it shares cores with the trainer; of several splits the fastest.
-    """
+    """Prediction for one schedule, after its first batches; idle times are shares, staleness is that of the mean token."""
 
     name: str
     replicas: int
@@ -26,6 +22,7 @@ class Forecast:
     trainer_idle: float
     staleness: float
     tokens_per_second: float
+    # of each engine where it shares cores with the trainer; of several splits the fastest
     engine_threads: int | None = None
 
 
@@ -68,7 +65,6 @@ def back_test(run: MeasuredRun) -> tuple[float, float]:
 
 
 def table(forecasts: list[Forecast]) -> Table:
-    """Return the forecasts as a table."""
     names = ("schedule", "replicas", "step s", "engine idle", "trainer idle", "staleness", "tokens/s")
     threads = any(one.engine_threads for one in forecasts)
     shown = Table()

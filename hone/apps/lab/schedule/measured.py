@@ -33,17 +33,12 @@ _PARALLEL = math.log2(1.5)
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Schedule fitted to a run, with the steps that the fit has not seen.
-
-    Attributes:
-        held_out: recorded seconds of each step that is not part of the fit.
-        cores: cores that engines and trainer share; None if they have devices of their own.
-        old_log_prob_seconds: seconds of a pass for old log-probs that the run does without, and asynchronous training needs.
-    """
+    """Schedule fitted to a run, with the steps that the fit has not seen."""
 
     schedule: Schedule
-    held_out: tuple[float, ...]
-    cores: SharedCores | None = None
+    held_out: tuple[float, ...]  # recorded seconds of each step that is not part of the fit
+    cores: SharedCores | None = None  # cores that engines and trainer share; None if they have devices of their own
+    # seconds of a pass for old log-probs that the run does without, and asynchronous training needs
     old_log_prob_seconds: float = 0.0
 
     def scheduled(self, engine_threads: int | None = None, **changes: Any) -> Schedule:
@@ -51,7 +46,6 @@ class MeasuredRun:
 
         Args:
             engine_threads: threads of each engine in asynchronous training; None keeps the configured ones.
-            changes: of the schedule.
         """
         schedule = dataclasses.replace(self.schedule, **changes)
         update = schedule.update_seconds + (self.old_log_prob_seconds if schedule.max_staleness else 0.0)
@@ -70,14 +64,10 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class SharedCores:
-    """Cores that the engines and the trainer of one machine share.
-
-    Attributes:
-        separate: whether engines have processes of their own, also without asynchrony.
-    """
+    """Cores that the engines and the trainer of one machine share."""
 
     count: int
-    separate: bool
+    separate: bool  # whether engines have processes of their own, also without asynchrony
     engine_threads: int | None
     training_threads: int | None
 
@@ -100,11 +90,7 @@ class SharedCores:
 
 
 def measured_run(run: Run) -> MeasuredRun:
-    """Fit the schedule of a run to every second of its steps, so that drifts of the run or the machine reach both halves.
-
-    Raises:
-        HoneError: the run has too few steps or no rollout dump.
-    """
+    """Fit the schedule of a run to every second of its steps, so that drifts of the run or the machine reach both halves."""
     steps = [row for row in run.metrics if "timing_s/gen" in row]
     steps = [row for row in steps if row.get("timing_s/step", 0) > 0]
     staleness = int(run.config.get("trainer.async_training.max_staleness") or 0)

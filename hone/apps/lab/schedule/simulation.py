@@ -231,6 +231,5 @@ class _Run:
 
 
 def simulate(schedule: Schedule) -> list[Step]:
-    """Return the steps of a schedule."""
     run = _Run(schedule)
     return [run.step() for _ in range(schedule.steps)]

@@ -47,7 +47,6 @@ class Failure:
     """First failure of one episode.
 
     Attributes:
-        kind: kind of failure.
         turn: number of the failing turn, from 1.
         turns: number of turns of the episode.
         evidence: what shows it, with figures.
@@ -79,19 +78,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Bar:
-    """Bounds of a failure where no accuracy is recorded, and of a reward that is too high where one is.
+    """Bounds of a failure where no accuracy is recorded, and of a reward that is too high where one is."""
 
-    Attributes:
-        score: rewards below it are failures.
-        paid: reward from which a wrong answer is paid like a right one.
-        expects: data sources of which some row has an expected answer.
-        calls: data sources of which most right answers called a tool.
-    """
-
-    score: float
-    paid: float = 1.0
-    expects: frozenset[str] = frozenset()
-    calls: frozenset[str] = frozenset()
+    score: float  # rewards below it are failures
+    paid: float = 1.0  # reward from which a wrong answer is paid like a right one
+    expects: frozenset[str] = frozenset()  # data sources of which some row has an expected answer
+    calls: frozenset[str] = frozenset()  # data sources of which most right answers called a tool
 
 
 def accuracy(record: Mapping[str, Any]) -> float | None:

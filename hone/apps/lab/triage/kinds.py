@@ -46,15 +46,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class About:
-    """Bucket and meaning of a kind of failure.
+    """Bucket and meaning of a kind of failure."""
 
-    Attributes:
-        bucket: part of the run that it points to.
-        meaning: what was seen, in a few words.
-    """
-
-    bucket: Bucket
-    meaning: str
+    bucket: Bucket  # part of the run that it points to
+    meaning: str  # what was seen, in a few words
 
 
 KINDS: dict[Kind, About] = {

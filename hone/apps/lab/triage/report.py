@@ -46,25 +46,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Triage:
-    """Triage of a run.
+    """Triage of a run."""
 
-    Attributes:
-        run: its name.
-        steps: steps that were read.
-        bar: what counted as failed.
-        judged_by: the same in words.
-        tasks: tasks, the one with the most failures first.
-        change: the proposed change; None without failures.
-        because: kind that asks for it, None without failures.
-    """
-
-    run: str
-    steps: list[int]
-    bar: Bar
-    judged_by: str
-    tasks: list[Task]
-    change: str | None
-    because: Kind | None
+    run: str  # its name
+    steps: list[int]  # steps that were read
+    bar: Bar  # what counted as failed
+    judged_by: str  # the same in words
+    tasks: list[Task]  # tasks, the one with the most failures first
+    change: str | None  # the proposed change; None without failures
+    because: Kind | None  # kind that asks for it, None without failures
 
     @property
     def failures(self) -> list[Failure]:
@@ -106,14 +96,10 @@ def triage(
     """Sort the failed episodes of a run.
 
     Args:
-        run: the run.
         folder: ``rollouts`` or ``validation``.
         steps: number of newest stored steps to read.
         step: the only step to read, instead.
         per_task: most failed episodes of a task to sort; they are spread evenly over the failed ones.
-
-    Raises:
-        HoneError: the run has no samples, or none of the step (code E-runs).
     """
     archive = require_archive(run.path / folder)
     read = archive.steps()[-steps:] if step is None else [step]

@@ -43,11 +43,7 @@ class Workspace:
         self.runs = {name: ViewedRun(path, name) for name, path in runs.items()}
 
     def run(self, parameters: Mapping[str, Any]) -> ViewedRun:
-        """Return the run that the parameters name; the first without a name.
-
-        Raises:
-            HoneError: there is no such run.
-        """
+        """Return the run that the parameters name; the first without a name."""
         name = str(parameters.get("run") or next(iter(self.runs)))
         if name not in self.runs:
             raise HoneError(f"no run '{name}'", fix=f"one of {', '.join(self.runs)}", code="E-view-address")
@@ -59,11 +55,7 @@ class Workspace:
 
 
 def integer(parameters: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return a parameter that is a whole number.
-
-    Raises:
-        HoneError: it is not (code E-view-address).
-    """
+    """Return a parameter that is a whole number."""
     value = parameters.get(name)
     try:
         return default if value in (None, "") else int(value)  # type: ignore[arg-type]

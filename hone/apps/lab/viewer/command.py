@@ -31,11 +31,7 @@ class ViewRequest:
 
 
 def chosen_runs(names: Sequence[str], root: Path) -> dict[str, Path]:
-    """Return the run directories by name; without names all below the root, the newest first. A folder with an archive alone counts.
-
-    Raises:
-        HoneError: there is no such run (code E-runs).
-    """
+    """Return the run directories by name; without names all below the root, the newest first. A folder with an archive alone counts."""
     if not names:
         below = run_names(root) if root.is_dir() else {}
         if not below:
@@ -52,11 +48,7 @@ def chosen_runs(names: Sequence[str], root: Path) -> dict[str, Path]:
 
 
 def view(request: ViewRequest) -> None:
-    """Serve the page in the foreground, until a signal; with ``export`` write one file instead.
-
-    Raises:
-        HoneError: a run does not exist, the address is not available, or the packages are missing.
-    """
+    """Serve the page in the foreground, until a signal; with ``export`` write one file instead."""
     if request.export is not None:
         from hone.apps.lab.viewer.api import Workspace
         from hone.apps.lab.viewer.export import export

@@ -29,9 +29,6 @@ def compare(first: Archived, first_query: str, second: Archived, second_query: s
         ``sides`` (numbers of each), ``stops``, ``tools`` and ``ends`` (shares by name, a pair each), ``phrases`` (``more`` and ``less``
         frequent in the second), ``paired`` prompts with both means, the largest difference first, and ``same_seed``: how many answers were
         drawn with the same seed, how many of their texts are equal, and the mean difference of their scores.
-
-    Raises:
-        HoneError: a query leaves no answers (code E-view-comparison).
     """
     chosen = [_Side(first, first_query), _Side(second, second_query)]
     for side in chosen:

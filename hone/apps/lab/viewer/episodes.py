@@ -23,9 +23,6 @@ def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str
         ``value`` (of a forked turn) and ``calls``. ``segments``: number of tokens by segment, with the tokens that a segment shares with the one before (``shared``);
         ``times``: seconds of the engine and of what is
         outside; ``siblings``: numbers of the group's answers.
-
-    Raises:
-        HoneError: there is no such episode.
     """
     records = archived.records(step, uid, _COLUMNS)
     parts = [record for record in records if record["index"] == index]

@@ -30,14 +30,10 @@ def export(workspace: Workspace, path: Path, query: str = "") -> dict[str, int]:
 
     Args:
         workspace: the runs; the first one is written.
-        path: the file.
         query: which groups to write, see :mod:`hone.apps.lab.viewer.queries`; by default those of the newest step. At most :data:`GROUPS`.
 
     Returns:
         Number of ``groups`` and ``bytes``.
-
-    Raises:
-        HoneError: no group matches (code E-view-export), or the file cannot be written.
     """
     run = next(iter(workspace.runs.values()))
     archived = run.archived("rollouts")

@@ -125,9 +125,6 @@ def one_group(archived: Archived, step: int, uid: str) -> dict[str, Any]:
 
     ``images`` are the names of the prompt's images. Each answer has ``shared_all`` and ``shared_any``, the number of leading characters that it shares with all other answers, and with at
     least one.
-
-    Raises:
-        HoneError: there is no such group.
     """
     records = archived.records(step, uid, _BRIEF)
     texts = [record["text"] for record in records]

@@ -29,11 +29,7 @@ class Picture:
 
 
 def picture(archived: Archived, name: str) -> Picture:
-    """Return the image of a name.
-
-    Raises:
-        HoneError: the archive has none of this name that a browser shows (code E-view-address).
-    """
+    """Return the image of a name."""
     image = find_image(archived.index.archive.folder, int(name, 16)) if _NAME.fullmatch(name) else None
     if image is not None and image.suffix in TYPES:  # by its content: other files are never shown as images
         return Picture(image.content, TYPES[image.suffix])

@@ -52,34 +52,21 @@ _TOKEN_COLUMNS = (
 
 @dataclass
 class StepRows:
-    """Rows of one step: an array by column, all of the same length.
+    """Rows of one step: an array by column, all of the same length."""
 
-    Attributes:
-        stamp: modification time and size of the file, by which a rewritten step is noticed.
-        columns: values by row, in the order of the file.
-        deep: True once the heavy columns are there.
-        broken: why the file cannot be read; None if it can.
-    """
-
-    stamp: tuple[int, int]
-    columns: dict[str, np.ndarray]
-    deep: bool = False
-    broken: str | None = None
+    stamp: tuple[int, int]  # modification time and size of the file, by which a rewritten step is noticed
+    columns: dict[str, np.ndarray]  # values by row, in the order of the file
+    deep: bool = False  # True once the heavy columns are there
+    broken: str | None = None  # why the file cannot be read; None if it can
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Snapshot of all rows: an array by column. Rows are ordered by step, then as in the file.
+    """Snapshot of all rows: an array by column. Rows are ordered by step, then as in the file."""
 
-    Attributes:
-        columns: values by row; codes for :data:`CODES`.
-        position: row number within the step's file.
-        version: number that changes with the contents.
-    """
-
-    columns: dict[str, np.ndarray]
-    position: np.ndarray
-    version: int
+    columns: dict[str, np.ndarray]  # values by row; codes for :data:`CODES`
+    position: np.ndarray  # row number within the step's file
+    version: int  # number that changes with the contents
 
     def __len__(self) -> int:
         return len(self.position)
@@ -93,15 +80,11 @@ class RunIndex:
 
     Args:
         folder: ``rollouts`` or ``validation`` of a run directory.
-
-    Attributes:
-        archive: the archive.
-        texts: texts of the codes, by column.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.archive: Archive = open_archive(folder)
-        self.texts: dict[str, list[str]] = {name: [""] for name in CODES}
+        self.archive: Archive = open_archive(folder)  # the archive
+        self.texts: dict[str, list[str]] = {name: [""] for name in CODES}  # texts of the codes, by column
         self._codes: dict[str, dict[str, int]] = {name: {"": 0} for name in CODES}
         self._steps: dict[int, StepRows] = {}
         self._lock = threading.RLock()
@@ -364,7 +347,6 @@ def _indices(encoded: Any) -> np.ndarray:
 
 
 def _episodes(column: pa.ChunkedArray) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Yield (row, episode) of the rows that have one."""
     valid = np.flatnonzero(np.asarray(pc.is_valid(column)))
     for row, text in zip(valid.tolist(), column.take(valid).to_pylist(), strict=True):
         episode = json.loads(text)

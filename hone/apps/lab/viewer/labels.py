@@ -38,11 +38,7 @@ def read_labels(path: Path) -> list[dict[str, Any]]:
 
 
 def _labels_file(path: Path) -> Path:
-    """Return the file of labels of a run directory.
-
-    Raises:
-        HoneError: it is a link, or no file: what is written into it would be elsewhere (code E-view-label).
-    """
+    """Return the file of labels of a run directory."""
     file = path / FILE
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise HoneError(
@@ -64,11 +60,7 @@ def label_list(run: ViewedRun, kind: str) -> dict[str, Any]:
 
 
 def add_label(run: ViewedRun, kind: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Append a label to the file and return it.
-
-    Raises:
-        HoneError: the answer does not exist, label and comment are empty, or the file cannot be written.
-    """
+    """Append a label to the file and return it."""
     label, comment = (str(entry.get(name) or "").strip()[:_LONGEST] for name in ("label", "comment"))
     if not label and not comment:
         raise HoneError("a label needs a name or a comment", code="E-view-label")

@@ -54,23 +54,14 @@ def config(run: ViewedRun) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Alert:
-    """Something about a run that a person should look at.
+    """Something about a run that a person should look at."""
 
-    Attributes:
-        step: step that shows it; None for the run.
-        what: the problem, with numbers.
-        why: why it matters.
-        causes: likely causes with their fixes.
-        detector: name of the detector that reported it; empty for the state of the run.
-        samples: step, uid and index of samples that show it.
-    """
-
-    step: int | None
-    what: str
-    why: str = ""
-    causes: Sequence[str] = ()
-    detector: str = ""
-    samples: Sequence[Mapping[str, Any]] = ()
+    step: int | None  # step that shows it; None for the run
+    what: str  # the problem, with numbers
+    why: str = ""  # why it matters
+    causes: Sequence[str] = ()  # likely causes with their fixes
+    detector: str = ""  # name of the detector that reported it; empty for the state of the run
+    samples: Sequence[Mapping[str, Any]] = ()  # step, uid and index of samples that show it
 
 
 def alerts(run: ViewedRun) -> list[Alert]:

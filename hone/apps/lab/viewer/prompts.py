@@ -28,21 +28,13 @@ SORTS = ("row", "visits", "first", "last", "best", "gain", "tokens")
 
 @dataclass(frozen=True)
 class Prompts:
-    """Dataset rows with their visits; a visit is a group.
+    """Dataset rows with their visits; a visit is a group."""
 
-    Attributes:
-        order: groups sorted by prompt, then by step; those of prompt p are ``order[starts[p]:starts[p + 1]]``.
-        starts: see ``order``; one more than prompts.
-        right: share of right answers by group; NaN without a verdict.
-        columns: numbers by prompt, see :data:`SORTS`.
-        course: a name of :data:`COURSES` by prompt.
-    """
-
-    order: np.ndarray
-    starts: np.ndarray
-    right: np.ndarray
-    columns: dict[str, np.ndarray]
-    course: np.ndarray
+    order: np.ndarray  # groups sorted by prompt, then by step; those of prompt p are ``order[starts[p]:starts[p + 1]]``
+    starts: np.ndarray  # see ``order``; one more than prompts
+    right: np.ndarray  # share of right answers by group; NaN without a verdict
+    columns: dict[str, np.ndarray]  # numbers by prompt, see :data:`SORTS`
+    course: np.ndarray  # a name of :data:`COURSES` by prompt
 
     def visits(self, prompt: int) -> np.ndarray:
         """Return the groups of a prompt."""
@@ -56,7 +48,6 @@ def right_score(scores: np.ndarray) -> float:
 
 
 def prompts_of(archived: Archived, rows: Rows) -> Prompts:
-    """Return the prompts of all rows."""
     return archived.derived("prompts", rows, lambda: _prompts(rows, archived.groups(rows)))
 
 
@@ -102,11 +93,7 @@ def _prompts(rows: Rows, groups: Groups) -> Prompts:
 
 
 def prompt_list(archived: Archived, query: str, course: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-    """Return a page of the prompts that have a row which the query leaves, and the number of prompts of each course.
-
-    Raises:
-        HoneError: an unknown course or order (code E-view-query).
-    """
+    """Return a page of the prompts that have a row which the query leaves, and the number of prompts of each course."""
     name = sort.removeprefix("-") or "gain"
     if name not in SORTS or (course and course not in COURSES):
         raise HoneError(
@@ -157,9 +144,6 @@ def one_prompt(archived: Archived, source: str, row: int, uid: str) -> dict[str,
         archived: rollouts or validation samples.
         source, row: dataset and row.
         uid: group, for sequences without a row (``row`` below 0).
-
-    Raises:
-        HoneError: there is none (code E-view-address).
     """
     rows = archived.rows()
     groups, prompts = archived.groups(rows), prompts_of(archived, rows)

@@ -61,27 +61,16 @@ _HELD_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Condition:
-    """One word of a query.
+    """One word of a query."""
 
-    Attributes:
-        column: column that is compared; empty for a search in the texts.
-        operator: ``<``, ``<=``, ``>``, ``>=``, ``=`` or ``!=``; ``=`` for a search.
-        value: what is compared with.
-        negated: whether the condition must be false.
-    """
-
-    column: str
-    operator: str
-    value: str
-    negated: bool = False
+    column: str  # column that is compared; empty for a search in the texts
+    operator: str  # ``<``, ``<=``, ``>``, ``>=``, ``=`` or ``!=``; ``=`` for a search
+    value: str  # what is compared with
+    negated: bool = False  # whether the condition must be false
 
 
 def parse(query: str) -> list[Condition]:
-    """Parse a query.
-
-    Raises:
-        HoneError: an unknown column, or a value that is not a number (code E-view-query).
-    """
+    """Parse a query."""
     try:
         words = shlex.split(query)
     except ValueError:  # a quote that is still open while the query is typed
@@ -164,13 +153,7 @@ def matching(
 
     Args:
         index: index of the archive.
-        search: text search in it.
-        rows: its rows.
-        query: the query.
         masks: function from a column of :data:`MASKS` and a value to the rows that have it.
-
-    Raises:
-        HoneError: the query cannot be parsed.
     """
     mask = np.ones(len(rows), bool)
     conditions = sorted(parse(query), key=lambda condition: not condition.column)  # texts last, in fewer rows

@@ -18,23 +18,14 @@ from hone.errors import HoneError
 
 @dataclass(frozen=True)
 class Question:
-    """One ready question.
+    """One ready question."""
 
-    Attributes:
-        name: name in addresses.
-        title: the question.
-        about: what an answer means.
-        view: ``answers`` or ``groups``.
-        query: query of :mod:`hone.apps.lab.viewer.queries`.
-        sort: order of the list.
-    """
-
-    name: str
-    title: str
-    about: str
-    view: str
-    query: str
-    sort: str = ""
+    name: str  # name in addresses
+    title: str  # the question
+    about: str  # what an answer means
+    view: str  # ``answers`` or ``groups``
+    query: str  # query of :mod:`hone.apps.lab.viewer.queries`
+    sort: str = ""  # order of the list
 
 
 QUESTIONS = (
@@ -59,11 +50,7 @@ QUESTIONS = (
 
 
 def count(archived: Archived, name: str) -> dict[str, int]:
-    """Return how many answers a question finds, as ``count``.
-
-    Raises:
-        HoneError: there is no such question (code E-view-address).
-    """
+    """Return how many answers a question finds, as ``count``."""
     question = next((question for question in QUESTIONS if question.name == name), None)
     if question is None:
         raise HoneError(f"no question '{name}'", fix="choose one of the page", code="E-view-address")
@@ -71,7 +58,6 @@ def count(archived: Archived, name: str) -> dict[str, int]:
 
 
 def _group_of_rows(archived: Archived, rows: Rows) -> np.ndarray:
-    """Return the number of each row's group."""
     groups = archived.groups(rows)
     result = np.zeros(len(rows), np.int64)
     result[groups.order] = np.repeat(np.arange(len(groups)), np.diff(groups.starts))

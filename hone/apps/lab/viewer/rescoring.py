@@ -18,9 +18,6 @@ def reward_config(named: str) -> RewardConfig:
 
     Args:
         named: ``FILE:NAME`` of a function.
-
-    Raises:
-        HoneError: there is no such file (code E-view-reward).
     """
     file, _, name = named.strip().rpartition(":")
     path = Path(file).expanduser()
@@ -33,15 +30,11 @@ def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> d
     """Score all stored answers again, as `hone reward diff stored REWARD` does.
 
     Args:
-        run: the run.
         reward: one of ``named``, or the name of a built-in scorer.
         named: functions that `hone view` was started with.
 
     Returns:
         ``episodes``, ``groups``, shares of what would be different, and ``differences``, the largest change first.
-
-    Raises:
-        HoneError: the reward is neither (code E-view-reward), or the run has no rollouts.
     """
     from hone.apps.lab.rewards.comparison import compare
     from hone.apps.lab.rewards.rescoring import rescore_run

@@ -32,7 +32,6 @@ class Archived:
     """Rollouts or validation samples of a run, with their index.
 
     Args:
-        folder: folder of the archive.
         run_path: directory of the run.
         kind: a name of :data:`KINDS`.
     """
@@ -61,7 +60,6 @@ class Archived:
         return self.index.rows()
 
     def groups(self, rows: Rows) -> Groups:
-        """Return the groups of all rows."""
         held = self._groups  # another thread may replace it
         if held is None or held[0] != rows.version:
             self._groups = held = rows.version, group_rows(rows)
@@ -102,11 +100,7 @@ class Archived:
         return _kept(self._prompts, (step, self.index.stamp(step)), read, held=2048)
 
     def records(self, step: int, uid: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the sequences of a group.
-
-        Raises:
-            HoneError: the step or the group does not exist (code E-view-address).
-        """
+        """Return the sequences of a group."""
         key = (step, uid, tuple(columns), self.index.stamp(step))
         records = _kept(
             self._records, key, lambda: list(self.index.archive.records(step, columns, uid)), held=_HELD_GROUPS
@@ -118,11 +112,7 @@ class Archived:
         return records
 
     def record(self, step: int, uid: str, index: int, part: int) -> dict[str, Any]:
-        """Return one sequence with all its columns.
-
-        Raises:
-            HoneError: it does not exist (code E-view-address).
-        """
+        """Return one sequence with all its columns."""
         key = (step, uid, self.index.stamp(step))
         table = _kept(self._tables, key, lambda: self.index.archive.table(step, None, uid), held=_HELD_GROUPS)
         chosen = (table["index"].to_numpy() == index) & (table["part"].to_numpy() == part)
@@ -158,11 +148,7 @@ class ViewedRun:
         self._run: tuple[tuple[int, ...], Run] | None = None
 
     def archived(self, kind: str) -> Archived:
-        """Return the rollouts or the validation samples.
-
-        Raises:
-            HoneError: another kind (code E-view-address).
-        """
+        """Return the rollouts or the validation samples."""
         if kind not in self._archives:
             raise HoneError(f"no kind '{kind}'", fix=f"one of {', '.join(KINDS)}", code="E-view-address")
         return self._archives[kind]
@@ -201,7 +187,6 @@ class ViewedRun:
         }
 
     def _range(self) -> list[Any]:
-        """Return the lowest and the highest score."""
         scores = self.archived("rollouts").index.rows()["score"]
         known = scores[np.isfinite(scores)]
         return [number(known.min()), number(known.max())] if len(known) else [0, 1]

@@ -33,15 +33,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Download:
-    """A file that the browser saves.
+    """A file that the browser saves."""
 
-    Attributes:
-        name: its name.
-        text: its contents.
-    """
-
-    name: str
-    text: str
+    name: str  # its name
+    text: str  # its contents
 
 
 def selection(archived: Archived, query: str, form: str) -> Download:
@@ -49,9 +44,6 @@ def selection(archived: Archived, query: str, form: str) -> Download:
 
     ``sft``: a row per answer with its whole conversation. ``pairs``: a row per group with its best and its worst answer among those of the
     query, if their scores differ. Only the first segment of an episode counts.
-
-    Raises:
-        HoneError: an unknown form, no answers, or too many (code E-view-selection).
     """
     if form not in FORMS:
         raise HoneError(f"no form '{form}'", fix=f"one of {', '.join(FORMS)}", code="E-view-selection")

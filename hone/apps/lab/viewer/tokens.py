@@ -28,9 +28,6 @@ def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: i
     Returns:
         ``prompt`` (texts of the prompt's tokens), ``texts`` and ``ids`` of the response, ``pictures`` and ``prompt_pictures`` (names of
         images by the place in the texts), ``columns`` (name to one value per token), and ``chain``: factors with ``name``, ``key``, ``config`` (value of the key) and ``values``.
-
-    Raises:
-        HoneError: there is no such sequence.
     """
     record = archived.record(step, uid, index, part)
     vocabulary = archived.vocabulary()
@@ -99,11 +96,7 @@ def _differences(record: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def factor_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: int, part: int) -> list[dict[str, Any]]:
-    """Return the factors that the loss computes, after those of :func:`token_list`: ratio, clip, normaliser, KL loss, share.
-
-    Raises:
-        HoneError: there is no such sequence.
-    """
+    """Return the factors that the loss computes, after those of :func:`token_list`: ratio, clip, normaliser, KL loss, share."""
     return _with_settings(loss_factors(run.path, archived.record(step, uid, index, part)), run.read().config)
 
 
@@ -120,7 +113,6 @@ def stored_factors(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_settings(factors: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Add the value of each factor's key."""
     return [
         {**factor, "config": plain(config.get(factor["key"])), "values": numbers(factor["values"])}
         for factor in factors

@@ -193,8 +193,6 @@ def _swept(values: Mapping[str, Any], key: str) -> str:
 
 
 def _explain(numbers: Mapping[str, float], what: str):
-    """Return what to say of a wrong value of a sweep."""
-
     def explain(given: str) -> str:
         value = numbers.get(given)
         return f"the sweep has no value {given}" if value is None else f"its {what} is {value:.4g}"

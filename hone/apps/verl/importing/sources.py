@@ -82,25 +82,14 @@ _SFT_BLOCKS, _RL_BLOCKS = {"model", "optim", "engine"}, {"actor_rollout_ref", "c
 
 
 def import_script(
-    source: str,
+    source: str,  # text of the script, or one override per line
     *,
     directory: Path,
     arguments: Sequence[str] = (),
-    number: int | None = None,
-    variables: Mapping[str, str] | None = None,
+    number: int | None = None,  # number of the training command, from 1; needed when there are several
+    variables: Mapping[str, str] | None = None,  # variables of the environment in which the script would run
 ) -> Translation:
-    """Translate a launch script, or the override lines of a file.
-
-    Args:
-        source: text of the script, or one override per line.
-        directory: its directory, for the configuration files that it names.
-        arguments: arguments of the script.
-        number: number of the training command, from 1; needed when there are several.
-        variables: variables of the environment in which the script would run.
-
-    Raises:
-        ConfigError: the script has several training commands, and ``number`` does not choose one.
-    """
+    """Translate a launch script, or the override lines of a file."""
     trace = follow(source, directory=str(directory), arguments=arguments, variables=variables)
     training_commands, lost = launches(trace.started)
     if not training_commands:
@@ -178,11 +167,7 @@ def import_overrides(lines: Sequence[Argument]) -> Translation:
 
 
 def import_yaml(source: str) -> Translation:
-    """Translate a configuration file of verl, or of LLaMA-Factory.
-
-    Raises:
-        ConfigError: it is not a mapping in YAML.
-    """
+    """Translate a configuration file of verl, or of LLaMA-Factory."""
     tree = _mapping(source, "the file")
     if is_llama_factory(tree):
         return import_llama_factory(tree)

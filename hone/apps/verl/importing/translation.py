@@ -31,24 +31,15 @@ class Addition:
 
 @dataclass
 class Translation:
-    """A translated run of verl or LLaMA-Factory.
+    """A translated run of verl or LLaMA-Factory."""
 
-    Attributes:
-        command: command of the configuration: train or sft.
-        lines: translated settings.
-        values: key to value, in Hone's tree.
-        additions: values that no line sets.
-        not_understood: lines that could not be translated.
-        remarks: further remarks.
-        environment: names of variables that the launch sets for itself; they are not part of a configuration.
-    """
-
-    command: str = "train"
-    lines: list[Line] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    additions: list[Addition] = field(default_factory=list)
-    not_understood: list[Trouble] = field(default_factory=list)
-    remarks: list[Trouble] = field(default_factory=list)
+    command: str = "train"  # command of the configuration: train or sft
+    lines: list[Line] = field(default_factory=list)  # translated settings
+    values: dict[str, Any] = field(default_factory=dict)  # key to value, in Hone's tree
+    additions: list[Addition] = field(default_factory=list)  # values that no line sets
+    not_understood: list[Trouble] = field(default_factory=list)  # lines that could not be translated
+    remarks: list[Trouble] = field(default_factory=list)  # further remarks
+    # names of variables that the launch sets for itself; they are not part of a configuration
     environment: tuple[str, ...] = ()
 
     def leave_out(self, key: str, why: str) -> None:

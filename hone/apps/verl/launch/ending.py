@@ -15,17 +15,11 @@ _CONDITIONS = {"if_statement": "condition", "elif_clause": "condition", "case_st
 
 @dataclass(frozen=True)
 class End:
-    """The ``exit`` at which a script ends before its last line.
+    """The ``exit`` at which a script ends before its last line."""
 
-    Attributes:
-        line: its line.
-        command: its text, such as "exit 1".
-        variables: names in the conditions around it.
-    """
-
-    line: int
-    command: str
-    variables: tuple[str, ...]
+    line: int  # its line
+    command: str  # its text, such as "exit 1"
+    variables: tuple[str, ...]  # names in the conditions around it
 
 
 def names_around(node: Node) -> tuple[str, ...]:

@@ -44,19 +44,12 @@ class _OpenNumber(Exception):
 
 @dataclass
 class Variables:
-    """Variables that the script has set so far.
+    """Variables that the script has set so far."""
 
-    Attributes:
-        directory: directory of the script, as text.
-        output: returns the output of a command substitution.
-        values: variables; a list is an array.
-        arguments: the positional parameters.
-    """
-
-    directory: str
-    output: Callable[[Node], str]
-    values: dict[str, str | list[str]] = field(default_factory=dict)
-    arguments: list[str] = field(default_factory=list)
+    directory: str  # directory of the script, as text
+    output: Callable[[Node], str]  # returns the output of a command substitution
+    values: dict[str, str | list[str]] = field(default_factory=dict)  # variables; a list is an array
+    arguments: list[str] = field(default_factory=list)  # the positional parameters
     _room: int = _MOST_TEXT
 
     def fields(self, word: Iterable[Node]) -> list[str]:

@@ -130,7 +130,6 @@ def follow(
 
     Args:
         source: text of the script.
-        directory: its directory.
         arguments: arguments of the script.
         variables: variables of the environment in which it would run.
     """

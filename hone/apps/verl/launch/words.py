@@ -26,17 +26,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class Started:
-    """A command that the script would start.
+    """A command that the script would start."""
 
-    Attributes:
-        words: the command's words.
-        environment: names of variables set for this command alone.
-        line: where the command begins.
-    """
-
-    words: tuple[Argument, ...]
-    environment: tuple[str, ...]
-    line: int
+    words: tuple[Argument, ...]  # the command's words
+    environment: tuple[str, ...]  # names of variables set for this command alone
+    line: int  # where the command begins
 
 
 @dataclass(frozen=True)
