@@ -112,7 +112,6 @@ def recommend_method(
 
 
 def _described(method: Method) -> str:
-    """Return the details of a method as text."""
     from hone.apps.explain.catalogue import KINDS
     from hone.apps.explain.catalogue.examples import example
 

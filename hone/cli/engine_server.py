@@ -22,7 +22,6 @@ def run_server(plan: LaunchPlan, options: Sequence[str]) -> None:
     """Start an engine, print its address, and wait for a signal.
 
     Raises:
-        ConfigError: it would listen on a public address without a token, or an option is not NAME=VALUE.
         ProcessError: the engine died.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")

@@ -147,7 +147,6 @@ class _StderrHandler(logging.Handler):
     """A handler that writes to the current ``sys.stderr``, so that a live progress line is not broken."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         sys.stderr.write(f"{prefix}{self.format(record)}\n")
 

@@ -29,9 +29,6 @@ def checked_config(
 
     Returns:
         The configuration with local paths, and a record of each download by key.
-
-    Raises:
-        HoneError: the configuration has errors.
     """
     from hone.cluster.torchrun.ranks import follows
     from hone.preflight import check
@@ -53,29 +50,18 @@ def announce(config: AnyConfig) -> None:
 
 
 def local_config(
-    tree: type[Tree],
-    overrides: list[str] | None,
+    tree: type[Tree],  # root of the configuration
+    overrides: list[str] | None,  # the command line
     preset: str | None,
     config_path: str | None,
     config_name: str | None,
     *,
-    weights: bool = True,
+    weights: bool = True,  # download weights, too
 ) -> tuple[Tree, Downloads]:
     """Load the configuration, and download what it names on the hub.
 
-    Args:
-        tree: root of the configuration.
-        overrides: the command line.
-        preset: name of a preset.
-        config_path: folder of a file.
-        config_name: name of that file.
-        weights: download weights, too.
-
     Returns:
         The configuration with local paths, and a record of each download by key.
-
-    Raises:
-        HoneError: a key or value is wrong, or a repository cannot be downloaded.
     """
     from hone.config import load_with_provenance
     from hone.hub.resolve import resolve_names
@@ -90,9 +76,6 @@ def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained
     """Train in the run's directory, which no other process may use meanwhile; return the exit code.
 
     The predicted memory and the downloads of the run are written there first; `hone runs show` reads them.
-
-    Raises:
-        HoneError: another process trains in the directory, or any other mistake of the user.
     """
     from hone.cluster.torchrun.ranks import follows
     from hone.insight.run_directory import RunDirectory

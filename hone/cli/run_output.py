@@ -81,11 +81,7 @@ def print_chart(console: Console, metric: str, runs: Sequence[Run]) -> None:
 
 
 def draw_curves(png: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
-    """Draw metrics of runs into a PNG.
-
-    Raises:
-        HoneError: there are no metrics, or the file cannot be written.
-    """
+    """Draw metrics of runs into a PNG."""
     from hone.errors import HoneError
     from hone.insight.curves import draw_png, points
     from hone.insight.run_files import disk_errors

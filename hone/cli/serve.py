@@ -99,11 +99,7 @@ def command(
 
 
 def _check_options(context: typer.Context, *, train: bool) -> None:
-    """Check that no option of the other kind of server is given.
-
-    Raises:
-        ConfigError: one is given.
-    """
+    """Check that no option of the other kind of server is given."""
     for name in _WITHOUT_TRAINING if train else _OF_TRAINING:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":

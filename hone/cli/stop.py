@@ -75,11 +75,7 @@ def command(
 
 
 def _wait(paths: list[Path], request: StopRequest, seconds: float) -> None:
-    """Wait until the runs have ended.
-
-    Raises:
-        HoneError: one has not within ``seconds``.
-    """
+    """Wait until the runs have ended."""
     from hone.errors import HoneError
     from hone.insight.run_files import read_run
     from hone.insight.run_lock import is_held

@@ -17,17 +17,11 @@ _SHOWN = 12  # last lines of a failed run's output in the error
 
 @dataclass(frozen=True)
 class Trial:
-    """A run to train.
+    """A run to train."""
 
-    Attributes:
-        words: arguments of the `hone` command.
-        directory: run directory.
-        cwd: directory in which the command runs; None means the current one.
-    """
-
-    words: tuple[str, ...]
-    directory: Path
-    cwd: Path | None = None
+    words: tuple[str, ...]  # arguments of the `hone` command
+    directory: Path  # run directory
+    cwd: Path | None = None  # directory in which the command runs; None means the current one
 
     @property
     def finished(self) -> bool:
@@ -43,7 +37,6 @@ def settings_of(program: str, directory: Path, overrides: Mapping[str, Any]) -> 
 
     Args:
         program: training command.
-        directory: run directory.
         overrides: further keys.
     """
     from hone.config.overrides import hydra_value
@@ -58,7 +51,6 @@ def run_trial(trial: Trial) -> None:
     """Train a run to its end, its output in ``output.log`` of the run directory; a run that was cut off is resumed.
 
     Raises:
-        HoneError: the run failed.
         KeyboardInterrupt: interrupted; the run has saved a checkpoint.
     """
     from hone.errors import HoneError
@@ -91,14 +83,10 @@ def run_trial(trial: Trial) -> None:
 
 
 class _Forwarding:
-    """Pass SIGINT and SIGTERM on to a run, which saves and ends; a second one ends it at once.
-
-    Attributes:
-        interrupted: True after the first signal.
-    """
+    """Pass SIGINT and SIGTERM on to a run, which saves and ends; a second one ends it at once."""
 
     def __init__(self) -> None:
-        self.interrupted = False
+        self.interrupted = False  # True after the first signal
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: list[int] = []
         self._previous: dict[signal.Signals, Any] = {}

@@ -80,11 +80,7 @@ def command(
 
 
 def _config(program: Kind, file: Path, preset: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Return a configuration, dotted key to value.
-
-    Raises:
-        ConfigError: a key or its value is wrong.
-    """
+    """Return a configuration, dotted key to value."""
     from hone.config.environment import written_leaves
     from hone.config.load import load_config
     from hone.config.trees import TREES
@@ -95,11 +91,7 @@ def _config(program: Kind, file: Path, preset: str | None, overrides: list[str])
 
 
 def _train(program: Kind, file: Path, preset: str | None, overrides: list[str], seed: int, directory: Path) -> None:
-    """Train one run of a pair, unless it is finished.
-
-    Raises:
-        HoneError: the run failed (code E-runs).
-    """
+    """Train one run of a pair, unless it is finished."""
     from hone.cli import trials
 
     keys = trials.settings_of(program.value, directory, {"trainer.seed": seed})
