@@ -48,7 +48,6 @@ class HuggingFaceEngine:
         self._stats = {"decode_tokens": 0}
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Serve the requests one after another."""
         for request in requests:
             self._limits.check(request)
             _check_ends(request.sampling)
@@ -126,7 +125,6 @@ class HuggingFaceEngine:
             self.model.train(training)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Note the version; the weights are the trainer's."""
         del weights, last
         self._version = version
 
@@ -137,7 +135,6 @@ class HuggingFaceEngine:
         """Do nothing."""
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Skip the given requests (all when None) that have not started."""
         if request_ids is None:
             self._aborted = None
         elif self._aborted is not None:
@@ -153,7 +150,6 @@ class HuggingFaceEngine:
         """Do nothing: there is no cache between requests."""
 
     def describe(self) -> EngineDescription:
-        """Return the engine's properties and counters."""
         return EngineDescription("hf", True, self.dtype, str(self.device), dict(self._stats))
 
     def close(self) -> None:

@@ -15,11 +15,7 @@ from hone.errors import ConfigError
 
 
 def engine_options(rollout: RolloutConfig, *, report_experts: bool = False) -> dict[str, Any]:
-    """Return the arguments of the engine ``rollout.name``. ``engine_kwargs`` win; for None the engine has its default.
-
-    Args:
-        report_experts: whether completions need the experts of each token.
-    """
+    """Return the arguments of the engine ``rollout.name``. ``engine_kwargs`` win; for None the engine has its default."""
     others = sorted(set(rollout.engine_kwargs) - {rollout.name})
     if others:
         raise ConfigError(
@@ -98,7 +94,6 @@ def _merge(options: dict[str, Any], user_options: dict[str, Any]) -> dict[str, A
 
 
 def _without_none(**options: Any) -> dict[str, Any]:
-    """Return the arguments that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -186,7 +181,6 @@ _OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {
 
 
 def has_adapter(config: RLConfig) -> bool:
-    """Return whether the run trains an adapter."""
     shared = config.actor_rollout_ref.model
     return shared.lora_rank > 0 or shared.lora_adapter_path is not None
 

@@ -19,8 +19,6 @@ _INSTALLER = Path(__file__).parents[1] / "installer.py"
 
 
 class Installer:
-    """Installs packages into an environment."""
-
     def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
         self._engine, self._python, self._say = engine, python, say
 

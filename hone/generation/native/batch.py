@@ -73,14 +73,7 @@ class RowState:
     def record(
         self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor, counts: Tensor | None = None
     ) -> None:
-        """Append sampled tokens: all of row 0, then all of row 1.
-
-        Args:
-            tokens: ``[N]``.
-            log_probs: ``[N]``.
-            sampling_log_probs: ``[N]``.
-            counts: ``[A]`` tokens of each row, at least 1; None means one.
-        """
+        """Append sampled tokens ``[N]``, all of row 0, then all of row 1; ``counts [A]`` are those of each row, None means one."""
         rows, place = torch.arange(len(self.generated), device=tokens.device), self.generated
         if counts is not None:
             rows = rows.repeat_interleave(counts)
@@ -114,7 +107,6 @@ class RowState:
         return replace(self, shared=self.shared + moved, length=self.length - moved)
 
     def select(self, rows: Tensor) -> RowState:
-        """Return the given rows in the given order."""
         return RowState(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def join(self, other: RowState) -> RowState:

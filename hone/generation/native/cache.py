@@ -23,11 +23,9 @@ class ExpertLayerCache(KVLayerCache):
     """Experts of every token, ``[rows, 1, capacity, width]`` int16, in place of keys and values."""
 
     def resize(self, rows: int, capacity: int, *, used: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Reserve ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows."""
         super().resize(rows, capacity, used=used, device=device, dtype=torch.int16)
 
     def append(self, tokens: NewTokens, *states: Tensor) -> None:
-        """Write the experts of the new tokens."""
         super().append(tokens, states[0], *states)
 
 
@@ -47,7 +45,6 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """Capacity in tokens."""
         return self.rows * self.capacity
 
     def layer(self, layer: int) -> LayerCache:
@@ -107,7 +104,6 @@ class KVCache:
             self.layer(layer).write_row(row, length, layer_entries)
 
     def free(self) -> None:
-        """Free the memory."""
         for cache in self._layers.values():
             cache.free()
         self._layers, self.rows, self.capacity = {}, 0, 0
@@ -128,7 +124,7 @@ def columns(length: int, capacity: int) -> int:
 
 
 def closing_moves(count: int, removed: set[int]) -> tuple[list[int], list[int]]:
-    """Return the gaps that the removed rows leave among ``count`` rows, and the last rows, which move into the gaps."""
+    """Return the gaps that removed rows leave among ``count`` rows, and the last rows, which move into them."""
     left = count - len(removed)
     return sorted(row for row in removed if row < left), [row for row in range(left, count) if row not in removed]
 

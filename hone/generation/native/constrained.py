@@ -13,12 +13,7 @@ from hone.generation.native.scheduler import Job
 
 
 class ConstrainedRows:
-    """Follows the grammars of constrained responses, one token a step.
-
-    Args:
-        grammars: compiled constraints.
-        device: device of the logits.
-    """
+    """Follows the grammars of constrained responses, one token a step, on the device of the logits."""
 
     def __init__(self, grammars: Grammars, device: torch.device) -> None:
         self._grammars, self._device = grammars, device
@@ -44,20 +39,12 @@ class ConstrainedRows:
             raise next(iter(errors.values()))
 
     def allowed(self) -> Allowed:
-        """Return the tokens that constraints allow next."""
         masks = torch.stack([mask for _, job, _ in self._rows if (mask := job.mask) is not None])
         rows = torch.tensor([row for row, _, _ in self._rows], device=self._device)
         return Allowed(rows, self._grammars.allowed(masks.to(self._device)))
 
     def follow(self, tokens: Sequence[Sequence[int]], is_full: Callable[[Job], bool]) -> dict[int, Exception | None]:
-        """Append the sampled tokens to constrained responses.
-
-        Args:
-            is_full: function that returns whether a job has its maximum of tokens.
-
-        Returns:
-            The rows that cannot continue: None where the response is complete, else the error.
-        """
+        """Append the sampled tokens; return the rows that cannot continue: None where the response is complete, else the error."""
         ends: dict[int, Exception | None] = {}
         continuing: dict[Job, RowGrammar] = {}
         row_of = {job: row for row, job, _ in self._rows}
@@ -80,7 +67,6 @@ class ConstrainedRows:
         return ends
 
     def _find_masks(self, grammars: dict[Job, RowGrammar]) -> dict[Job, RequestError]:
-        """Find the tokens that constraints allow next; return the errors of jobs that cannot continue."""
         if not grammars:
             return {}
         jobs = list(grammars)

@@ -170,27 +170,19 @@ class RowExtent(NamedTuple):
 
 
 class DecodeContext(_CachedContext):
-    """One new token for each of the first ``A`` rows, which may continue shared prefixes.
-
-    Args:
-        cache: to read and append to: each row's tokens, without a shared prefix.
-        lengths: ``[A]`` tokens already in each row, which is the position of the new token in the row.
-        shared: ``[A]`` tokens of the shared prefix before each row's tokens.
-        extent: of both.
-        groups: the shared prefix of each row; None without shared prefixes.
-        rope_offset: ``[A]`` added to the number of the new token in its sequence for its rotary position.
-    """
+    """One new token for each of the first ``A`` rows, which may continue shared prefixes."""
 
     _tokens = 1
     """Query tokens of each row, ``Q``."""
 
     def __init__(
         self,
-        cache: KVCache,
-        lengths: Tensor,
-        shared: Tensor,
-        extent: RowExtent,
-        groups: PrefixGroups | None,
+        cache: KVCache,  # to read and append to: each row's tokens, without a shared prefix
+        lengths: Tensor,  # ``[A]`` tokens already in each row, which is the position of the new token in the row
+        shared: Tensor,  # ``[A]`` tokens of the shared prefix before each row's tokens
+        extent: RowExtent,  # of both
+        groups: PrefixGroups | None,  # the shared prefix of each row; None without shared prefixes
+        # ``[A]`` added to the number of the new token in its sequence for its rotary position
         rope_offset: Tensor | int = 0,
     ) -> None:
         self._cache, self.past = cache, lengths

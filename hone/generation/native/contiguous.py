@@ -76,21 +76,17 @@ class ContiguousRows:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the allocated cache holds at most."""
         return self.cache.tokens + self.prefixes.cache.tokens
 
     def num_sampled(self, job: Job) -> int:
-        """Return the number of tokens sampled for a job."""
         return self.steps - job.entered
 
     def row_tokens(self, job: Job) -> int:
-        """Return the number of tokens in a job's row of the cache."""
         return job.prompt_in_row + self.num_sampled(job)
 
     # entering --------------------------------------------------------------------------------------------------------
 
     def admission(self, waiting: Sequence[Job], version: int) -> RectangleAdmission:
-        """Return a test of which waiting jobs fit next to the running ones."""
         return RectangleAdmission(
             self.running, waiting, version, limit=self.max_cache_tokens, share_prompts=self.per_token
         )
@@ -101,7 +97,6 @@ class ContiguousRows:
             self._share_prompts()
 
     def enter(self, jobs: Sequence[Job], version: int) -> None:
-        """Give each job a row and prefill its prompt, without the last token."""
         for job in jobs:
             job.entered = self.steps
         self._fill(jobs, version)
@@ -150,7 +145,6 @@ class ContiguousRows:
         self.cache.copy_rows(sources, targets, max((len(job.request.prompt_ids) - 1 for job in jobs), default=0))
 
     def _share_prompts(self) -> None:
-        """Move the prompts of all rows to shared slots, because an entering job shares a prompt."""
         assert self.state is not None
         rows = [self.cache.read_row(row, self.row_tokens(job)) for row, job in enumerate(self.running)]
         moved_tokens = [job.prompt_in_row for job in self.running]
@@ -285,12 +279,7 @@ class ContiguousRows:
         return tokens, last
 
     def _ends(self, finite: Tensor, last: Mapping[int, LastToken]) -> list[End]:
-        """Return the rows that end with their last token.
-
-        Args:
-            finite: ``[A]`` whether the row's new log-probs are finite.
-            last: the rows that stop strings and constraints end.
-        """
+        """Return the rows that end with their last token; ``finite [A]`` says whether a row's new log-probs are."""
         assert self.state is not None
         stopped = self.state.stopped
         ended = stopped | self.state.full | ~finite
@@ -317,7 +306,6 @@ class ContiguousRows:
         return RowExtent(shortest + self.steps, longest + self.steps, least_shared)
 
     def sampled(self, rows: Sequence[int]) -> list[Sampled]:
-        """Return the tokens sampled for each row."""
         state = self.state
         assert state is not None
         index = torch.tensor(rows, device=self._device)
@@ -328,7 +316,6 @@ class ContiguousRows:
     # leaving ---------------------------------------------------------------------------------------------------------
 
     def experts(self, row: int) -> ExpertIds:
-        """Return the experts of a row's tokens, where the contexts keep them."""
         if not self.keeps_experts:
             return ()
         job = self.running[row]
@@ -370,11 +357,9 @@ class ContiguousRows:
         self._groups = self._extent_before = None
 
     def end_sessions(self, sessions: Iterable[str]) -> None:
-        """Drop the kept turns of these sessions."""
         self.sessions.forget(sessions)
 
     def begin_version(self) -> None:
-        """Drop the kept turns of all sessions: other weights computed them."""
         self.sessions.clear()
         if self._speculation is not None:
             self._speculation.drafter.begin_version()
@@ -383,7 +368,6 @@ class ContiguousRows:
         """Do nothing: no address of a weight is kept."""
 
     def clear(self) -> None:
-        """Drop all rows."""
         if self._speculation is not None:
             self._speculation.end(self.running)
         self.running, self.state, self.sampling = [], None, None
@@ -391,7 +375,6 @@ class ContiguousRows:
         self.prefixes.clear()
 
     def free(self) -> None:
-        """Free the memory of all caches; no row may be running."""
         self.cache.free()
         self.prefixes.cache.free()
         self.sessions.clear()
@@ -405,7 +388,6 @@ def _ends(
     failed: Mapping[int, Exception | None],
     errors: Mapping[int, Exception | None],
 ) -> list[End]:
-    """Return why each of ``rows`` ends; a row in ``failed`` without an error is complete."""
     reasons = [
         StopReason.STOP if stopped[row] or (row in failed and failed[row] is None) else StopReason.LENGTH
         for row in rows

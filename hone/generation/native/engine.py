@@ -30,20 +30,7 @@ WATCHED_BURST = 4
 
 
 class NativeEngine:
-    """Continuous batching with a KV cache.
-
-    Args:
-        model: a causal language model (adapters included) that uses Hone's attention.
-        tokenizer: decodes, for stop strings.
-        dtype: compute dtype: float32, bfloat16 or float16.
-        max_num_seqs: maximum of sequences decoded at once.
-        max_cache_tokens: capacity of the cache; None means max_num_seqs sequences of max_model_len.
-        max_model_len: maximum of tokens in prompt and response.
-        shares_weights: whether ``model`` is the module that is trained; otherwise :meth:`load_weights` copies.
-        gpu_memory_utilization: share of a GPU's memory for weights and KV cache together.
-        report_experts: whether completions have the experts of each token, of a model with routers (:mod:`hone.models.experts`).
-        speculation: drafts tokens, which the model verifies; None for one token a step.
-    """
+    """Continuous batching with a KV cache."""
 
     def __init__(
         self,
@@ -51,14 +38,16 @@ class NativeEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         device: torch.device,
-        dtype: str,
+        dtype: str,  # compute dtype: float32, bfloat16 or float16
         max_num_seqs: int,
-        max_cache_tokens: int | None,
+        max_cache_tokens: int | None,  # capacity of the cache; None means max_num_seqs sequences of max_model_len
         max_model_len: int,
+        # whether ``model`` is the module that is trained; otherwise :meth:`load_weights` copies
         shares_weights: bool = True,
-        gpu_memory_utilization: float = 0.5,
+        gpu_memory_utilization: float = 0.5,  # share of a GPU's memory for weights and KV cache together
+        # whether completions have the experts of each token, of a model with routers (:mod:`hone.models.experts`)
         report_experts: bool = False,
-        speculation: Speculation | None = None,
+        speculation: Speculation | None = None,  # drafts tokens, which the model verifies; None for one token a step
     ) -> None:
         self.model, self.device, self.dtype, self.shares_weights = model, device, dtype, shares_weights
         limits = CacheLimits(max_num_seqs, max_model_len, max_cache_tokens, gpu_memory_utilization)
@@ -82,7 +71,6 @@ class NativeEngine:
         self._task: asyncio.Task[None] | None = None
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests."""
         for request in requests:
             self._limits.check(request)
         grammars = [await self._runner.grammars.start(request.sampling) for request in requests]
@@ -126,16 +114,13 @@ class NativeEngine:
         self._arrived = set()
 
     async def pause(self) -> None:
-        """Stop decoding; requests keep their state."""
         self._paused = True
 
     async def resume(self) -> None:
-        """Resume decoding."""
         self._paused = False
         self._resumed.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the given requests (all when None) with the tokens sampled so far."""
         wanted = None if request_ids is None else set(request_ids)
         for job in (*self._scheduler.waiting, *self._runner.running):
             job.aborted = job.aborted or wanted is None or job.request.request_id in wanted
@@ -160,11 +145,9 @@ class NativeEngine:
         self._dropped = []
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """Drop the session KV caches of these episodes."""
         self._runner.rows.end_sessions(sessions)
 
     def describe(self) -> EngineDescription:
-        """Return the engine's properties, its counters since start, and its load now."""
         load = {
             "waiting": len(self._scheduler.waiting),
             "cache_tokens": self._runner.rows.cache_tokens,
@@ -265,7 +248,6 @@ class NativeEngine:
         self._report_progress()
 
     def _put_back(self) -> None:
-        """Put jobs that lost their row back into the queue."""
         if self._runner.preempted:
             self._scheduler.put_back(self._runner.preempted)
             self._runner.preempted = []

@@ -27,11 +27,7 @@ class PromptImages:
 def prompt_images(
     processor: ImageProcessor, requests: Sequence[GenerationRequest], past: Sequence[int]
 ) -> PromptImages | None:
-    """Return the images of prompts, of which the first ``past`` tokens are in the cache and the last is computed later.
-
-    Returns:
-        None if no request has an image.
-    """
+    """Return the images of prompts, of which the first ``past`` tokens are cached and the last comes later; None without images."""
     by_key = images_by_key(request.images for request in requests)
     if not by_key:
         return None

@@ -42,13 +42,7 @@ class Prefill:
         self._device, self._max_tokens, self._processor = device, max_tokens, processor
 
     def fill(self, cache: KVCache, requests: Sequence[tuple[GenerationRequest, int]], version: int) -> None:
-        """Compute the prompt of each request, without its last token, into a row of ``cache``.
-
-        Args:
-            cache: with capacity for them.
-            requests: (request, row).
-            version: of the weights.
-        """
+        """Compute the prompt of each (request, row), without its last token, into the row of a cache with capacity for it."""
         parts: list[Part] = []
         for request, row in requests:
             ids, kept = request.prompt_ids[:-1], self._resume(request, cache, row, version)
@@ -56,7 +50,6 @@ class Prefill:
         self.extend(cache, parts)
 
     def extend(self, cache: KVCache, parts: Sequence[Part]) -> None:
-        """Compute new tokens of rows of ``cache``."""
         self._whole_prompts(cache, [part for part in parts if part.past == 0 and part.ids])
         self._extend(cache, [part for part in parts if part.past > 0 and part.ids])
 

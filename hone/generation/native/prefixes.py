@@ -25,11 +25,7 @@ _NEGLIGIBLE_SLOTS = 256
 
 
 class SharedPrefixes:
-    """Slots of shared prefixes; slots ``0 .. count - 1`` are in use.
-
-    Args:
-        cache: with one row per slot.
-    """
+    """Slots of shared prefixes; slots ``0 .. count - 1`` are in use."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -39,20 +35,14 @@ class SharedPrefixes:
 
     @property
     def count(self) -> int:
-        """Number of slots in use."""
         return len(self._keys)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prefix."""
         return max(self._lengths, default=0)
 
     def take(self, prompt: bytes, version: int, length: int) -> tuple[int, bool]:
-        """Add one row to the users of a prompt that weights of this version computed.
-
-        Returns:
-            The prompt's slot, and whether the slot is new.
-        """
+        """Add one row to the users of a prompt of this version of the weights; return its slot, and whether that is new."""
         key = (prompt, version)
         new = key not in self._keys
         if new:
@@ -129,14 +119,9 @@ class PrefixGroups:
         self._views: dict[tuple[bool, int], list[Tensor]] = {}
 
     def scores(self, layer: int, queries: Tensor, kv_heads: int, scale: float) -> Tensor:
-        """Compute :func:`query_scores` of queries with the keys of their prefixes.
+        """Compute :func:`query_scores` of ``queries [A * kv_heads, query heads of one, d]`` with the keys of their prefixes.
 
-        Args:
-            queries: ``[A * kv_heads, query heads of one, d]``.
-            kv_heads: number of key heads.
-
-        Returns:
-            ``[A * kv_heads, query heads of one, longest]``; values after a prefix's end are arbitrary.
+        ``[A * kv_heads, query heads of one, longest]``; values after a prefix's end are arbitrary.
         """
         gathers, back = self._for_heads(kv_heads)
         outputs = []

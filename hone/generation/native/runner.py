@@ -108,7 +108,6 @@ class Runner:
 
     @property
     def running(self) -> list[Job]:
-        """The job of each row."""
         return self.rows.running
 
     @contextlib.contextmanager
@@ -232,15 +231,10 @@ class Runner:
         return {row: LastToken(1, error) for row, error in constrained.items()} | ends
 
     def _is_full(self, job: Job) -> bool:
-        """Return whether a job has as many tokens as its request allows."""
         return self.rows.num_sampled(job) >= job.request.sampling.max_tokens
 
     def _search_stop_strings(self, tokens: Sequence[Sequence[int]]) -> dict[int, LastToken]:
-        """Search the responses for their stop strings, after the sampled tokens of each row.
-
-        Returns:
-            The rows of which a token completes a stop string, and those in which the search failed, with the error.
-        """
+        """Search the responses for their stop strings, after the sampled tokens of each row; return the rows that end or fail."""
         ends: dict[int, LastToken] = {}
         for row, (job, sampled) in enumerate(zip(self.running, tokens, strict=True)):
             stops = job.request.sampling.stop
@@ -288,7 +282,6 @@ class Runner:
         return completion
 
     def _remove(self, ends: Sequence[End]) -> list[tuple[Job, Outcome]]:
-        """Remove rows and return their completions, or the errors of those that failed."""
         if not ends:
             return []
         answers: list[tuple[Job, Outcome]] = []

@@ -31,21 +31,15 @@ _COLUMNS = (
 
 
 def uniforms(streams: Tensor, counters: Tensor) -> Tensor:
-    """Return one number in [0, 1 - 2**-52] for each (stream, counter): splitmix64 of the counter, offset by the mixed seed.
+    """Return float64 multiples of 2**-52 in [0, 1), one for each (stream, counter), int64 of the same shape.
 
-    Args:
-        streams: int64, from :func:`streams_of` seeds.
-        counters: int64, the same shape.
-
-    Returns:
-        float64 of that shape, a multiple of 2**-52.
+    splitmix64 of the counter, offset by the mixed seed; streams are from :func:`streams_of`.
     """
     state = _mixed(torch.add(streams, counters, alpha=_GOLDEN))
     return _shift(state, 12).double() * 2.0**-52
 
 
 def signed(seed: int) -> int:
-    """Return a seed as a signed 64-bit number."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -97,7 +91,6 @@ class RowSampling:
 
     @cached_property
     def divisor(self) -> Tensor:
-        """``[A, 1]``: the temperature, or 1 where it is 0."""
         return torch.where(self.takes_likeliest, 1.0, self.temperature)[:, None]
 
     @classmethod
@@ -135,11 +128,9 @@ class RowSampling:
         }
 
     def select(self, rows: Tensor) -> RowSampling:
-        """Return the given rows in the given order."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     def join(self, other: RowSampling) -> RowSampling:
-        """Return these rows followed by those of ``other``."""
         columns = {name: _stacked(getattr(self, name), getattr(other, name)) for name in _COLUMNS}
         return RowSampling(
             **columns,
@@ -160,7 +151,6 @@ class Draws(NamedTuple):
     support: Tensor | None  # ``[A, V]`` bool, the tokens that could be sampled; None if no row reports it
 
     def select(self, index: Tensor) -> Draws:
-        """Return the given rows in the given order."""
         return Draws(*(None if values is None else values[index] for values in self))  # type: ignore[arg-type]
 
 
@@ -173,26 +163,18 @@ class Allowed:
 
 
 def sample(
-    logits: Tensor,
+    logits: Tensor,  # ``[A, V]``
     rows: RowSampling,
-    counters: Tensor,
-    seen: Tensor | None,
+    counters: Tensor,  # ``[A]`` int64, number of tokens sampled before for each request
+    seen: Tensor | None,  # ``[A, V]`` bool, tokens in prompt or response, when a row has a repetition penalty
+    # ``[A, V]`` int32, occurrences of tokens in the response, when a row has a presence or frequency penalty
     counts: Tensor | None = None,
-    allowed: Allowed | None = None,
+    allowed: Allowed | None = None,  # tokens that constraints allow, when a row has a constraint
+    # ``[V]`` bool, ids that the tokenizer lacks, which are never sampled. Log-probs of the policy include them, as the
+    # trainer's do
     outside: Tensor | None = None,
 ) -> Draws:
-    """Sample one token per row. Rows of temperature 0 get the likeliest token and log-probs of temperature 1.
-
-    Args:
-        logits: ``[A, V]``.
-        rows: parameters of the rows.
-        counters: ``[A]`` int64, number of tokens sampled before for each request.
-        seen: ``[A, V]`` bool, tokens in prompt or response, when a row has a repetition penalty.
-        counts: ``[A, V]`` int32, occurrences of tokens in the response, when a row has a presence or frequency penalty.
-        allowed: tokens that constraints allow, when a row has a constraint.
-        outside: ``[V]`` bool, ids that the tokenizer lacks, which are never sampled. Log-probs of the policy include them, as
-            the trainer's do.
-    """
+    """Sample one token per row. Rows of temperature 0 get the likeliest token and log-probs of temperature 1."""
     logits = logits.float()
     raw = logits / rows.divisor
     adjusted = _adjusted(logits, rows, seen, counts)

@@ -108,10 +108,7 @@ class RectangleAdmission:
     While no two requests have the same prompt there is only one rectangle, of rows that begin with their prompts, because
     attention over one tensor is cheaper than over two.
 
-    Args:
-        running: jobs with a row.
         waiting: jobs in the queue.
-        version: of the weights that serve the waiting jobs.
         limit: capacity of the cache in tokens.
         share_prompts: whether rows can share a prefix; otherwise every row contains its prompt.
     """
@@ -151,24 +148,14 @@ class RectangleAdmission:
 
 
 class Scheduler:
-    """First come, first served, as many requests at once as rows and cache allow.
-
-    Args:
-        max_num_seqs: maximum of requests at once.
-    """
+    """First come, first served, as many requests at once as rows and cache allow."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Job] = deque()
 
     def admit(self, running: int, version: int, admission_of: Callable[[Sequence[Job], int], Admission]) -> list[Job]:
-        """Remove from the queue and return the jobs that fit next to the running ones.
-
-        Args:
-            running: number of jobs with a row.
-            version: of the weights that serve the jobs.
-            admission_of: returns the cache's admission, from the waiting jobs and the version.
-        """
+        """Remove from the queue and return the jobs that fit next to the running ones; ``admission_of`` is the cache's."""
         if not self.waiting or running >= self.max_num_seqs:
             return []
         admission = admission_of(self.waiting, version)
@@ -186,7 +173,6 @@ class Scheduler:
         self.waiting.extendleft(reversed(jobs))
 
     def remove(self, wanted: Callable[[Job], bool]) -> list[Job]:
-        """Remove the jobs that ``wanted`` selects from the queue and return them."""
         removed = [job for job in self.waiting if wanted(job)]
         if removed:
             self.waiting = deque(job for job in self.waiting if not wanted(job))

@@ -79,5 +79,4 @@ class SessionCache(Generic[Kept]):
         self.forget([next(iter(self._turns))])
 
     def clear(self) -> None:
-        """Drop everything."""
         self.forget(list(self._turns))

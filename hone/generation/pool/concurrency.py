@@ -17,10 +17,6 @@ class Concurrency:
     An engine without free cache delays new requests or preempts running ones. Both shrink the limit; requests that start at
     once while the limit is reached let it grow. A request that waits in the pool can still go to another replica. The
     windows are numbers of requests (Chiu and Jain 1989).
-
-    Args:
-        start: the first limit.
-        least, most: bounds of the limit.
     """
 
     start: int = 64
@@ -37,13 +33,7 @@ class Concurrency:
         self.limit = min(max(self.start, self.least), self.most)
 
     def note(self, waited: float, lasted: float, under_way: int) -> None:
-        """Record a completed request.
-
-        Args:
-            waited: seconds between sending it and its start in the engine.
-            lasted: seconds between sending it and its completion.
-            under_way: requests in the replica at the end, including this one.
-        """
+        """Record a completed request: seconds to its start and to its completion, and the requests in the replica, itself included."""
         self._seen += 1
         self._waited += waited
         self._lasted += lasted
@@ -52,7 +42,6 @@ class Concurrency:
             self._judge()
 
     def note_preemptions(self, total: int) -> None:
-        """Record the engine's total number of preemptions since its start."""
         if total > self._preemptions:
             self._change(SHRINK)
         self._preemptions = total

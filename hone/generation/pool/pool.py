@@ -60,15 +60,10 @@ class EnginePool:
 
     Args:
         start: creates the engine of the replica with this number; called in a thread, again after a loss.
-        count: number of replicas.
         limits: configuration block ``rollout.server_pool``; None has its defaults.
         concurrency: initial limit of requests per replica; it then follows the engine's cache.
-        bucket_bytes: size of a chunk of weights.
         delta: whether engines accept changes since the previous version
             (:meth:`hone.generation.remote.ServedEngine.load_weights`), which are computed once for all engines.
-
-    Raises:
-        HoneError: an engine cannot be started.
     """
 
     def __init__(
@@ -105,7 +100,6 @@ class EnginePool:
 
     @property
     def count(self) -> int:
-        """Wanted number of replicas."""
         return self._resizer.count
 
     def resize(self, count: int) -> None:
@@ -268,7 +262,6 @@ class EnginePool:
             await self._supervisor.admit()
 
     async def pause(self) -> None:
-        """Stop decoding in all replicas; requests keep their state."""
         self._paused = True
         await self._all(lambda engine: engine.pause())
 
@@ -280,7 +273,6 @@ class EnginePool:
         self.dispatch()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the given requests (all when None) with the tokens sampled so far."""
         wanted = None if request_ids is None else set(request_ids)
         kept: deque[PoolRequest] = deque()
         for job in self._waiting:
@@ -293,15 +285,12 @@ class EnginePool:
         await self._all(lambda engine: engine.abort(request_ids))
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Free the memory of all replicas."""
         await self._all(lambda engine: engine.sleep(keep_weights=keep_weights))
 
     async def wake(self, *, cache: bool = True) -> None:
-        """Undo :meth:`sleep`, without ``cache`` only for the weights."""
         await self._all(lambda engine: engine.wake(cache=cache))
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """Drop the state of ended episodes."""
         for session in sessions:
             self._homes.pop(session, None)
         await self._all(lambda engine: engine.end_sessions(sessions))
@@ -330,7 +319,6 @@ class EnginePool:
         )
 
     def close(self) -> None:
-        """End all engines."""
         self._supervisor.close()
 
     async def _all(self, do: Callable[[Engine], Any]) -> None:

@@ -20,8 +20,6 @@ COUNTERS = (
 
 
 class ReplicaState(StrEnum):
-    """State of a replica."""
-
     SERVING = "serving"
     DRAINING = "draining"
     """It finishes its requests and gets no more."""
@@ -50,8 +48,6 @@ class Window:
 
 @dataclass(eq=False)
 class Replica:
-    """One engine."""
-
     index: int  # number in the pool
     concurrency: Concurrency = field(default_factory=Concurrency)  # limit of its requests
     engine: Engine | None = None  # None while it starts
@@ -75,7 +71,6 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        """True if the replica gets requests."""
         return self.state is ReplicaState.SERVING and not self.leaving
 
     @property
@@ -100,13 +95,7 @@ class Replica:
             self.window.busy += time.monotonic() - self._since
 
     def note(self, completion: Completion, queued: float, lasted: float) -> None:
-        """Record a completed request.
-
-        Args:
-            completion: of the request.
-            queued: seconds that it waited in the pool.
-            lasted: seconds from then on to the completion.
-        """
+        """Record a completed request: it waited ``queued`` seconds in the pool, and ``lasted`` seconds from then on."""
         waited, window = max(0.0, lasted - completion.seconds), self.window
         # by the engine's clock: a busy caller is not a full cache
         full = completion.queued_seconds

@@ -18,11 +18,6 @@ class Resizer:
     A new replica starts like one that restarts: in a thread, and it serves once it has the latest weights. A replica that
     leaves finishes its requests, without new ones, and takes part in weight syncs until then. It leaves only while one that
     stays can serve, so that replicas which do not start never stop the pool.
-
-    Args:
-        replicas: all replicas of the pool; new ones are appended.
-        supervisor: of these replicas.
-        new: creates the replica with this number, without an engine.
     """
 
     def __init__(self, replicas: list[Replica], supervisor: Supervisor, new: Callable[[int], Replica]) -> None:

@@ -44,7 +44,6 @@ class PublishedWeights:
         self.whole, self._arrived = False, set()
 
     def add(self, tensors: Sequence[Named]) -> None:
-        """Store some weights of the version."""
         with torch.no_grad():
             for name, tensor in tensors:
                 stored = self._kept.get(name)
@@ -108,9 +107,6 @@ class Supervisor:
 
     :class:`~hone.generation.pool.resizing.Resizer` adds replicas in STARTING, and ends others in CLOSING.
 
-    Args:
-        replicas: all replicas of the pool.
-        start: creates the engine of the replica with this number.
         on_change: called when a replica starts to serve, or is given up.
         delta: whether engines accept changes since the previous version (:class:`~hone.generation.remote.ServedEngine`).
     """
@@ -157,7 +153,6 @@ class Supervisor:
         self.weights.dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
 
     def attend(self) -> None:
-        """Watch the replicas on the current event loop."""
         loop = asyncio.get_running_loop()
         if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
             self._watch = loop.create_task(self._probe_periodically())
@@ -168,7 +163,6 @@ class Supervisor:
             self._restarts[replica] = self.spawn(self._restart(replica))
 
     def is_restarting(self, replica: Replica) -> bool:
-        """Return whether a replica gets an engine or weights on the current event loop."""
         task = self._restarts.get(replica)
         return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
 
@@ -304,7 +298,6 @@ class Supervisor:
 
     @staticmethod
     def _only_lacks_weights(replica: Replica) -> bool:
-        """Return whether a replica's engine runs and only lacks weights."""
         return replica.engine is not None and not replica.problem
 
     async def _new_engine(self, replica: Replica) -> Engine | None:
@@ -335,7 +328,6 @@ class Supervisor:
             raise
 
     async def end(self, replica: Replica) -> None:
-        """End a replica's engine."""
         old, replica.engine = replica.engine, None
         if old is not None:
             await asyncio.shield(asyncio.wrap_future(replica.threads.submit(old.close)))
@@ -382,7 +374,6 @@ class Supervisor:
                 replica.concurrency.note_preemptions(int(description.stats.get("preemptions", 0)))
 
     def close(self) -> None:
-        """End all engines."""
         self._closed = True
         for task in (self._watch, *self._tasks):
             if task is not None:

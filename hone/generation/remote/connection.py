@@ -27,10 +27,7 @@ class EngineLost(ProcessError):
 class Connection:
     """Requests to a server and their answers. A thread reads the answers, so the connection needs no event loop.
 
-    Args:
-        host, port: of the server.
-        token: expected by the server.
-        explain: returns the reason of a lost connection.
+    ``explain`` returns the reason of a lost connection.
 
     Raises:
         ConfigError: no server listens there, it is not an engine of Hone, has another protocol, or refuses the token.
@@ -73,7 +70,6 @@ class Connection:
         return future
 
     def close(self) -> None:
-        """End the connection."""
         with self._lock:
             self.lost = self.lost or "the connection to the engine was closed"
         with contextlib.suppress(OSError):

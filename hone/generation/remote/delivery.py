@@ -34,9 +34,6 @@ class WeightTransfer:
     """Sends weights to one engine.
 
     Args:
-        connection: to the engine's server.
-        route: the transports.
-        dtype: compute dtype of the engine.
         bucket_bytes: maximum of weights in flight.
         delta: whether the server keeps a copy, so that later versions are sent as changes with a checksum of the result.
     """
@@ -63,15 +60,11 @@ class WeightTransfer:
     async def send(
         self, weights: Iterable[Named], version: int, *, last: bool, since: Differences | None = None
     ) -> None:
-        """Send weights of one version.
+        """Send weights of one version. A version that fails, or is replaced by another, starts again.
 
-        Args:
-            version: number of the version. A version that fails, or is replaced by another, starts again.
-            last: whether these are the last weights of the version.
-            since: differences to the engine's version; None sends whole weights.
+        ``last``: these are the version's last weights. ``since``: differences to the engine's version; None sends whole weights.
 
         Raises:
-            GenerationError: the engine refuses them.
             EngineLost: the process died.
         """
         started, self._open = self._open == version, None
@@ -101,10 +94,7 @@ class WeightTransfer:
     async def _try_gpu(self, first: Tensor, version: int) -> bool:
         """Begin a version with an empty chunk of the GPU's memory, if it is unknown whether the engine can map it.
 
-        If the engine cannot, this version and all others go through the host.
-
-        Returns:
-            Whether the version has started.
+        If the engine cannot, this version and all others go through the host. Return whether the version has started.
         """
         self._route.begin(first)
         sender = self._route.untested

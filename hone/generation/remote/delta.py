@@ -60,11 +60,7 @@ def change_of(new: Tensor, former: Tensor | None) -> Change:
 
 
 def apply(gaps: Tensor, values: Tensor, target: Tensor) -> None:
-    """Apply a change to the former weight, in place.
-
-    Args:
-        gaps, values: as in :class:`Change`.
-        target: the former weight, contiguous.
+    """Apply a :class:`Change` to the former weight, contiguous, in place.
 
     Raises:
         ValueError: the change does not fit the weight.
@@ -83,23 +79,14 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 class Differences:
-    """Changes of weights since the receivers' version, computed once for all receivers.
-
-    Args:
-        former: returns a weight of that version by its name, or None.
-    """
+    """Changes of weights since the receivers' version, computed once for all receivers."""
 
     def __init__(self, former: Callable[[str], Tensor | None]) -> None:
         self._former = former
         self._changes: dict[tuple[str, torch.dtype], Change] = {}
 
     def change(self, name: str, new: Tensor) -> Change:
-        """Return the change of a weight.
-
-        Args:
-            name: of the weight.
-            new: in the served dtype; the former weight is converted to it.
-        """
+        """Return the change of a weight in the served dtype, to which the former one is converted."""
         key = name, new.dtype
         if key not in self._changes:
             former = self._former(name)
@@ -108,7 +95,6 @@ class Differences:
 
 
 def as_entry(name: str, change: Change) -> dict[str, Any]:
-    """Return the description of a weight for the receiver, without its bytes."""
     return {
         "name": name,
         "dtype": str(change.new.dtype).removeprefix("torch."),

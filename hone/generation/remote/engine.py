@@ -35,7 +35,6 @@ class ServedEngine:
     """Client of an engine's server.
 
     Attributes:
-        process: of the server, if this process started it.
         server_info: description that the server sent at connection.
     """
 
@@ -138,12 +137,7 @@ class ServedEngine:
         last: bool = True,
         since: Differences | None = None,
     ) -> None:
-        """Send weights. Nothing is generated until the last weights have arrived.
-
-        Args:
-            weights: of the policy, by name.
-            last: whether these are the last weights of the version.
-            since: differences to the engine's version, if the engine keeps a copy (``delta``).
+        """Send weights; ``since``: differences to the engine's version, if the engine keeps a copy (``delta``).
 
         Raises:
             EngineLost: the process died.
@@ -155,25 +149,20 @@ class ServedEngine:
             self._fence = None
 
     async def pause(self) -> None:
-        """Stop decoding; requests keep their state."""
         await self._ask("pause")
 
     async def resume(self) -> None:
-        """Resume decoding."""
         await self._ask("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the given requests (all when None) with the tokens sampled so far."""
         wanted = None if request_ids is None else set(request_ids)
         keys = [key for key, name in self._under_way.items() if wanted is None or name in wanted]
         await self._ask("abort", requests=keys)
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Free the engine's memory; running requests end as aborted."""
         await self._ask("sleep", keep_weights=keep_weights)
 
     async def wake(self, *, cache: bool = True) -> None:
-        """Undo :meth:`sleep`, without ``cache`` only for the weights."""
         await self._ask("wake", cache=cache)
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
@@ -186,7 +175,6 @@ class ServedEngine:
         return EngineDescription(report["engine"], False, report["dtype"], report["device"], stats)
 
     def close(self) -> None:
-        """End the connection, and the process if this process started it."""
         self._connection.close()
         if self.process is not None:
             self.process.kill()  # first, because it may have mapped memory of the sender

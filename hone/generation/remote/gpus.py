@@ -11,10 +11,9 @@ def uuid_of(device: torch.device) -> str:
 
 
 def visible_uuids() -> list[str]:
-    """Return the UUIDs of the GPUs that this process sees, in its order, without initialising CUDA (a fork could not use it then).
+    """Return the UUIDs of the GPUs that this process sees, in its order; none where the driver's library (NVML) does not say.
 
-    Returns:
-        Nothing where the driver's management library (NVML) does not say.
+    CUDA is not initialised, since a fork could not use it then.
     """
     try:
         uuids = torch.cuda._raw_device_uuid_nvml()
@@ -26,5 +25,4 @@ def visible_uuids() -> list[str]:
 
 
 def _plain(uuid: str) -> str:
-    """Return a UUID without the prefix of NVML."""
     return uuid.removeprefix("GPU-")

@@ -44,11 +44,7 @@ class SentImages:
 
 
 class ReceivedImages:
-    """Server's side: the images that its clients sent last.
-
-    Args:
-        most: bytes that are kept.
-    """
+    """Server's side: the images that its clients sent last."""
 
     def __init__(self, most: int = KEPT_BYTES) -> None:
         self._most, self._bytes = most, 0
@@ -81,5 +77,4 @@ class ReceivedImages:
 
 
 def name_of(image: ImageData) -> str:
-    """Return the name of an image on connections."""
     return hashlib.sha256(image.content).hexdigest()

@@ -39,7 +39,6 @@ Message = dict[str, Any]
 
 
 def pack(message: Message) -> bytes:
-    """Return the frame of a message."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return _LENGTH.pack(len(body)) + body
 
@@ -92,12 +91,7 @@ def _decode(body: bytes) -> Message:
 
 
 def request_as_message(request: GenerationRequest, images: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """Return a request as a message, without its progress callback.
-
-    Args:
-        request: to send.
-        images: entries of its images (:mod:`hone.generation.remote.images`).
-    """
+    """Return a request as a message, without its progress callback."""
     constraint = request.sampling.constraint
     sampling = {**vars(request.sampling), "constraint": vars(constraint) if constraint else None}
     return {**vars(request), "sampling": sampling, "progress": None, "images": list(images)}

@@ -53,17 +53,12 @@ class LaunchPlan:
     start_seconds: float = 600.0  # time limit of the start
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that are sent to the process."""
         outside = ("python", "devices", "log", "start_seconds")
         return {name: value for name, value in asdict(self).items() if name not in outside}
 
 
 class EngineProcess:
-    """A running engine.
-
-    Args:
-        plan: settings of the process.
-        token: that clients must send; None creates one.
+    """A running engine; ``token`` is what clients must send, None creates one.
 
     Raises:
         ConfigError: the interpreter does not exist, or the engine refuses its settings.
@@ -92,7 +87,6 @@ class EngineProcess:
         return self._popen.pid
 
     def alive(self) -> bool:
-        """Return whether the process runs."""
         return self._popen.poll() is None
 
     def exit_reason(self) -> str:

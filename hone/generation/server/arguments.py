@@ -19,13 +19,7 @@ _LINK = "For further information visit"
 
 
 def check_names(engine: str, options: Mapping[str, Any], known: Iterable[str], *, title: str) -> None:
-    """Check that every option is an argument of the engine.
-
-    Args:
-        engine: as in ``rollout.name``.
-        known: names of the engine's arguments.
-        title: of the engine, for the message.
-    """
+    """Check that every option is a ``known`` argument of the engine; the message calls it ``title``."""
     names = list(known)
     unknown = sorted(set(options) - set(names))
     if unknown:
@@ -33,26 +27,14 @@ def check_names(engine: str, options: Mapping[str, Any], known: Iterable[str], *
 
 
 def check_owned(engine: str, given: Mapping[str, Any], owned: Mapping[str, str]) -> None:
-    """Check that the user sets no option that Hone sets.
-
-    Args:
-        engine: as in ``rollout.name``.
-        given: options of the user.
-        owned: options that Hone sets, with the reason.
-    """
+    """Check that the user sets no option of ``owned``, which Hone sets; it has the reasons."""
     for name in sorted(set(given) & set(owned)):
         where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
         raise ConfigError(f"engine {engine} cannot have '{name}': {owned[name]}", fix=f"remove {where}", where=where)
 
 
 def check_served(title: str, sampling: SamplingParams, unserved: Iterable[str]) -> None:
-    """Check that a request has none of the sampling parameters that an engine cannot serve.
-
-    Args:
-        title: of the engine.
-        sampling: of the request.
-        unserved: names of the parameters.
-    """
+    """Check that a request has none of the sampling parameters that an engine cannot serve."""
     for name in unserved:
         if getattr(sampling, name) != getattr(_UNCHANGED, name):
             raise RequestError(

@@ -31,14 +31,9 @@ class Mirror:
         self._used = 0
 
     def apply(self, chunk: dict[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """Apply a chunk.
+        """Apply a chunk; return one of the whole weights for the engine, or None if a checksum is wrong.
 
-        Args:
-            chunk: of weights or their changes.
-            entries: descriptions of the resulting weights (:func:`hone.generation.remote.delta.as_entry`).
-
-        Returns:
-            A chunk of the whole weights for the engine; None if a checksum is wrong.
+        ``entries`` describe the resulting weights (:func:`hone.generation.remote.delta.as_entry`).
         """
         with open_chunk(chunk, self._mappings) as tensors:
             arrived = dict(tensors)
@@ -50,7 +45,6 @@ class Mirror:
         return {"transport": "shared_memory", "path": self._memory.path, "bytes": memory.numel(), "places": places}
 
     def close(self) -> None:
-        """Drop all weights."""
         self._memory.close()
         self._places, self._used = {}, 0
 

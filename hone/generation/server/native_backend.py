@@ -62,19 +62,15 @@ class NativeBackend:
         )
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Serve one request."""
         return [completion async for completion in self._engine.generate([request])][0]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens sampled so far."""
         await self._engine.abort(request_ids)
 
     async def pause(self) -> None:
-        """Stop decoding."""
         await self._engine.pause()
 
     async def resume(self) -> None:
-        """Resume decoding."""
         await self._engine.resume()
 
     async def begin_weights(self, version: int) -> None:
@@ -83,12 +79,10 @@ class NativeBackend:
         self._version = version
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
-        """Copy the chunk's tensors into the model."""
         with open_chunk(chunk, self._mappings) as tensors:
             await self._engine.load_weights(tensors, self._version, last=False)
 
     async def finish_weights(self) -> None:
-        """Check that all weights have arrived."""
         await self._engine.load_weights([], self._version)
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -96,11 +90,9 @@ class NativeBackend:
         await self._engine.sleep(keep_weights=keep_weights)
 
     async def wake(self, *, cache: bool) -> None:
-        """Take the memory of dropped weights back."""
         await self._engine.wake(cache=cache)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since start."""
         return self._engine.describe().stats
 
     def close(self) -> None:

@@ -26,9 +26,7 @@ def give_up() -> NoReturn:
 def binding(cpus: Sequence[int], workers: int) -> str:
     """Return the CPU cores of each worker in vLLM's format. vLLM's default, one NUMA node each, fails with too few nodes.
 
-    Args:
-        cpus: to divide; empty means all cores of this process.
-        workers: number of workers; with fewer cores than workers some share the last core.
+    Without ``cpus`` all cores of this process are divided; with fewer cores than workers some share the last core.
     """
     cores = list(cpus) or sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // workers)

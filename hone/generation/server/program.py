@@ -32,9 +32,6 @@ def provide_torchvision(model: str) -> None:
     """Let this process and its children import the stand-in of torchvision, if a model has images and there is no torchvision.
 
     transformers must not be imported yet: it looks for torchvision once.
-
-    Args:
-        model: directory.
     """
     file = Path(model) / "config.json"
     if not file.is_file() or "vision_config" not in json.loads(file.read_text()):

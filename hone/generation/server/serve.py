@@ -25,11 +25,7 @@ _HELLO_SECONDS = 10.0
 
 
 class EngineServer:
-    """Serves an engine on a socket.
-
-    Args:
-        token: that clients must send.
-    """
+    """Serves an engine on a socket."""
 
     def __init__(self, backend: Backend, settings: BackendSettings, token: str) -> None:
         self._backend, self._settings, self._token = backend, settings, token
@@ -51,7 +47,6 @@ class EngineServer:
         }
 
     def description(self) -> Message:
-        """Return the description that clients get at connection."""
         settings, backend = self._settings, self._backend
         return {
             "engine": settings.engine,

@@ -88,7 +88,6 @@ class SglangBackend:
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, give_up)
 
     def _options(self, settings: BackendSettings) -> dict[str, Any]:
-        """Return the arguments of the engine: Hone's, overridden by the user's."""
         check_owned("sglang", settings.options, _OWNED)
         if settings.options.get(_EXPERTS) and self._on_cpu:
             raise refused_experts("SGLang", "the part of it that does allocates on a CUDA device (0.5.23)")
@@ -137,7 +136,6 @@ class SglangBackend:
     # requests --------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Serve one request."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         generate_input = GenerateReqInput(
@@ -176,16 +174,13 @@ class SglangBackend:
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens sampled so far."""
         for name in request_ids:
             self._manager.abort_request(rid=_name(name))
 
     async def pause(self) -> None:
-        """Stop decoding; requests keep their state."""
         await self._all("hone_pause")
 
     async def resume(self) -> None:
-        """Resume decoding."""
         await self._all("hone_resume")
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -196,7 +191,6 @@ class SglangBackend:
             await self._all("hone_release", tags=",".join(self._asleep))
 
     async def wake(self, *, cache: bool) -> None:
-        """Take the memory back."""
         tags = [tag for tag in self._asleep if cache or tag == "weights"]
         if tags:
             await self._all("hone_reclaim", tags=",".join(tags))
@@ -215,14 +209,12 @@ class SglangBackend:
     # weights ---------------------------------------------------------------------------------------------------------
 
     async def begin_weights(self, version: int) -> None:
-        """Prepare for new weights."""
         await self._all("hone_begin_weights")
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
         await self._all("hone_load_weights", chunk=json.dumps(chunk))
 
     async def finish_weights(self) -> None:
-        """Update what is derived from weights, and drop the cache of the old ones."""
         await self._all("hone_finish_weights")
 
     async def _all(self, method: str, **fields: str) -> None:
@@ -234,11 +226,9 @@ class SglangBackend:
                 raise GenerationError(one_line(error)) from error
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since start."""
         return dict(self._stats)
 
     def close(self) -> None:
-        """End SGLang's processes."""
         self._engine.shutdown()
 
 

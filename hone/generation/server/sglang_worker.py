@@ -93,7 +93,6 @@ class HoneScheduler(Scheduler):
                 parameter.fill_(torch.nan)
 
     def hone_load_weights(self, chunk: str) -> None:
-        """Load a chunk, given as JSON."""
         with open_chunk(json.loads(chunk), self._hone_mappings) as tensors:
             model = self.tp_worker.model_runner.model
             split = type(model).__name__ in _SPLIT_EXPERTS

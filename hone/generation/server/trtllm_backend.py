@@ -58,22 +58,14 @@ _STEP_TOKENS = 8192
 
 @dataclass(eq=False)
 class _ActiveRequest:
-    """A running request.
-
-    Attributes:
-        request: sampling for.
-        tokens, log_probs: sampled so far.
-        answer: TensorRT-LLM's future, while it generates.
-        interrupted: whether it was cancelled to be continued later.
-        ended: whether the client has aborted it.
-    """
+    """A running request, with what was sampled so far."""
 
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    answer: Any = None
-    interrupted: bool = False
-    ended: bool = False
+    answer: Any = None  # TensorRT-LLM's future, while it generates
+    interrupted: bool = False  # whether it was cancelled to be continued later
+    ended: bool = False  # whether the client has aborted it
 
 
 class TrtllmBackend:
@@ -134,7 +126,6 @@ class TrtllmBackend:
             await asyncio.sleep(_PROBE_SECONDS)
 
     def _options(self, settings: BackendSettings) -> dict[str, Any]:
-        """Return the arguments of the engine: Hone's, overridden by the user's."""
         check_owned("trtllm", settings.options, _OWNED)
         options: dict[str, Any] = {
             "model": settings.model,
@@ -175,7 +166,6 @@ class TrtllmBackend:
     # requests --------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Serve one request."""
         _check_sampling(request.sampling)
         job, start = _ActiveRequest(request), time.perf_counter()
         self._jobs[request.request_id] = job
@@ -247,7 +237,6 @@ class TrtllmBackend:
         return Sampling(**{**arguments, "logprobs_mode": modes(arguments["logprobs_mode"])})
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens sampled so far."""
         for job in [self._jobs[name] for name in request_ids if name in self._jobs]:
             job.ended = True
             if job.answer is not None:
@@ -311,23 +300,16 @@ class TrtllmBackend:
             self._changed.notify_all()
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since start."""
         return dict(self._stats)
 
     def close(self) -> None:
-        """End TensorRT-LLM's processes."""
         if self._watch is not None:
             self._watch.cancel()
         self._engine.shutdown()
 
 
 def sampling_arguments(request: GenerationRequest, sampled: int) -> dict[str, Any]:
-    """Return the request's sampling parameters for TensorRT-LLM.
-
-    Args:
-        request: to serve.
-        sampled: number of tokens sampled so far; further tokens are sampled with another seed.
-    """
+    """Return the request's sampling parameters for TensorRT-LLM; after ``sampled`` tokens the others get another seed."""
     sampling = request.sampling
     return {
         "max_tokens": sampling.max_tokens - sampled,

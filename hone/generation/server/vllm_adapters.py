@@ -24,14 +24,7 @@ _LORA_WEIGHT = re.compile(r"\.lora_[AB]\.weight$")
 
 
 class AdapterFolder:
-    """A LoRA adapter in PEFT's layout, in a temporary directory.
-
-    Attributes:
-        path: of the directory.
-
-    Args:
-        shape: ``r`` and ``lora_alpha``.
-    """
+    """A LoRA adapter in PEFT's layout, in a temporary directory; ``shape`` has ``r`` and ``lora_alpha``."""
 
     def __init__(self, shape: Mapping[str, float]) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hone-adapter-")
@@ -40,7 +33,6 @@ class AdapterFolder:
         self._names: set[str] = set()
 
     def begin(self) -> None:
-        """Start a new version."""
         self._arrived = {}
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -78,7 +70,6 @@ class AdapterFolder:
         self._arrived = {}
 
     def remove(self) -> None:
-        """Remove the directory."""
         self._directory.cleanup()
 
 
@@ -99,7 +90,6 @@ class VllmAdapterBackend(VllmBackend):
         return {**adapters, **super()._options(settings)}
 
     async def begin_weights(self, version: int) -> None:
-        """Prepare for a new version."""
         await self._prepare()
         self._adapter.begin()
 
@@ -118,7 +108,6 @@ class VllmAdapterBackend(VllmBackend):
         await self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def close(self) -> None:
-        """End vLLM's processes."""
         super().close()
         self._adapter.remove()
 

@@ -88,7 +88,6 @@ class VllmBackend:
         self._asleep: set[str] = set()
 
     def _options(self, settings: BackendSettings) -> dict[str, Any]:
-        """Return the arguments of the engine: Hone's, overridden by the user's."""
         check_owned("vllm", settings.options, _OWNED)
         _check_drafts(settings.options)
         if self._on_cpu and settings.options.get("enable_expert_parallel"):
@@ -159,7 +158,6 @@ class VllmBackend:
     # requests --------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Serve one request."""
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -214,7 +212,6 @@ class VllmBackend:
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens sampled so far."""
         if request_ids:
             await self._engine.abort(list(request_ids))
 
@@ -223,7 +220,6 @@ class VllmBackend:
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        """Resume decoding."""
         await self._engine.resume_generation()
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -241,7 +237,6 @@ class VllmBackend:
     # weights ---------------------------------------------------------------------------------------------------------
 
     async def begin_weights(self, version: int) -> None:
-        """Prepare every layer for new weights."""
         await self._prepare()
         await self._engine.collective_rpc("hone_begin_weights")
 
@@ -249,7 +244,6 @@ class VllmBackend:
         await self._engine.collective_rpc("hone_load_weights", args=(chunk,))
 
     async def finish_weights(self) -> None:
-        """Update what is derived from weights, and drop the cache of the old ones."""
         await self._engine.collective_rpc("hone_finish_weights")
         await self._engine.reset_prefix_cache(reset_running_requests=True)
         if self.reads_images:
@@ -261,11 +255,9 @@ class VllmBackend:
             await self._engine.collective_rpc("hone_prepare")
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since start."""
         return dict(self._stats)
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self._engine.shutdown()
 
 
@@ -316,11 +308,9 @@ def _sampling_params(request: GenerationRequest, outside: Mapping[int, float]) -
 
 
 def _expert_ids(routed: Any, tokens: int) -> Any:
-    """Return the experts of the first ``tokens`` tokens, end to end; empty where vLLM was not asked for them.
+    """Return the experts of the first ``tokens`` tokens, of prompt and response without the last, end to end.
 
-    Args:
-        routed: ``[tokens, layers, experts of a token]`` or None.
-        tokens: of prompt and response, without the last.
+    Empty where vLLM was not asked for ``routed [tokens, layers, experts of a token]``.
     """
     return () if routed is None else routed[:tokens].astype("int16").ravel()
 

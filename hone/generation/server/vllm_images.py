@@ -27,18 +27,12 @@ OPTIONS: dict[str, Any] = {
 
 
 class ImagePrompts:
-    """Maker of prompts with images, for models of a grid (Qwen-VL).
-
-    Args:
-        processor: of the model, Hone's.
-        renderer: of vLLM's engine.
-    """
+    """Maker of prompts with images, for models of a grid (Qwen-VL)."""
 
     def __init__(self, processor: ImageProcessor, renderer: Any) -> None:
         self._processor, self._renderer = processor, renderer
 
     def prompt(self, request: GenerationRequest) -> Any:
-        """Return the input of vLLM's engine for a request with images."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import PlaceholderRange
 

@@ -43,16 +43,13 @@ class TensorSlice(NamedTuple):
 
     @classmethod
     def from_view(cls, view: Tensor, whole: Tensor) -> TensorSlice:
-        """Return the slice of ``whole`` that ``view`` shows."""
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - whole.storage_offset()))
 
     def within(self, whole: Tensor) -> Tensor:
-        """Return the view of ``whole``."""
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return torch.Size(self.shape).numel()
 
 
@@ -120,12 +117,7 @@ class UnsupportedCopy(Exception):
 
 
 class WeightRoutes:
-    """Destinations of every weight in vLLM's model.
-
-    Args:
-        model: of vLLM.
-        tied: names of parameters that are aliases of others.
-    """
+    """Destinations of every weight in vLLM's model; ``tied`` names parameters that are aliases of others."""
 
     def __init__(self, model: nn.Module, tied: Iterable[str]) -> None:
         self._model, self._tied = model, frozenset(tied)
@@ -168,7 +160,6 @@ class WeightRoutes:
             target.keep_incomplete()
 
     def missing(self) -> list[str]:
-        """Return the names of incomplete parameters."""
         return [target.name for target in self._targets if not target.whole and target.name not in self._tied]
 
 

@@ -32,11 +32,7 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]  the function that a m
 
 
 class Reload:
-    """One weight sync, from the first weight to :meth:`finish`, which must be called even after an error.
-
-    Args:
-        model: of the engine; its layers wait for their weights from now on.
-    """
+    """One weight sync, from the first weight to :meth:`finish`, which must be called even after an error."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

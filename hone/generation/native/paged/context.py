@@ -16,20 +16,14 @@ from hone.models.attention.paged import CachedPrompts, RowPages
 
 
 class PagedContext:
-    """New tokens of rows, whose keys and values are written to the rows' pages.
-
-    Args:
-        pool: pages to write and to read.
-        position_ids: ``[batch, length]``, position of each new token in its row.
-        slots: ``[N]`` int64, place of each new token in the pool (:meth:`PagePool.write`).
-        seen: what the new tokens see: pages, or each other alone if no row has earlier tokens.
-    """
+    """New tokens of rows, whose keys and values are written to the rows' pages."""
 
     def __init__(
         self,
-        pool: PagePool,
-        position_ids: Tensor,
-        slots: Tensor,
+        pool: PagePool,  # pages to write and to read
+        position_ids: Tensor,  # ``[batch, length]``, position of each new token in its row
+        slots: Tensor,  # ``[N]`` int64, place of each new token in the pool (:meth:`PagePool.write`)
+        # what the new tokens see: pages, or each other alone if no row has earlier tokens
         seen: RowPages | CachedPrompts | PackedContext,
     ) -> None:
         self.position_ids = position_ids
@@ -39,9 +33,7 @@ class PagedContext:
     def of_step(cls, pool: PagePool, tables: Tensor, lengths: Tensor) -> PagedContext:
         """Return the context of one new token for each row; no shape depends on lengths, and the host reads no number.
 
-        Args:
-            tables: ``[B, W]`` int32, pages of the rows.
-            lengths: ``[B]`` int64, tokens already in each row.
+        ``tables [B, W]`` int32 are the pages of the rows, ``lengths [B]`` int64 the tokens already in each.
         """
         size = pool.page_tokens
         place = (lengths // size).clamp(max=tables.shape[1] - 1)  # rows that only fill up a batch are never too long
@@ -53,13 +45,7 @@ class PagedContext:
     def of_chunks(
         cls, pool: PagePool, tables: Sequence[Sequence[int]], past: Sequence[int], lengths: Sequence[int]
     ) -> PagedContext:
-        """Return the context of consecutive new tokens of rows, packed in one row of the batch.
-
-        Args:
-            tables: pages of each row.
-            past: tokens already in each row.
-            lengths: new tokens of each row, at least 1.
-        """
+        """Return the context of new tokens, at least 1 a row after its ``past``, packed in one row of the batch."""
         size, device = pool.page_tokens, pool.device
         before, new = torch.tensor(past), torch.tensor(lengths)
         widest = max(map(len, tables))
@@ -93,9 +79,5 @@ class PagedContext:
         return self._seen.attend(flat, *self._pool.layer(layer), scoring).view(rows.shape)
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
-        """Refuse layers without softmax attention: only Llama-shaped models are decoded from pages.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse layers without softmax attention: only Llama-shaped models are decoded from pages."""
         raise TypeError(f"layer {layer} keeps a state that is not keys and values, which pages do not hold")

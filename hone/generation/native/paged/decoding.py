@@ -31,8 +31,6 @@ class Decoder:
     """Computes decode steps.
 
     Args:
-        forward: forward pass of the model.
-        pool: keys and values of all pages.
         outside: see :func:`hone.generation.native.sampler.sample`.
     """
 
@@ -47,19 +45,10 @@ class Decoder:
         allowed: Allowed | None = None,
         work: HostWork | None = None,
     ) -> Tensor:
-        """Sample one token for each of the first rows of the table.
+        """Sample one token for each of the first rows of the table, as ``[4, rows]`` int32: see :data:`TOKEN`.
 
-        Without the last three arguments neither a shape nor a branch depends on the numbers of a tensor, so that a graph can repeat
-        it.
-
-        Args:
-            sampling: their parameters.
-            occurrences: tokens that occurred in them, if there are penalties.
-            allowed: tokens that constraints allow.
-            work: of the host, which gets the logits and the support of the tokens.
-
-        Returns:
-            ``[4, rows]`` int32: :data:`TOKEN`, :data:`LOG_PROB`, :data:`SAMPLING_LOG_PROB`, :data:`REASONS`.
+        Without the last three arguments neither a shape nor a branch depends on the numbers of a tensor, so that a graph can
+        repeat it. ``work`` gets the logits and the support of the tokens.
         """
         table = self._table
         context = PagedContext.of_step(self._pool, table.pages(rows), table.lengths(rows))
@@ -84,14 +73,8 @@ class Decoder:
 class Occurrences:
     """Tokens that occurred in rows, for penalties.
 
-    Args:
-        jobs: of the rows.
-        vocabulary: number of tokens.
-        device: of the tensors.
-
-    Attributes:
-        seen: ``[A, V]`` bool, in prompt or response; None without a repetition penalty.
-        counts: ``[A, V]`` int32, in the response; None without a presence or frequency penalty.
+    ``seen [A, V]`` bool is about prompt and response, None without a repetition penalty; ``counts [A, V]`` int32 about the
+    response, None without a presence or frequency penalty.
     """
 
     def __init__(self, jobs: Sequence[Job], sampling: RowSampling, vocabulary: int, device: torch.device) -> None:
@@ -108,7 +91,6 @@ class Occurrences:
             self.counts.index_put_(index.unbind(1), torch.ones_like(index[:, 0], dtype=torch.int32), accumulate=True)
 
     def add(self, tokens: Tensor) -> None:
-        """Add a sampled token to every row."""
         place = tokens[:, None]
         if self.seen is not None:
             self.seen.scatter_(1, place, True)

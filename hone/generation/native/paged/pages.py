@@ -13,11 +13,7 @@ class OutOfPages(RuntimeError):
 
 
 class Pages:
-    """Pages ``1 .. count - 1`` of a pool; page 0 is :data:`SCRATCH`.
-
-    Args:
-        count: pages of the pool.
-    """
+    """Pages ``1 .. count - 1`` of a pool; page 0 is :data:`SCRATCH`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -26,7 +22,6 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Number of free pages."""
         return len(self._free)
 
     @property
@@ -35,7 +30,6 @@ class Pages:
         return self.count - 1 - self.free
 
     def users(self, page: int) -> int:
-        """Return the number of users of a page."""
         return self._users[page]
 
     def take(self, count: int) -> list[int]:

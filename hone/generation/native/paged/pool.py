@@ -28,11 +28,7 @@ class PageShape:
 
 
 class PagePool:
-    """Keys and values ``[layers, 2, pages, tokens, kv_heads, head_dim]``; all zero at first: rows that fill up a batch read numbers.
-
-    Args:
-        device: of the tensor.
-    """
+    """Keys and values ``[layers, 2, pages, tokens, kv_heads, head_dim]``; all zero at first: rows that fill up a batch read numbers."""
 
     def __init__(self, shape: PageShape, count: int, device: torch.device) -> None:
         self.page_tokens = shape.tokens
@@ -45,7 +41,6 @@ class PagePool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of keys and values."""
         return self._kv.dtype
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

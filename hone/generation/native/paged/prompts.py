@@ -33,11 +33,7 @@ class _Wave(NamedTuple):
 class Prompts:
     """Fills the pages of entering rows.
 
-    Args:
-        forward: forward pass of the model.
-        sessions: kept turns of sessions; their pages have them as a user.
-        stats: counters to update.
-        max_tokens: maximum of tokens in a forward pass; longer prompts are computed in chunks.
+    Kept turns of sessions have their pages as a user. Prompts of more than ``max_tokens`` are computed in chunks.
     """
 
     def __init__(
@@ -48,12 +44,7 @@ class Prompts:
     def fill(self, pool: PagePool, pages: Pages, running: Sequence[Job], jobs: Sequence[Job], version: int) -> None:
         """Give each job pages with all of its tokens but the last, and space for the last.
 
-        Args:
-            pool: keys and values.
-            pages: of the pool.
-            running: jobs that have rows, whose prompts can be shared.
-            jobs: entering jobs, without pages.
-            version: of the weights.
+        ``running`` are the jobs whose prompts can be shared, ``jobs`` those that enter, without pages.
 
         Raises:
             OutOfPages: there are too few pages. Jobs may have pages already.

@@ -107,17 +107,14 @@ class PagedRows:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the pages in use hold at most."""
         return self._memory.pages.in_use * self._shape.tokens if self._memory else 0
 
     @property
     def max_cache_tokens(self) -> int:
-        """Capacity of the cache in tokens."""
         return (self._memory.pages.count - 1) * self._shape.tokens if self._memory else self._limits.tokens
 
     @property
     def graphs(self) -> int:
-        """Number of captured steps."""
         return sum(map(len, self._graphs.values()))
 
     def num_sampled(self, job: Job) -> int:
@@ -127,7 +124,6 @@ class PagedRows:
     # entering --------------------------------------------------------------------------------------------------------
 
     def admission(self, waiting: Sequence[Job], version: int) -> PageAdmission:
-        """Return a test of which waiting jobs fit next to the running ones."""
         del waiting
         memory = self._allocated()
         free = memory.pages.free + self._prompts.droppable(memory.pages)
@@ -137,7 +133,6 @@ class PagedRows:
         """Do nothing: pages fit any row."""
 
     def enter(self, jobs: Sequence[Job], version: int) -> None:
-        """Give each job a row and prefill its prompt, and the tokens that it kept, without the last one."""
         memory = self._allocated()
         for job in jobs:
             job.entered = self.steps - len(job.sampled.tokens)
@@ -148,12 +143,10 @@ class PagedRows:
         self._stats["peak_cache_tokens"] = max(self._stats["peak_cache_tokens"], self.cache_tokens)
 
     def withdraw(self, jobs: Sequence[Job]) -> None:
-        """Release the pages of jobs that did not enter."""
         for job in jobs:
             self._release(job)
 
     def _allocated(self) -> _Memory:
-        """Return the cache's memory, allocated now if it is not."""
         if self._memory is None:
             count = number_of_pages(self._shape, self._limits, self._weights, self._device)
             pool = PagePool(self._shape, count, self._device)
@@ -181,7 +174,6 @@ class PagedRows:
         return self.settle(work) if at_once else ends
 
     def settle(self, work: HostWork | None = None) -> list[End]:
-        """Wait for all tokens sampled so far; return the rows that end with them."""
         launched, self._launched = self._launched, None
         return self._read(launched, work) if launched else []
 
@@ -312,7 +304,6 @@ class PagedRows:
         return ()
 
     def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
-        """Keep the pages of a row that ends; the last sampled token is not in the cache yet."""
         job = self.running[row]
         session = job.request.session
         if session is not None and self._memory is not None:
@@ -322,7 +313,6 @@ class PagedRows:
             self.sessions.put(session, CachedTurn(ids, version, pages))
 
     def remove(self, rows: set[int]) -> None:
-        """Remove rows; the last rows move into their places."""
         self._note_arrived()
         before, left = len(self.running), len(self.running) - len(rows)
         for row in rows:
@@ -353,15 +343,12 @@ class PagedRows:
         self._full_step = min((job.entered + job.request.sampling.max_tokens for job in self.running), default=_NEVER)
 
     def end_sessions(self, sessions: Iterable[str]) -> None:
-        """Drop the kept turns of these sessions."""
         self.sessions.forget(sessions)
 
     def begin_version(self) -> None:
-        """Drop the kept turns of all sessions: other weights computed them."""
         self.sessions.clear()
 
     def release(self) -> None:
-        """Drop the graphs, which read weights and pages at their addresses."""
         self._graphs = {}
 
     def clear(self) -> None:

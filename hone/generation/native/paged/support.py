@@ -23,11 +23,7 @@ _SHARE_OF_FREE = 0.9
 
 
 def obstacle(causal: nn.Module, device: torch.device) -> str | None:
-    """Return why this model is not decoded from pages, or None if it is.
-
-    Args:
-        causal: the model, without adapters around it.
-    """
+    """Return why this model, without adapters around it, is not decoded from pages, or None if it is."""
     if device.type == "cpu":
         return "a CPU reads contiguous rows faster"
     if not supports(causal):
@@ -60,8 +56,7 @@ def graph_obstacle(causal: Any, device: torch.device) -> str | None:
 def number_of_pages(shape: PageShape, limits: CacheLimits, weights: int, device: torch.device) -> int:
     """Return how many pages to allocate, the scratch page included: as many as the limits allow and memory has.
 
-    Args:
-        weights: bytes of the engine's weights, which count into its share of the memory.
+    ``weights`` are the bytes of the engine's weights, which count into its share of the memory.
 
     Raises:
         GenerationError: memory is missing for a single sequence.

@@ -25,16 +25,7 @@ _FLOATS_OF_NONE = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
 class RowTable:
-    """The rows on the device.
-
-    Args:
-        rows: most rows.
-        pages: most pages of a row.
-        device: of the tensors.
-
-    Attributes:
-        generation: changes when tensors get other addresses.
-    """
+    """The most rows, with the most pages of each, on the device; ``generation`` changes when tensors get other addresses."""
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
         self._rows, self._device, self.generation = rows, device, 0
@@ -44,7 +35,6 @@ class RowTable:
 
     @property
     def rows(self) -> int:
-        """Most rows."""
         return self._rows
 
     def pages(self, rows: int) -> Tensor:
@@ -72,7 +62,6 @@ class RowTable:
         return self.generated(rows) >= self._integers[_LIMIT, :rows]
 
     def record(self, tokens: Tensor) -> None:
-        """Append a sampled token to the first ``len(tokens)`` rows."""
         rows = len(tokens)
         self.next_tokens(rows).copy_(tokens)
         self._integers[:: _GENERATED - _LENGTH][:2, :rows].add_(self._integers[_COUNTS, :rows])  # 0 for unused columns

@@ -15,12 +15,7 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Readback:
-    """Copies of a step's results to the host, at most two of them under way.
-
-    Args:
-        numbers: most int32 numbers of a copy.
-        device: of the results.
-    """
+    """Copies of a step's at most ``numbers`` int32 results to the host, at most two of them under way."""
 
     def __init__(self, numbers: int, device: torch.device) -> None:
         self._on_cuda, self._turn = device.type == "cuda", 0

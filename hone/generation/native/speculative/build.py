@@ -17,12 +17,7 @@ from hone.models.loading import load_policy
 
 
 class _Continuations:
-    """For each n-gram of a part of a sequence, the place of the token after its last occurrence.
-
-    Args:
-        shortest: tokens of the shortest n-gram.
-        longest: tokens of the longest n-gram.
-    """
+    """For each n-gram of a part of a sequence, the place of the token after its last occurrence."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
@@ -48,12 +43,7 @@ class _Row:
 
 
 class NgramDrafter:
-    """Drafts what followed the last tokens before.
-
-    Args:
-        shortest: tokens of the shortest n-gram that is looked up.
-        longest: tokens of the longest one.
-    """
+    """Drafts what followed the last tokens before."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
@@ -65,7 +55,6 @@ class NgramDrafter:
         return [self._draft(row) for row in rows]
 
     def end(self, job: Job, ids: list[int]) -> None:
-        """Drop the n-grams of a row."""
         del ids
         self._rows.pop(job, None)
 
@@ -108,17 +97,7 @@ def _copied(ids: Sequence[int], place: int, count: int) -> list[int]:
 def speculation_from_config(
     config: SpeculativeConfig, *, device: torch.device, dtype: str, trust_remote_code: bool = False
 ) -> Speculation | None:
-    """Return the configured speculation of an engine, with the draft model loaded; None without one.
-
-    Args:
-        config: its keys.
-        device: of the engine.
-        dtype: compute dtype of the engine.
-        trust_remote_code: whether the draft model may have code of its own.
-
-    Raises:
-        ModelError: the draft model cannot be loaded.
-    """
+    """Return the configured speculation of an engine, with the draft model loaded; None without one."""
     if config.method is None:
         return None
     drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)

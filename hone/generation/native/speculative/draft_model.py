@@ -59,7 +59,6 @@ class ModelDrafter:
 
     Args:
         model: the draft model, which uses Hone's attention; its cache has one entry a token.
-        dtype: of matmuls and cache.
         trainer: trains it whenever the policy has new weights; None keeps it as it is.
     """
 
@@ -79,7 +78,6 @@ class ModelDrafter:
         self._sampling: RowSampling | None = None
 
     def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Return ``most`` drafts for each row."""
         if not rows:
             return []
         with self._forward.computing():
@@ -109,7 +107,6 @@ class ModelDrafter:
         self._forward.release()
 
     def free(self) -> None:
-        """Free the memory of the cache and of fused weights."""
         self._drop()
         self._cache.free()
 

@@ -41,10 +41,7 @@ class Drafter(Protocol):
 class Speculation:
     """Drafts for the rows of an engine.
 
-    Args:
-        drafter: proposes tokens.
-        num_tokens: maximum of drafts in a row and step.
-        max_rows: number of running rows above which a step has no drafts; None means no limit.
+    A row and step has at most ``num_tokens`` drafts; with more than ``max_rows`` running rows a step has none.
     """
 
     def __init__(self, drafter: Drafter, *, num_tokens: int, max_rows: int | None = None) -> None:
@@ -56,11 +53,6 @@ class Speculation:
 
         A row gets no more drafts than its request has tokens left, less the one that every step samples, and none from the first
         that the policy does not have.
-
-        Args:
-            jobs: of the rows.
-            num_sampled: function that returns how many tokens were sampled for a job.
-            vocabulary: number of tokens of the policy.
         """
         drafts: list[list[int]] = [[] for _ in jobs]
         if self._max_rows is not None and len(jobs) > self._max_rows:
@@ -76,7 +68,6 @@ class Speculation:
         return drafts
 
     def append(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> None:
-        """Note the tokens sampled for each job."""
         for job, new in zip(jobs, tokens, strict=True):
             self._sequence(job).extend(new)
 
@@ -103,13 +94,7 @@ def _may_draft(job: Job) -> bool:
 
 
 def accepted(tokens: Sequence[int], drafts: Sequence[int], stops: Iterable[int]) -> int:
-    """Return how many of a row's sampled ``tokens`` are kept, at least one.
-
-    Args:
-        tokens: sampled after the last token and after every draft, one more than there are drafts.
-        drafts: of the row.
-        stops: tokens that end the response.
-    """
+    """Return how many of a row's ``tokens`` are kept, at least one; they are one more than its drafts."""
     for index, (token, draft) in enumerate(zip(tokens, drafts, strict=False)):
         if token != draft or token in stops:
             return index + 1

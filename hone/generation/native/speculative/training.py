@@ -56,8 +56,7 @@ class DraftTrainer:
     def train(self) -> float | None:
         """Take one update per micro-batch of the responses since the last training.
 
-        Returns:
-            Mean cross-entropy of the micro-batches in nats, each before its update; None without responses.
+        Return the mean cross-entropy of the micro-batches in nats, each before its update; None without responses.
         """
         examples, self._examples, self._tokens = self._examples, [], 0
         losses = []

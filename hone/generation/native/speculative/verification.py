@@ -13,11 +13,7 @@ from hone.generation.native.speculative.drafts import accepted
 
 
 class Verification:
-    """One pass over the last token and the drafts of every row.
-
-    Args:
-        drafts: of each row.
-    """
+    """One pass over the last token and the drafts of every row."""
 
     def __init__(self, drafts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._drafts, self._device = drafts, device
@@ -36,12 +32,7 @@ class Verification:
         return ids[None]
 
     def accept(self, sampled: Sequence[int], stops: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens of each row that are kept.
-
-        Args:
-            sampled: ``N`` tokens, one for each place.
-            stops: tokens that end the response of each row.
-        """
+        """Return the tokens of each row that are kept, of the ``N`` sampled ones."""
         flat, kept = iter(sampled), []
         for drafts, ends in zip(self._drafts, stops, strict=True):
             tokens = list(islice(flat, 1 + len(drafts)))

@@ -29,17 +29,9 @@ GPU_CHUNK_BYTES = 128 * 2**20
 
 
 class CudaSender:
-    """Sends through staging buffers of a GPU, which alternate.
+    """Sends through staging buffers of ``chunk_bytes`` on a GPU, which alternate.
 
     A tensor that exceeds a chunk gets a buffer of its own size, until its memory may be reused.
-
-    Attributes:
-        chunk_bytes: size of a staging buffer, and maximum of bytes in a chunk with several tensors.
-        device: GPU of the tensors and of the engine.
-
-    Args:
-        device: see above.
-        chunk_bytes: see above.
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int = GPU_CHUNK_BYTES) -> None:
@@ -49,7 +41,6 @@ class CudaSender:
         self._oversized: deque[StagingBuffer | None] = deque([None] * CHUNKS_IN_FLIGHT)
 
     def bytes_to_copy(self, tensor: Tensor) -> int:
-        """Return the tensor's size."""
         return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
@@ -102,12 +93,8 @@ class StagingBuffer:
     """Memory of a GPU that other processes can map.
 
     Attributes:
-        memory: its bytes.
+        memory: its ``size`` bytes.
         handle: what another process needs to map it.
-
-    Args:
-        size: in bytes.
-        device: the GPU.
 
     Raises:
         RuntimeError: the GPU has no memory left, or torch cannot share it.
@@ -128,7 +115,6 @@ class StagingBuffer:
         }
 
     def close(self) -> None:
-        """Release the memory."""
         counter = base64.b64decode(self.handle["counter"])
         torch.UntypedStorage._release_ipc_counter_cuda(counter, self.handle["counter_offset"])
         del self.memory

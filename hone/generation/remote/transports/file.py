@@ -13,11 +13,7 @@ from hone.generation.remote.transports.layout import CHUNKS_IN_FLIGHT, Named
 
 
 class FileSender:
-    """Safetensors files in a directory.
-
-    Args:
-        directory: that both processes can read; None creates a temporary one.
-    """
+    """Safetensors files in a directory that both processes can read; None creates a temporary one."""
 
     def __init__(self, directory: str | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hone-weights-", dir=directory)
@@ -25,11 +21,9 @@ class FileSender:
         self._count = 0
 
     def bytes_to_copy(self, tensor: Tensor) -> int:
-        """Return the tensor's size."""
         return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Write a file; the files of the chunks in flight stay."""
         from safetensors.torch import save_file
 
         self._count += 1
@@ -41,7 +35,6 @@ class FileSender:
         return {"transport": "file", "path": str(path), "names": [name for name, _ in tensors]}
 
     def close(self) -> None:
-        """Remove the directory."""
         self._directory.cleanup()
 
 

@@ -13,14 +13,10 @@ from hone.generation.remote.transports.layout import Named, layout, view
 
 
 class SocketSender:
-    """Sends weights inside the messages."""
-
     def bytes_to_copy(self, tensor: Tensor) -> int:
-        """Return the tensor's size."""
         return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Return a chunk with the tensors' bytes as text."""
         places, size = layout(tensors)
         buffer = torch.zeros(size, dtype=torch.uint8)
         for (_, tensor), place in zip(tensors, places, strict=True):

@@ -24,10 +24,6 @@ def buckets(
     """Yield chunks of at most ``most_bytes`` (at least one tensor), and whether each is the last.
 
     Weights of one block, such as ``model.layers.3.mlp``, stay together if they fit, because engines fuse some of them.
-
-    Args:
-        most_bytes: maximum size of a chunk.
-        size_of: returns the size of a tensor in bytes.
     """
     bucket: list[Named] = []
     used = 0
@@ -70,7 +66,6 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def padded(size: int) -> int:
-    """Return the aligned size of ``size`` bytes."""
     return math.ceil(size / _ALIGNED) * _ALIGNED
 
 

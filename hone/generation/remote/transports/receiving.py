@@ -17,12 +17,7 @@ from hone.generation.remote.transports.shared_memory import MemoryMappings
 
 
 class Mappings:
-    """Mappings of the trainer's memory in this process, kept between chunks because mapping costs as much as copying.
-
-    Attributes:
-        memory: of the host.
-        device: of the GPU.
-    """
+    """Mappings of the trainer's memory in this process, kept between chunks because mapping costs as much as copying."""
 
     def __init__(self) -> None:
         self.memory, self.device = MemoryMappings(), DeviceMappings()
@@ -32,9 +27,7 @@ class Mappings:
 def open_chunk(chunk: dict[str, Any], mappings: Mappings | None = None) -> Iterator[list[Named]]:
     """Give the tensors of a chunk, on the engine's side; they are views that are valid only inside the block.
 
-    Args:
-        chunk: from the sender.
-        mappings: kept between chunks; None maps memory for this chunk only.
+    Without ``mappings``, which are kept between chunks, memory is mapped for this chunk only.
 
     Raises:
         GenerationError: the chunk's file or memory cannot be opened.

@@ -29,13 +29,6 @@ class Route:
         transport: of the last chunk.
         obstacle: why weights do not stay on the GPU; empty if they can, or if the configured transport is another one.
         fallbacks: number of times that the engine could not map memory of the GPU.
-
-    Args:
-        backend: ``rollout.checkpoint_engine.backend``.
-        engine: name of the engine, for warnings.
-        gpus: UUIDs of the GPUs of the engine's processes.
-        same_machine: whether the engine is on this machine.
-        delta: whether only changes are sent.
     """
 
     def __init__(self, backend: str, *, engine: str, gpus: Sequence[str], same_machine: bool, delta: bool) -> None:

@@ -43,7 +43,6 @@ class SharedMemorySender:
         return _memory_chunk(buffer, places)
 
     def close(self) -> None:
-        """Release the buffers."""
         for buffer in self._buffers:
             buffer.close()
 
@@ -70,7 +69,6 @@ class SharedBuffer:
         return self._memory
 
     def close(self) -> None:
-        """Release the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._file is not None:
             os.close(self._file)
@@ -82,12 +80,9 @@ _SHARED_MODELS: dict[int, SharedBuffer] = {}
 
 
 def share_parameters(model: nn.Module) -> bool:
-    """Move the parameters of a model to shared memory, so that a weight sync needs no copy.
+    """Move the parameters of a model to shared memory, so that a weight sync needs no copy; return whether they were moved.
 
-    An engine reads them there during a weight sync, and cannot write.
-
-    Returns:
-        Whether they were moved; parameters of a sharded model, or on a GPU, are not.
+    An engine reads them there during a weight sync, and cannot write. Those of a sharded model, or on a GPU, stay.
     """
     parameters = dict(model.named_parameters())
     if not all(type(p.data) is Tensor and p.device.type == "cpu" and p.is_contiguous() for p in parameters.values()):
