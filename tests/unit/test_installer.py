@@ -62,7 +62,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long("hone/installer.py", "hone/generation/recipes.py")
+@pytest.mark.long("hone/installer.py", "hone/generation/environments.py")
 @pytest.mark.parametrize(
     ("settings", "wanted", "installer"),
     [

@@ -18,8 +18,7 @@ from hone.data.image_processor import ImageProcessor
 from hone.data.types import ExpertIds, StopReason
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import EXPERTS, KVCache, RowEntries, closing_moves, columns, with_spare
-from hone.generation.native.contexts import DecodeContext, RowExtent
-from hone.generation.native.images import rope_offsets
+from hone.generation.native.contexts import DecodeContext, RowExtent, rope_offsets
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
 from hone.generation.native.rows import End, HostWork, LastToken, not_finite
@@ -27,8 +26,7 @@ from hone.generation.native.sampler import Draws, RowSampling, sample
 from hone.generation.native.scheduler import Job, RectangleAdmission, Sampled
 from hone.generation.native.sessions import CachedTurn, SessionCache
 from hone.generation.native.speculative import Speculation
-from hone.generation.native.speculative.context import DraftedContext
-from hone.generation.native.speculative.verification import Verification, all_of_row
+from hone.generation.native.speculative.verification import DraftedContext, Verification, all_of_row
 from hone.models.module_forward import Forward
 from hone.models.registry import family_of
 

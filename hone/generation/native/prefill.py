@@ -9,8 +9,7 @@ import torch
 
 from hone.data.image_processor import ImageProcessor
 from hone.generation.native.cache import KVCache, RowEntries
-from hone.generation.native.contexts import ExtendContext, PrefillContext
-from hone.generation.native.images import prompt_images
+from hone.generation.native.contexts import ExtendContext, PrefillContext, prompt_images
 from hone.generation.native.sessions import SessionCache
 from hone.generation.protocol import GenerationRequest
 from hone.models.module_forward import Forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.types import ExpertIds, StopReason
 from hone.errors import GenerationError, RequestError
-from hone.generation.grammars import Grammars
-from hone.generation.native.constrained import ConstrainedRows
+from hone.generation.grammars import Grammars, RowGrammar
 from hone.generation.native.contiguous import ContiguousRows
 from hone.generation.native.paged import support
 from hone.generation.native.paged.rows import PagedRows
 from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, RowStore
-from hone.generation.native.sampler import RowSampling, likeliest, never_sampled
+from hone.generation.native.sampler import Allowed, RowSampling, likeliest, never_sampled
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import Alternatives, Completion
@@ -27,6 +26,71 @@ from hone.generation.stop_strings import ends_with_stop, window
 from hone.models.images import find_processor
 from hone.models.llama.choice import generation_forward
 from hone.models.module_forward import Forward, ModuleForward
+
+
+class ConstrainedRows:
+    """Follows the grammars of constrained responses, one token a step, on the device of the logits."""
+
+    def __init__(self, grammars: Grammars, device: torch.device) -> None:
+        self._grammars, self._device = grammars, device
+        self._rows: list[tuple[int, Job, RowGrammar]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def set_rows(self, running: Sequence[Job]) -> None:
+        """Note the constrained rows, after rows have entered or left."""
+        self._rows = [(row, job, job.grammar) for row, job in enumerate(running) if job.grammar is not None]
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Find the first tokens of constrained responses.
+
+        Raises:
+            RequestError: a response would be empty.
+        """
+        starting = {job: job.grammar for job in jobs if job.grammar is not None}
+        errors = self._find_masks(starting)
+        errors |= {job: grammar.failure() for job, grammar in starting.items() if grammar.is_complete}
+        if errors:
+            raise next(iter(errors.values()))
+
+    def allowed(self) -> Allowed:
+        masks = torch.stack([mask for _, job, _ in self._rows if (mask := job.mask) is not None])
+        rows = torch.tensor([row for row, _, _ in self._rows], device=self._device)
+        return Allowed(rows, self._grammars.allowed(masks.to(self._device)))
+
+    def follow(self, tokens: Sequence[Sequence[int]], is_full: Callable[[Job], bool]) -> dict[int, Exception | None]:
+        """Append the sampled tokens; return the rows that cannot continue: None where the response is complete, else the error."""
+        ends: dict[int, Exception | None] = {}
+        continuing: dict[Job, RowGrammar] = {}
+        row_of = {job: row for row, job, _ in self._rows}
+        for row, job, grammar in self._rows:
+            (token,) = tokens[row]
+            if token in grammar.stops:
+                continue
+            try:
+                grammar.accept(token)
+            except RequestError as error:
+                ends[row] = error
+                continue
+            continuing[job] = grammar
+        errors = self._find_masks(continuing)
+        for job, grammar in continuing.items():
+            if job in errors and not is_full(job):
+                ends[row_of[job]] = errors[job]
+            elif grammar.is_complete:
+                ends[row_of[job]] = None
+        return ends
+
+    def _find_masks(self, grammars: dict[Job, RowGrammar]) -> dict[Job, RequestError]:
+        if not grammars:
+            return {}
+        jobs = list(grammars)
+        masks, errors = self._grammars.masks(list(grammars.values()))
+        for job, mask in zip(jobs, masks, strict=True):
+            job.mask = mask
+        return {jobs[index]: error for index, error in errors.items()}
+
 
 STATS = (
     *("prefill_tokens", "decode_tokens", "steps", "peak_sequences", "peak_cache_tokens"),

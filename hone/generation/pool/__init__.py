@@ -1,12 +1,10 @@
 """Several engine replicas that act as one: :class:`EnginePool` implements the engine protocol.
 
 ===============  ====================================================================================================
-``replica``      one engine with its state, its load and its counters
-``concurrency``  limit of requests per replica, from the time that they wait in it
-``pool``         queue, choice of replica, retries; the engine protocol
-``supervision``  probes, restarts, and admission after the weights have been checked
-``resizing``     more or fewer replicas during a run
-``weights``      the latest weights, kept for replicas that restart
+``replica``      one engine with its state, its load and its counters, and the limit of its requests
+``pool``         queue, choice of replica, retries, more or fewer replicas; the engine protocol
+``supervision``  probes, restarts, admission after the weights have been checked; the latest weights for replicas that restart
+
 ===============  ====================================================================================================
 """
 

@@ -105,7 +105,7 @@ class Supervisor:
            |  +--> FENCED: waits for weights --> (the same) ----------------+
            +------ lost: process died or probe not answered ---------------+       STARTING --> LOST after several attempts
 
-    :class:`~hone.generation.pool.resizing.Resizer` adds replicas in STARTING, and ends others in CLOSING.
+    :class:`~hone.generation.pool.pool.Resizer` adds replicas in STARTING, and ends others in CLOSING.
 
         on_change: called when a replica starts to serve, or is given up.
         delta: whether engines accept changes since the previous version (:class:`~hone.generation.remote.ServedEngine`).

@@ -8,6 +8,10 @@ import signal
 from collections.abc import Sequence
 from typing import NoReturn
 
+SAMPLED_FROM = "hone_sampling_log_probs"
+"""Key of SGLang's custom info with log-probs under the distribution sampled from, after temperature and truncation."""
+
+
 _PR_SET_PDEATHSIG = 1
 LOST = 70
 """Exit code of a server whose engine has ended."""

@@ -29,8 +29,7 @@ from hone.generation.server.arguments import (
     refused_experts,
 )
 from hone.generation.server.backend import BackendSettings
-from hone.generation.server.processes import give_up
-from hone.generation.server.sglang_names import SAMPLED_FROM
+from hone.generation.server.processes import SAMPLED_FROM, give_up
 from hone.generation.server.sglang_processes import run_detokenizer, run_scheduler
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hone.errors import GenerationError
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.remote.transports import Mappings, open_chunk
-from hone.generation.server.sglang_names import SAMPLED_FROM
+from hone.generation.server.processes import SAMPLED_FROM
 
 _SPLIT_EXPERTS = ("Qwen3MoeForCausalLM",)
 """SGLang models that load experts one by one, while transformers has those of a layer in one tensor."""

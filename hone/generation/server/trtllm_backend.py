@@ -12,8 +12,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,48 @@ from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
-from hone.generation.server.weight_names import Arrivals
 from hone.generation.stop_strings import stop_length
+
+
+class Arrivals:
+    """Names of the arrived weights, to compare with those in the model's files.
+
+    Args:
+        model: Hugging Face directory.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._files = sorted(Path(model).glob("*.safetensors"))
+        self._arrived: set[str] = set()
+
+    def begin(self) -> None:
+        """Start a weight sync."""
+        self._arrived = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        """Add names of arrived weights."""
+        self._arrived |= set(names)
+
+    def check(self) -> None:
+        """Check that all weights have arrived."""
+        expected = self._expected()
+        missing = sorted(expected - self._arrived)
+        if missing:
+            raise GenerationError(
+                f"{len(missing)} of {len(expected)} weights have not arrived, such as '{missing[0]}'",
+                why="the engine would sample from a mixture of two policies",
+                fix="send every parameter of the policy",
+            )
+
+    def _expected(self) -> set[str]:
+        from safetensors import safe_open
+
+        names: set[str] = set()
+        for path in self._files:
+            with safe_open(path, framework="pt") as file:
+                names |= set(file.keys())
+        return names
+
 
 EXTENSION = "hone.generation.server.trtllm_worker.HoneWorker"
 ENVIRONMENT = {

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hone.data.image_processor import load_image_processor
+from hone.data.image_processor import ImageProcessor, load_image_processor
+from hone.data.images import ImageData, key_of, place_of
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
@@ -20,6 +21,7 @@ from hone.generation.grammars import lark_of
 from hone.generation.native.sampler import never_sampled
 from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
 from hone.generation.remote.gpus import visible_uuids
+from hone.generation.remote.messages import name_of
 from hone.generation.server.arguments import (
     ADJUSTMENTS,
     UNREPORTED,
@@ -32,7 +34,54 @@ from hone.generation.server.arguments import (
 )
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
-from hone.generation.server.vllm_images import OPTIONS, ImagePrompts
+
+OPTIONS: dict[str, Any] = {
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_device_do_normalize": False,
+    "mm_processor_cache_gb": 0,
+}
+"""Arguments of vLLM for a model that reads images: pixels arrive normalised, and videos have no place in its memory."""
+
+
+class ImagePrompts:
+    """Maker of prompts with images, for models of a grid (Qwen-VL).
+
+    vLLM's processor would prepare pixels with other kernels, and expand a placeholder by itself. Here Hone's processor does
+    both, so that engine and trainer compute the same inputs. vLLM gets the prompt with a placeholder for each token of an
+    image, the pixels, and where they belong.
+    """
+
+    def __init__(self, processor: ImageProcessor, renderer: Any) -> None:
+        self._processor, self._renderer = processor, renderer
+
+    def prompt(self, request: GenerationRequest) -> Any:
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import PlaceholderRange
+
+        by_key = {image.key: image for image in request.images}
+        starts = [index for index, token in enumerate(request.prompt_ids) if token < 0 and place_of(token) == 0]
+        shown = [by_key[key_of(request.prompt_ids[start])] for start in starts]
+        ranges = [
+            PlaceholderRange(start, self._processor.pixels(image).count)
+            for start, image in zip(starts, shown, strict=True)
+        ]
+        return mm_input(
+            [self._processor.placeholder if token < 0 else token for token in request.prompt_ids],
+            self._items(shown),
+            {"image": [name_of(image) for image in shown]},
+            {"image": ranges},
+        )
+
+    def _items(self, images: Sequence[ImageData]) -> Any:
+        """Return vLLM's arguments for the vision tower."""
+        from transformers import BatchFeature
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        pixels = [self._processor.pixels(image).values for image in images]
+        features = BatchFeature({name: torch.cat([one[name] for one in pixels]) for name in pixels[0]})
+        fields = self._renderer.get_mm_processor()._get_mm_fields_config(features, {})
+        return MultiModalKwargsItems.from_hf_inputs(features, fields)
+
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _EXPERTS = "enable_return_routed_experts"

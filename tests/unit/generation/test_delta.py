@@ -13,7 +13,7 @@ from support.messages import raises
 
 from hone.generation.remote.delta import Differences, apply, as_entry, as_tensors, change_of, checksum_of
 from hone.generation.remote.transports import make_sender, open_chunk
-from hone.generation.server.mirror import Mirror
+from hone.generation.server.serve import Mirror
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 

@@ -16,8 +16,7 @@ from support.paged import PAGE, paged_engine
 
 from hone.data.types import StopReason
 from hone.errors import GenerationError
-from hone.generation.native.paged.pages import OutOfPages, Pages
-from hone.generation.native.paged.pool import PageShape
+from hone.generation.native.paged.pool import OutOfPages, Pages, PageShape
 from hone.generation.native.paged.rows import PagedRows
 from hone.generation.native.paged.support import number_of_pages
 from hone.generation.native.rows import CacheLimits

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hone.generation.native.paged.pages import SCRATCH
-from hone.generation.native.paged.pool import PagePool
+from hone.generation.native.paged.pool import SCRATCH, PagePool
 from hone.generation.native.paged.transfer import to_device
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext

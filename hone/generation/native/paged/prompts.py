@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hone.generation.native.paged.context import PagedContext
-from hone.generation.native.paged.pages import Pages, pages_for
-from hone.generation.native.paged.pool import PagePool
+from hone.generation.native.paged.pool import PagePool, Pages, pages_for
 from hone.generation.native.paged.transfer import to_device
 from hone.generation.native.scheduler import Job
 from hone.generation.native.sessions import CachedTurn, SessionCache

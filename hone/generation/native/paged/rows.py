@@ -36,8 +36,7 @@ from hone.generation.native.paged.decoding import (
     report_eager,
     size_of_graph,
 )
-from hone.generation.native.paged.pages import OutOfPages, Pages, pages_for
-from hone.generation.native.paged.pool import PagePool, PageShape
+from hone.generation.native.paged.pool import OutOfPages, PagePool, Pages, PageShape, pages_for
 from hone.generation.native.paged.prompts import Prompts
 from hone.generation.native.paged.support import number_of_pages
 from hone.generation.native.paged.table import RowTable

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hone.errors import GenerationError
-from hone.generation.native.paged.pages import pages_for
-from hone.generation.native.paged.pool import PageShape
+from hone.generation.native.paged.pool import PageShape, pages_for
 from hone.generation.native.rows import CacheLimits
 from hone.models.attention import paged
 from hone.models.llama.spec import layers_of, supports

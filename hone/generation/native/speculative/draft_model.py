@@ -26,9 +26,9 @@ from hone.generation.native.prefill import Part, Prefill
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.native.sessions import SessionCache
-from hone.generation.native.speculative.context import DraftedContext, Places
 from hone.generation.native.speculative.drafts import DraftRow
 from hone.generation.native.speculative.training import DraftTrainer, Example
+from hone.generation.native.speculative.verification import DraftedContext, Places
 from hone.models.llama.choice import generation_forward
 from hone.models.module_forward import Forward
 from hone.models.registry import family_of

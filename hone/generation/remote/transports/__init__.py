@@ -16,12 +16,10 @@ returns its tensors on the engine's side. While the engine loads one chunk the n
 from __future__ import annotations
 
 from hone.generation.remote.transports.cuda_ipc import CudaSender
-from hone.generation.remote.transports.file import FileSender
-from hone.generation.remote.transports.inline import SocketSender
 from hone.generation.remote.transports.layout import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Named, buckets, copy, padded, view
 from hone.generation.remote.transports.receiving import Mappings, open_chunk
 from hone.generation.remote.transports.route import Route
-from hone.generation.remote.transports.senders import CUDA_IPC, Sender, make_sender
+from hone.generation.remote.transports.senders import CUDA_IPC, FileSender, Sender, SocketSender, make_sender
 from hone.generation.remote.transports.shared_memory import SharedBuffer, SharedMemorySender, share_parameters
 
 __all__ = [
