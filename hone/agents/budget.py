@@ -29,12 +29,7 @@ class Limits:
 
 
 class Budget:
-    """Consumption of one episode measured against its limits.
-
-    Args:
-        limits: limits of the episode.
-        started: clock at the episode's beginning (``time.perf_counter``).
-    """
+    """Consumption of one episode measured against its limits."""
 
     def __init__(self, limits: Limits, started: float) -> None:
         self.limits, self._started = limits, started
@@ -52,12 +47,7 @@ class Budget:
         return self.limits.seconds - (time.perf_counter() - self._started)
 
     def check_turn(self, assistant_turns: int, tokens_left: int) -> None:
-        """Raise :class:`BudgetSpent` when the policy has no turn or no token left.
-
-        Args:
-            assistant_turns: turns taken until now.
-            tokens_left: tokens left of the episode's limit.
-        """
+        """Raise :class:`BudgetSpent` when the policy has no turn left, or no token of the episode's limit."""
         self.check_time()
         if self.limits.assistant_turns is not None and assistant_turns >= self.limits.assistant_turns:
             raise BudgetSpent(EpisodeEnd.ASSISTANT_TURNS)

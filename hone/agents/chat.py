@@ -39,7 +39,7 @@ class ChatLoop(AgentLoop):
         return await self._turn(episode, tools)
 
     async def _summarize(self, episode: Episode, tools: Tools) -> None:
-        """Let the policy write a summary, and replace the conversation by it."""
+        """Let the policy write a summary, which replaces the conversation."""
         before = episode.messages[:-1]
         turn = await self._turn(episode, tools, max_tokens=self.compactor.config.max_summary_tokens)
         self._rewrite(episode, self.compactor.summarized(episode.sample.messages or [], before, turn.content), tools)

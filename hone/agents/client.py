@@ -22,9 +22,6 @@ class EngineClient:
     New weights may interrupt responses (:meth:`interrupt`). Each then ends at a token, and after :meth:`proceed` resumes as a request
     whose prompt contains what was sampled, so that the engine computes its KV cache again. The caller sees one completion. With
     :meth:`hold` they stay in the paused engine, which keeps their KV cache.
-
-    Args:
-        engine: engine that serves the requests.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -20,11 +20,7 @@ SUMMARY = "What happened so far:"
 
 
 class Compactor:
-    """Decides when a conversation is rewritten, and how.
-
-    Args:
-        multi_turn: block ``rollout.multi_turn``.
-    """
+    """Decides when a conversation is rewritten, and how."""
 
     def __init__(self, multi_turn: MultiTurnConfig) -> None:
         self.config: CompactionConfig = multi_turn.compaction
@@ -32,7 +28,6 @@ class Compactor:
 
     @property
     def asks(self) -> bool:
-        """True if the policy writes a summary."""
         return self.config.strategy == "summarize"
 
     @property
@@ -41,12 +36,7 @@ class Compactor:
         return {"role": "user", "content": self.config.instruction}
 
     def is_due(self, tokens: int, turn: int) -> bool:
-        """Return whether a conversation is rewritten before its next turn.
-
-        Args:
-            tokens: of the conversation.
-            turn: maximum of the next turn.
-        """
+        """Return whether a conversation of ``tokens`` is rewritten before a next turn of at most ``turn`` tokens."""
         limit = self.config.context_tokens
         return self.config.strategy is not None and limit is not None and tokens + turn + self.reserve > limit
 

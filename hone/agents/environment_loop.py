@@ -25,7 +25,6 @@ class EnvironmentLoop(ChatLoop):
     gives_reward = True
 
     async def play(self, episode: Episode) -> None:
-        """Play the episode until the environment is done."""
         limit = self.context.multi_turn.tool_timeout
         environment, seed = _environment_of_row(episode)
         episode.on_finish(environment.close)

@@ -26,19 +26,8 @@ T = TypeVar("T")
 class Episode:
     """Episode driven by an :class:`~hone.agents.base.AgentLoop`.
 
-    Args:
-        sample: the dataset row.
-        index: index of the episode within its prompt group.
-        sampling: sampling parameters of each turn; their ``max_tokens`` bounds a turn, ``limits.tokens`` the episode.
-        seed: of the episode; the random stream of every turn is derived from it.
-        keeps_session: True if the engine should keep a session KV cache for the episode's next turn.
-        attempt: number of earlier attempts that failed.
-
     Attributes:
-        name: name of the episode and of its engine session.
         ledger: tokens of the current segment.
-        segments: all segments; more than one if the history was rewritten.
-        sampling: sampling parameters of each turn.
         session: name of the session KV cache in the engine, or None.
         log: record of everything except tokens; loops fill in messages, calls and rewards.
         shown: the images that the policy sees.
@@ -47,15 +36,16 @@ class Episode:
 
     def __init__(
         self,
-        sample: Sample,
-        index: int,
+        sample: Sample,  # the dataset row
+        index: int,  # index of the episode within its prompt group
         client: EngineClient,
+        # sampling parameters of each turn; their ``max_tokens`` bounds a turn, ``limits.tokens`` the episode
         sampling: SamplingParams,
         limits: Limits,
         *,
-        seed: int,
-        keeps_session: bool = True,
-        attempt: int = 0,
+        seed: int,  # of the episode; the random stream of every turn is derived from it
+        keeps_session: bool = True,  # True if the engine should keep a session KV cache for the episode's next turn
+        attempt: int = 0,  # number of earlier attempts that failed
         image_processor: ImageProcessor | None = None,
     ) -> None:
         self.sample, self.index, self.seed, self.attempt = sample, index, seed, attempt
@@ -142,12 +132,7 @@ class Episode:
         self.segments.append(self.ledger)
 
     def rewrite(self, messages: Sequence[dict[str, Any]], prompt_ids: Sequence[int]) -> None:
-        """Begin a new segment with another conversation in place of the one so far; the log keeps all of it.
-
-        Args:
-            messages: the conversation.
-            prompt_ids: its tokens, after which the policy takes its next turn.
-        """
+        """Begin a new segment with another conversation in place of the one so far; the log keeps all of it."""
         self._rewritten, self._logged_before = list(messages), len(self.log.messages)
         self.begin(prompt_ids)
 
@@ -210,24 +195,15 @@ class Episode:
         self.log.turn_times = []
 
     def count_user_turn(self) -> None:
-        """Count a turn of the simulated user or the environment.
-
-        Raises:
-            BudgetSpent: it has no turn left.
-        """
         self.budget.check_user_turn(self.log.user_turns)
         self.log.user_turns += 1
 
     async def outside(self, waiting: Awaitable[T], timeout: float | None = None) -> T:
-        """Await something that is not the engine, and count the time as tool time.
-
-        Args:
-            waiting: a tool, an environment, a user.
-            timeout: seconds; None means only the episode's limit.
+        """Await a tool, an environment or a user, and count the time as tool time.
 
         Raises:
             BudgetSpent: the episode's time is over.
-            TimeoutError: it took longer than ``timeout``.
+            TimeoutError: it took longer than ``timeout`` seconds; None leaves the episode's limit.
         """
         started, left = time.perf_counter(), self.budget.seconds_left
         limit = min(left, float("inf") if timeout is None else timeout)
@@ -243,7 +219,6 @@ class Episode:
     # rewards and endings ---------------------------------------------------------------------------------------------
 
     def reward_turn(self, reward: float) -> None:
-        """Give the last assistant turn a reward."""
         if self.log.turn_rewards:
             self.log.turn_rewards[-1] += reward
 
@@ -263,11 +238,7 @@ class Episode:
             raise failures[0]
 
     def trajectories(self, decode: Callable[[list[int]], str]) -> list[Trajectory]:
-        """Return a trajectory for each segment with sampled tokens.
-
-        Args:
-            decode: function from token ids to text, without special tokens.
-        """
+        """Return a trajectory for each segment with sampled tokens; ``decode`` leaves special tokens out."""
         text = "\n".join(
             decode(segment.response_ids[turn.start : turn.stop]) for segment in self.segments for turn in segment.turns
         )

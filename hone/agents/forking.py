@@ -35,13 +35,7 @@ class ForkPoint:
 
 
 def fork_points(batch: Batch, settings: ForksConfig, seeding: tuple[Any, ...]) -> list[ForkPoint]:
-    """Return the turns of a batch to fork, in the order of its rows.
-
-    Args:
-        batch: with ``trajectory``, ``entropy`` and what :func:`~hone.data.trajectories.to_batch` adds.
-        settings: block ``algorithm.forks``.
-        seeding: parts of the seed of the choice.
-    """
+    """Return the turns of a batch to fork, in the order of its rows; ``seeding`` are parts of the seed of the choice."""
     trajectories, entropy = batch.objects("trajectory"), batch.ragged("entropy")
     points: list[ForkPoint] = []
     for rows in episode_rows(batch):

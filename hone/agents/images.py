@@ -20,22 +20,13 @@ KEY = "key"
 
 
 class EpisodeImages:
-    """Images of one episode.
-
-    Args:
-        shown: images of the prompt, in order.
-        processor: of the model's images; None for a model of text.
-
-    Attributes:
-        all: images of the prompt, then those of messages since, in order.
-    """
+    """Images of one episode, ``all`` in order: those of the prompt, then those of messages since."""
 
     def __init__(self, shown: Sequence[ImageData], processor: ImageProcessor | None) -> None:
         self.all, self.processor = tuple(shown), processor
         self._of_prompt = tuple(shown)
 
     def add(self, images: Sequence[ImageData]) -> None:
-        """Add images of messages."""
         self.all += tuple(images)
 
     def placed(self, messages: Sequence[Message], who: str) -> tuple[list[Message], list[ImageData]]:
@@ -58,12 +49,9 @@ class EpisodeImages:
         return [_with_parts(message, place) for message in messages], images
 
     def expand(self, ids: list[int], messages: Sequence[Message], more: Sequence[ImageData] = ()) -> list[int]:
-        """Replace the placeholders in the rendering of messages by the tokens of their images.
+        """Replace the placeholders in the rendering ``ids`` of messages by the tokens of their images.
 
-        Args:
-            ids: token ids of the rendering.
-            messages: all of the rendered messages that have places.
-            more: images of these messages that are not added yet.
+        ``messages`` are all of the rendered ones that have places; ``more`` are images of them that are not added yet.
         """
         if self.processor is None:
             return ids

@@ -28,7 +28,6 @@ class InteractionLoop(ChatLoop):
         self.users = context.interactions
 
     async def play(self, episode: Episode) -> None:
-        """Play the episode until the user is done."""
         several, kwargs = self.context.multi_turn, dict(episode.sample.extra_info.get("interaction_kwargs") or {})
         user = self._user(kwargs.pop("name", None))
         state = await episode.outside(user.start(episode.sample, **kwargs), several.tool_timeout)

@@ -32,9 +32,6 @@ class TokenLedger:
     >>> ledger.add_given([5])
     >>> ledger.ids, ledger.mask, ledger.log_probs
     ([1, 2, 3, 4, 5], [1, 1, 0], [-0.5, -0.25, 0.0])
-
-    Args:
-        prompt_ids: tokens of the prompt.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -124,7 +121,6 @@ class TokenLedger:
 
     @property
     def sampled(self) -> int:
-        """Number of sampled tokens."""
         return sum(self.mask)
 
     @property

@@ -12,12 +12,7 @@ from hone.generation.protocol import Completion, Engine, GenerationRequest
 
 
 class LimitedClient(EngineClient):
-    """Client whose further requests wait, first come, first served, while as many as the limit are under way.
-
-    Args:
-        engine: engine that serves the requests, and those of other clients.
-        limit: function that returns the limit now; None means no limit.
-    """
+    """Client whose further requests wait, first come, first served, while as many as ``limit()`` are under way; None means none."""
 
     def __init__(self, engine: Engine, limit: Callable[[], int | None]) -> None:
         super().__init__(engine)
@@ -25,7 +20,6 @@ class LimitedClient(EngineClient):
         self._limit, self._queue = limit, deque[asyncio.Future[None]]()
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """Return the completion of one request, once there is a place for it; see :meth:`EngineClient.complete`."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         self.admit()

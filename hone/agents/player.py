@@ -29,13 +29,7 @@ T = TypeVar("T")
 
 
 class Player:
-    """Player of episodes with the loops that the rows name.
-
-    Args:
-        engine: engine that serves all episodes.
-        context: context that all episodes share.
-        client: client of the engine; None makes one.
-    """
+    """Player of episodes with the loops that the rows name."""
 
     def __init__(self, engine: Engine, context: EpisodeContext, client: EngineClient | None = None) -> None:
         self.client, self.context = client or EngineClient(engine), context
@@ -50,17 +44,9 @@ class Player:
         seed_of: SeedOf,
         on_end: Callable[[], None] | None = None,
     ) -> list[Trajectory]:
-        """Play every sample ``n`` times.
+        """Play every sample, of distinct uids, ``n`` times; return trajectories in the order of samples, episodes and segments.
 
-        Args:
-            samples: rows with distinct uids.
-            sampling: sampling parameters; ``max_tokens`` bounds an episode.
-            n: episodes per sample.
-            seed_of: function that returns the seed of episode ``index`` of row ``uid``.
-            on_end: called after each episode.
-
-        Returns:
-            Trajectories in the order of samples, episodes and segments.
+        ``max_tokens`` of ``sampling`` bounds an episode. ``seed_of(uid, index)`` is its seed. ``on_end`` is called after each.
         """
         limit = self.context.agent.max_concurrent_episodes
         free = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
@@ -76,7 +62,6 @@ class Player:
         return [trajectory for segments in played for trajectory in segments]
 
     def loop_of(self, sample: Sample) -> AgentLoop:
-        """Return the loop that plays a row."""
         name = sample.agent_name or catalogue.default_loop(self.context.multi_turn, self.context.agent)
         if name not in self._loops:
             loop = catalogue.AGENT_LOOPS.get(name)

@@ -19,7 +19,6 @@ from hone.errors import DataError
 
 
 def loop_class(context: EpisodeContext, sample: Sample) -> type[AgentLoop]:
-    """Return the class of the loop that plays a row."""
     return AGENT_LOOPS.get(sample.agent_name or default_loop(context.multi_turn, context.agent))
 
 

@@ -46,12 +46,9 @@ def recorded_turns(segments: Sequence[Trajectory]) -> list[RecordedTurn]:
 
 
 class ReplayClient(EngineClient):
-    """Client that answers the first turns of every episode from a record.
+    """Client that answers the first ``count`` turns of every episode from a record.
 
-    Args:
-        engine: engine that continues the episodes.
-        count: number of turns that are replayed.
-        changed: whether the messages before turn ``count`` differ from the record.
+    With ``changed`` the messages before turn ``count`` differ from the record.
     """
 
     def __init__(self, engine: Engine, turns: Sequence[RecordedTurn], count: int, *, changed: bool = False) -> None:

@@ -8,10 +8,7 @@ from hone.agents.episode import Episode
 
 @AGENT_LOOPS.register("single_turn", "single_turn_agent")
 class SingleTurn(AgentLoop):
-    """Loop of a single turn."""
-
     several_turns = False
 
     async def play(self, episode: Episode) -> None:
-        """Generate one response."""
         await episode.generate()

@@ -11,11 +11,7 @@ from hone.errors import ConfigError, did_you_mean
 
 
 def read_yaml(path: Path, key: str) -> Any:
-    """Return the content of a YAML file.
-
-    Args:
-        key: config key of the path, for errors.
-    """
+    """Return the content of a YAML file."""
     if not path.is_file():
         raise missing_file(path, key)
     try:

@@ -24,12 +24,10 @@ class GuessTheNumber(Environment):
         self.number, self.guesses_made = 0, 0
 
     async def reset(self, seed: int) -> list[Message]:
-        """Draw the number."""
         self.number, self.guesses_made = random.Random(seed).randint(1, self.max_number), 0
         return [{"role": "user", "content": f"I think of a number from 1 to {self.max_number}."}]
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """Compare the last number in the turn with the target."""
         self.guesses_made += 1
         numbers = re.findall(r"\d+", turn.content)
         guess = int(numbers[-1][:9]) if numbers else None

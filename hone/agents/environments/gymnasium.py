@@ -20,11 +20,7 @@ _ANSI = re.compile(r"\x1b\[(\d*)m")
 
 
 class Gymnasium(Environment):
-    """One gymnasium environment.
-
-    Raises:
-        ConfigError: gymnasium or the environment is not installed, or its actions cannot be written as text.
-    """
+    """One gymnasium environment."""
 
     def __init__(
         self,
@@ -80,13 +76,11 @@ class Gymnasium(Environment):
         return f"You play {id}. Answer with one of: {', '.join(self.names)}."
 
     async def reset(self, seed: int) -> list[Message]:
-        """Reset the environment."""
         observation, _ = await asyncio.to_thread(self.env.reset, seed=seed)
         self._total, self._steps = 0.0, 0
         return [{"role": "user", "content": f"{self.intro}\n{self._shown(observation)}".strip()}]
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """Take the last action named in the turn."""
         action = self._action(turn.content)
         self._steps += 1
         if action is None:
@@ -100,7 +94,6 @@ class Gymnasium(Environment):
         return Step.says(self._shown(observation), reward=float(reward), facts=facts)
 
     async def close(self) -> None:
-        """Close the gymnasium environment."""
         self.env.close()
 
     def _action(self, text: str) -> Any:

@@ -37,27 +37,18 @@ _HIDDEN_FIELDS = ("metadata", "reward", "done")
 class OpenEnv(Environment):
     """Environment with one session on an OpenEnv server.
 
-    Args:
-        url: address of the server, for example ``http://127.0.0.1:8000``.
-        text: action field that takes the turn; None chooses it by the server's schema.
-        shown: observation field that the policy sees; None means its only text field, else all fields as JSON.
-        prompt: text before the first observation.
-        reset: further arguments of the server's ``reset``.
-
     Facts: ``solved`` (the rewards sum to more than 0), ``steps``, ``invalid_action`` (the server refused the last action).
-
-    Raises:
-        ConfigError: the package websockets is not installed, the server does not answer, or an argument does not fit it.
     """
 
     def __init__(
         self,
         *,
-        url: str,
-        text: str | None = None,
+        url: str,  # address of the server, for example ``http://127.0.0.1:8000``
+        text: str | None = None,  # action field that takes the turn; None chooses it by the server's schema
+        # observation field that the policy sees; None means its only text field, else all fields as JSON
         shown: str | None = None,
-        prompt: str = "",
-        reset: dict[str, Any] | None = None,
+        prompt: str = "",  # text before the first observation
+        reset: dict[str, Any] | None = None,  # further arguments of the server's ``reset``
     ) -> None:
         self.url, self.shown, self.prompt, self.arguments = url.rstrip("/"), shown, prompt, reset or {}
         self.interface = action_interface(self.url, text)
@@ -66,7 +57,6 @@ class OpenEnv(Environment):
         self._total, self._steps = 0.0, 0
 
     async def reset(self, seed: int) -> list[Message]:
-        """Open a session and reset it."""
         self._total, self._steps = 0.0, 0
         await self.close()
         answer = await self._begin({**self.arguments, "seed": seed})
@@ -81,7 +71,6 @@ class OpenEnv(Environment):
         return [{"role": "user", "content": words}]
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """Take the action or actions of a turn."""
         if self.interface.text is not None:
             answer, refusal = await self._act({self.interface.text: turn.content})
             words = refusal if answer is None else self._words(answer["observation"])

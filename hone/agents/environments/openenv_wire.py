@@ -43,11 +43,7 @@ class ServerFullError(OpenEnvError):
 
 
 def read_observation(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """Return the observation in a server's answer, with reward and done.
-
-    Raises:
-        OpenEnvError: the answer is an error or does not follow the protocol.
-    """
+    """Return the observation in a server's answer, with reward and done."""
     data = answer.get("data")
     if answer.get("type") == "observation" and isinstance(data, dict) and isinstance(data.get("observation"), dict):
         return data

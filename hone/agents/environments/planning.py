@@ -65,7 +65,6 @@ class Planning(Environment):
         self.begin, self.tries_made = World(""), 0
 
     async def reset(self, seed: int) -> list[Message]:
-        """Draw places and things."""
         draw, self.tries_made = random.Random(seed), 0
         others = draw.sample([place for place in PLACES if place != HOME], self.count - 1)
         self.places = tuple(draw.sample([HOME, *others], self.count))

@@ -11,16 +11,7 @@ from hone.errors import ConfigError
 
 
 class ReasoningGym(Environment):
-    """Environment that poses one problem of a reasoning-gym dataset.
-
-    Args:
-        dataset: name of the dataset, for example ``basic_arithmetic``.
-        tries: maximum number of answers.
-        config: settings of the dataset.
-
-    Raises:
-        ConfigError: the package is not installed, or it has no such dataset.
-    """
+    """Environment that poses one problem of a reasoning-gym dataset, such as ``basic_arithmetic``, for at most ``tries`` answers."""
 
     def __init__(self, *, dataset: str, tries: int = 1, config: dict[str, Any] | None = None) -> None:
         try:
@@ -38,7 +29,6 @@ class ReasoningGym(Environment):
         self.tries_made = 0
 
     async def reset(self, seed: int) -> list[Message]:
-        """Draw the problem of this seed."""
         try:
             self.problems = self._make(self.dataset, size=1, seed=seed, **self.config)
         except (ValueError, TypeError) as error:

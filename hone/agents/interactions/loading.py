@@ -58,7 +58,6 @@ class Teacher(Interaction):
         return {"sample": sample, "scorer": scorer, "tries": 0}
 
     async def reply(self, state: dict[str, Any], messages: Sequence[Message]) -> Reply:
-        """Score the last answer."""
         sample, scorer = state["sample"], state["scorer"]
         state["tries"] += 1
         answer = str(messages[-1].get("content") or "")
@@ -76,7 +75,6 @@ class Teacher(Interaction):
 
 PATH_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 INTERACTIONS: Registry[type[Interaction]] = Registry("built-in interaction", key=PATH_KEY)
-"""Built-in simulated users."""
 _ = INTERACTIONS.register("teacher")(Teacher)
 
 

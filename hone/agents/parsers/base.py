@@ -46,7 +46,7 @@ class ParsedCall:
 
 
 class Lexed:
-    """Text in which each mark is a single character.
+    """Text in which each mark in ``characters`` is a single character; other marks are literal text.
 
     Args:
         characters: character of each mark that has one; other marks are literal text.
@@ -66,16 +66,11 @@ class Lexed:
         return text.translate(self._literals)
 
     def replaced(self, text: str) -> Lexed:
-        """Return another text with the same marks."""
         return Lexed(text, self._characters)
 
 
 class ToolParser(ABC):
-    """Parser of one tool-call format. Subclasses set ``marks`` and implement :meth:`find`.
-
-    Args:
-        tokenizer: tokenizer of the model; None parses text only.
-    """
+    """Parser of one tool-call format. Subclasses set ``marks`` and implement :meth:`find`."""
 
     marks: ClassVar[tuple[str, ...]] = ()
     thoughts: ClassVar[tuple[str, str]] = ("<think>", "</think>")
@@ -98,14 +93,12 @@ class ToolParser(ABC):
         calls_before: int = 0,
         thinking: bool | None = None,
     ) -> AssistantTurn:
-        """Parse a sampled turn.
+        """Parse a sampled turn, its token ids or their text.
 
         Args:
-            output: the sampled token ids, or their text.
             tools: OpenAI function schemas, used to convert untyped arguments.
             calls_before: number of calls earlier in the conversation; the ids of this turn's calls continue from there.
-            thinking: whether the turn begins inside a reasoning block that the prompt opened. None means unknown: it does if a
-                block is closed that was not opened.
+            thinking: whether the prompt opened a reasoning block. None: it did if a block is closed that was not opened.
         """
         lexed = self._lex(output)
         reasoning, rest = self.split_thoughts(lexed, thinking)
@@ -223,7 +216,6 @@ def schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> Schemas:
 
 
 def json_value(text: str) -> tuple[Any, str | None]:
-    """Parse JSON; return the value and None, or None and the error."""
     try:
         return _STRICT.decode(text), None
     except json.JSONDecodeError as error:
@@ -246,11 +238,7 @@ def _no_constant(name: str) -> Any:
 
 
 def finite(text: str) -> float:
-    """Parse a finite number.
-
-    Raises:
-        ValueError: the number is too large.
-    """
+    """Parse a number; ValueError if it is too large."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is too large a number")
@@ -273,12 +261,7 @@ def arguments_of(name: str, text: str, raw: str, *, id: str | None = None) -> Pa
 
 
 def named_object(text: str, raw: str, keys: Sequence[str] = ("arguments", "parameters")) -> ParsedCall:
-    """Parse a call written as the JSON object ``{"name": ..., "arguments": {...}}``.
-
-    Args:
-        raw: text kept as the raw form of the call.
-        keys: accepted keys of the arguments; errors name the first.
-    """
+    """Parse a call written as ``{"name": ..., "arguments": {...}}``; ``keys`` are those accepted for the arguments, errors name the first."""
     form = f'Write {{"name": <name of the tool>, "{keys[0]}": {{<arguments>}}}}.'
     value, problem = json_value(text)
     if problem is not None:

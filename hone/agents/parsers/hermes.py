@@ -15,7 +15,6 @@ class HermesParser(ToolParser):
     marks = ("<tool_call>", "</tool_call>")
 
     def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
-        """Return the text outside the marks, and the calls between them."""
         opening, closing = (turn.mark(mark) for mark in self.marks)
         content, calls = [], []
         before, opened, rest = turn.text.partition(opening)

@@ -72,11 +72,7 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _json_form(value: Any) -> Any:
-    """Convert a literal to its JSON form.
-
-    Raises:
-        ValueError: JSON has no such value (bytes, sets, infinite numbers, keys other than strings).
-    """
+    """Convert a literal to its JSON form; ValueError for what JSON has not: bytes, sets, infinite numbers, other keys than strings."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("JSON has no infinite numbers")
     if isinstance(value, dict):

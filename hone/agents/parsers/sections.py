@@ -31,7 +31,6 @@ class SectionParser(ToolParser):
         """Return name, arguments and id (None without one) of a call."""
 
     def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
-        """Return the text outside the section, and the calls within."""
         begin_all, end_all, begin, end, separator = (turn.mark(mark) for mark in self.marks)
         content, opened, rest = turn.text.partition(begin_all)
         if not opened:

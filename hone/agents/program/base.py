@@ -36,11 +36,7 @@ class EndpointLoop(AgentLoop):
 
     @abstractmethod
     async def run(self, episode: Episode, *, base_url: str, api_key: str) -> ProgramOutcome:
-        """Run the agent of an episode with this endpoint and the key of the episode's session.
-
-        Raises:
-            ProgramFailed: the agent failed.
-        """
+        """Run the agent of an episode with this endpoint and the key of the episode's session."""
 
     async def play(self, episode: Episode) -> None:
         """Run the agent; keep the recorded tokens and the agent's outcome."""

@@ -24,11 +24,7 @@ _END_SECONDS = 5.0
 
 
 class Bridge:
-    """Running program. It leads a new process group and ends when its standard input closes, so also after this process ends.
-
-    Args:
-        command: the program with its arguments.
-    """
+    """Running program. It leads a new process group and ends when its standard input closes, so also after this process ends."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._numbers, self._lock, self._pen = itertools.count(1), threading.Lock(), threading.Lock()
@@ -51,7 +47,6 @@ class Bridge:
 
     @property
     def alive(self) -> bool:
-        """True while the program runs."""
         return self.process.poll() is None
 
     def ask(self, op: str, **fields: Any) -> Future[dict[str, Any]]:
@@ -126,12 +121,7 @@ class Bridge:
 
 
 def verifiers_bridge(python: str | None, where: str) -> Bridge:
-    """Start the program that plays verifiers' environments.
-
-    Args:
-        python: path of the interpreter; None means the current one.
-        where: config key of the path, for the error.
-    """
+    """Start the program that plays verifiers' environments; ``where`` is the key of the interpreter's path, for the error."""
     interpreter = sys.executable if python is None else str(Path(python).expanduser())
     program = Path(__file__).with_name("verifiers_bridge.py")
     try:

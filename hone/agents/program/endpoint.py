@@ -23,9 +23,6 @@ class TrainingEndpoint:
     """Server of the policy for the agents of a run, on loopback.
 
     Replies use the run's sampling parameters, not those of requests: the trainer's log-probs assume the run's temperature.
-
-    Args:
-        context: context that all episodes share.
     """
 
     def __init__(self, context: EpisodeContext, client: EngineClient) -> None:
@@ -67,12 +64,10 @@ class TrainingEndpoint:
         return session
 
     async def close(self, session: Session) -> None:
-        """Close a session at the end of its episode; its key becomes invalid."""
         self._sessions.close(session)
         await self._gateway.client.end_sessions([session.name])
 
     def stop(self) -> None:
-        """End the server."""
         self._server.stop()
 
 

@@ -55,7 +55,6 @@ class ProgramLoop(EndpointLoop):
 
     @property
     def timeout(self) -> float:
-        """``agent.program.timeout``."""
         return self._config.timeout
 
     @functools.cached_property
@@ -67,7 +66,6 @@ class ProgramLoop(EndpointLoop):
         return ThreadPoolExecutor(_THREADS, thread_name_prefix="hone-agent")
 
     async def run(self, episode: Episode, *, base_url: str, api_key: str) -> ProgramOutcome:
-        """Run the program or call the function."""
         row = row_of(episode)
         if self._config.command:
             variables = endpoint_variables(base_url, api_key)

@@ -33,11 +33,7 @@ class ProgramOutcome:
 
     @classmethod
     def parse(cls, value: Any) -> ProgramOutcome:
-        """Parse a returned value or decoded JSON line: None, a number, text, or an object with these keys.
-
-        Raises:
-            ProgramFailed: the value has another form.
-        """
+        """Parse a returned value or decoded JSON line: None, a number, text, or an object with these keys."""
         if value is None:
             return cls()
         if isinstance(value, bool | int | float):

@@ -55,7 +55,6 @@ class Environments:
         return {"rows": [dict(row) for row in dataset]}
 
     async def play(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Play one rollout, scored by the environment's rubric."""
         environment = self.get(request)
         types, clients = importlib.import_module("verifiers.types"), importlib.import_module("verifiers.clients")
         variable = f"HONE_EPISODE_KEY_{request['id']}"
@@ -90,8 +89,6 @@ class Environments:
 
 
 class Answers:
-    """Writer of answers, one per line."""
-
     def __init__(self, descriptor: int) -> None:
         self._file, self._lock = os.fdopen(descriptor, "w", encoding="utf-8"), threading.Lock()
 

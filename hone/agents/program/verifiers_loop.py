@@ -32,11 +32,9 @@ class VerifiersLoop(EndpointLoop):
 
     @property
     def timeout(self) -> float:
-        """``agent.verifiers.timeout``."""
         return self._config.timeout
 
     async def run(self, episode: Episode, *, base_url: str, api_key: str) -> ProgramOutcome:
-        """Play the row in its environment."""
         spec = _spec_of(episode)
         answer = await asyncio.wrap_future(
             self._running().ask("play", **spec, base_url=base_url, api_key=api_key, model=MODEL)

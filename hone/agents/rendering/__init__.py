@@ -31,7 +31,6 @@ def renderer_for(
     """Return the renderer of a tokenizer.
 
     Args:
-        tokenizer: tokenizer with a chat template.
         name: a family (``qwen``, ``llama3``, ``gemma``, ``gemma4``, ``harmony``, ``deepseek``, ``kimi``, ``generic``), ``auto``
             (chosen by the vocabulary's tokens), or ``text_tools`` for templates without tools.
         parser: format of tool calls, ``auto`` for the parser that reads the template's calls.

@@ -56,16 +56,10 @@ def _normalized(text: str, closers: Sequence[str]) -> str:
 
 
 def rewritten(before: str, after: str, played: str | None, closers: Sequence[str]) -> str | None:
-    """Describe how a rendering changes earlier turns; return None if it only appends.
+    """Describe how the rendering ``after`` new messages changes earlier turns; return None if it only appends.
 
-    Args:
-        before: rendering of the conversation so far.
-        after: rendering with the new messages.
-        played: text that the model saw and wrote; if ``after`` begins with it, nothing was rewritten.
-        closers: tokens that end a turn; text after the last one is ignored.
-
-    An empty reasoning block is ignored: some templates write one before the last answer only, to request an answer without
-    reasoning.
+    If it begins with what the model saw and wrote (``played``), nothing was rewritten. Text after the last closer is ignored,
+    and so is an empty reasoning block: some templates write one before the last answer only, to request one without reasoning.
     """
     before, after = EMPTY_THOUGHTS.sub("", before), EMPTY_THOUGHTS.sub("", after)
     closed_text = _up_to_end(before, closers)

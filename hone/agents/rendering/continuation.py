@@ -19,10 +19,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 class Continuation:
     """Computation of the tokens that a template writes after an assistant turn.
 
-    Args:
-        template: the chat template.
-        closers: tokens that end an assistant turn, in groups of equivalent tokens.
-        shows_tools: True if the template receives the tools.
+    ``closers`` are the tokens that end one, in groups of equivalent tokens.
     """
 
     def __init__(self, template: Template, closers: list[list[str]], *, shows_tools: bool) -> None:
@@ -34,11 +31,7 @@ class Continuation:
     ) -> list[int]:
         """Return the tokens after a sampled turn: its end unless sampled, the messages, the generation prompt.
 
-        Args:
-            sampled_ids: tokens of the turn.
-            groups: the messages; each group is rendered after a separate turn.
-            tools: function schemas.
-            ending: end after the last message.
+        Each group of messages is rendered after a separate turn.
 
         Raises:
             DataError: the template refuses the messages or omits them.

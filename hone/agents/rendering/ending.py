@@ -13,17 +13,11 @@ _MARK = "hone-end-of-prefix"
 
 
 class Ending(Enum):
-    """End of the prompt after the last message.
+    """End of the prompt after the last message."""
 
-    Attributes:
-        REPLY: the generation prompt, so that the model writes a new turn.
-        CLOSED: nothing; the last turn is complete.
-        OPEN: the last message is an assistant's, and the prompt ends inside it, so that the model continues it.
-    """
-
-    REPLY = "reply"
-    CLOSED = "closed"
-    OPEN = "open"
+    REPLY = "reply"  # the generation prompt, so that the model writes a new turn
+    CLOSED = "closed"  # nothing; the last turn is complete
+    OPEN = "open"  # the last message is an assistant's, and the prompt ends inside it, so that the model continues it
 
 
 def marked(messages: Sequence[Message]) -> tuple[list[Message], str]:

@@ -41,12 +41,10 @@ def calling(*calls: dict[str, Any], thoughts: str | None = None) -> Message:
 
 
 def thinking(message: Message, thoughts: str | None = "Let me think of it.") -> Message:
-    """Return the message with reasoning."""
     return message if thoughts is None else {**message, "reasoning_content": thoughts}
 
 
 def result(number: int = 0, text: str = "sunny") -> Message:
-    """Return the answer to a call."""
     return {
         "role": "tool",
         "tool_call_id": f"functions.get_weather:{number}",

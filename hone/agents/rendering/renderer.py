@@ -47,11 +47,8 @@ def conversation_as_text(
 ) -> list[Message]:
     """Return a conversation whose tools, calls and results are written into message contents.
 
-    Args:
-        messages: messages in OpenAI's form.
-        tools: function schemas, written into the first message.
-        special: names of special tokens, which schemas cannot forge: their first character is written as JSON's escape.
-        system: True if the template accepts a system message; otherwise the first user message begins with the tools.
+    Schemas, in the first message, cannot forge ``special`` tokens: their first character is written as JSON's escape. Without
+    ``system`` messages the first user message begins with the tools.
     """
     converted = messages_as_text(messages)
     if not tools:
@@ -121,8 +118,6 @@ class Renderer:
 
     Args:
         template: the tokenizer's chat template.
-        family: family of the chat format.
-        parser: parser of the turns.
         tools_as_text: True if tools, calls and results are written into contents, for templates without tools.
     """
 
@@ -143,7 +138,6 @@ class Renderer:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Tokenizer of the template."""
         return self.template.tokenizer
 
     def prompt(
@@ -168,22 +162,17 @@ class Renderer:
 
     def bridge(
         self,
-        sampled_ids: Sequence[int],
+        sampled_ids: Sequence[int],  # the last assistant turn as it was sampled
+        # one or more of role tool (with ``name`` and ``tool_call_id``), user or system; then the assistant's message to
+        # continue, with an open ending
         new_messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        ending: Ending = Ending.REPLY,
+        tools: Sequence[Mapping[str, Any]] | None = None,  # function schemas
+        ending: Ending = Ending.REPLY,  # end after the last message
     ) -> list[int]:
         """Return the token ids to append after a sampled turn so that the model can reply again.
 
         They are the end of the assistant turn unless it was sampled (a truncated turn lacks it), the new messages, and the
         generation prompt.
-
-        Args:
-            sampled_ids: the last assistant turn as it was sampled.
-            new_messages: one or more of role tool (with ``name`` and ``tool_call_id``), user or system; then the assistant's
-                message to continue, with an open ending.
-            tools: function schemas.
-            ending: end after the last message.
 
         Raises:
             DataError: the template refuses the messages or omits them.
@@ -213,13 +202,9 @@ class Renderer:
         calls_before: int = 0,
         prompt_ids: Sequence[int] | None = None,
     ) -> AssistantTurn:
-        """Parse a sampled turn.
+        """Parse a sampled turn after ``prompt_ids``, which may open a reasoning block; None means the first turn's prompt.
 
-        Args:
-            sampled_ids: tokens of the turn.
-            tools: function schemas.
-            calls_before: number of calls earlier in the conversation; keeps call ids unique.
-            prompt_ids: tokens before the turn, which may open a reasoning block; None means the first turn's prompt.
+        ``calls_before``, the number of calls earlier in the conversation, keeps call ids unique.
         """
         thinking = self.opens_thoughts if prompt_ids is None else self.is_thinking(prompt_ids)
         return self.parser.parse(sampled_ids, tools, calls_before=calls_before, thinking=thinking)
@@ -262,13 +247,10 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] | None = None,  # function schemas
         mode: str = "strict",  # ``strict``, ``ignore_strippable`` (ignores white space and end marks) or ``disable``
     ) -> Difference | None:
-        """Compare the tokens of a finished conversation with the template's rendering of its messages.
+        """Compare the tokens of a finished conversation with the template's rendering; return the first difference, or None.
 
         A difference is not an error: training uses the sampled tokens. It shows how far the model deviates from the template's
         format.
-
-        Returns:
-            The first difference, or None.
         """
         if mode == "disable":
             return None
@@ -281,7 +263,6 @@ class Renderer:
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
     ) -> HiddenText:
-        """Render the text of a conversation."""
         if self.tools_as_text:
             special = self.template.special_text
             shown = conversation_as_text(messages, tools, system=self._takes_system_message, special=special)

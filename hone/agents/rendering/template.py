@@ -36,8 +36,6 @@ class Template:
 
     Args:
         tokenizer: tokenizer with a chat template.
-        kwargs: extra arguments of the template (``enable_thinking`` and the like).
-
     Attributes:
         strict: True to refuse a conversation whose tools, or texts of others than the assistant, the template leaves out.
 
@@ -56,12 +54,7 @@ class Template:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
     ) -> HiddenText:
-        """Render a conversation.
-
-        Args:
-            messages: messages in OpenAI's form.
-            tools: function schemas.
-            ask: True to end with the generation prompt.
+        """Render a conversation, with ``ask`` up to the generation prompt.
 
         Raises:
             DataError: the template refuses the messages, or their text is invalid.
@@ -139,12 +132,7 @@ class Template:
 
 
 class HiddenText:
-    """Rendering in which placeholder characters replace ordinary text.
-
-    Args:
-        text: text of the rendering.
-        hidden: text that each placeholder character replaces.
-    """
+    """Rendering in which each character of ``hidden`` stands for ordinary text."""
 
     def __init__(self, text: str, hidden: Mapping[str, str]) -> None:
         self.text, self.hidden = text, hidden
@@ -163,12 +151,7 @@ class HiddenText:
 
 
 class _Hidden:
-    """Replacement of text that looks like a named token by a character that no text can contain (a lone surrogate).
-
-    Args:
-        special: pattern of the special tokens.
-        named: pattern of all named tokens.
-    """
+    """Replacement of text that looks like a named token by a character that no text can contain (a lone surrogate)."""
 
     def __init__(self, special: re.Pattern[str], named: re.Pattern[str]) -> None:
         self._special, self._named = special, named

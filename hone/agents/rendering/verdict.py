@@ -71,7 +71,6 @@ class TemplateReport:
         return "append-only" if not split else next(text for name, text in _SPLITS.items() if name in split)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         return {
             "verdict": self.verdict,
             "usable": self.usable,
@@ -151,7 +150,6 @@ def _tool_checks(renderer: Renderer) -> Iterator[Check]:
 
 
 def _call_check(renderer: Renderer) -> Check:
-    """Check that the parser reads a call that the template writes."""
     try:
         prompt_ids = renderer.prompt([probes.ASKED], [probes.TOOL])
         whole = renderer.prompt([probes.ASKED, probes.calling(probes.call())], [probes.TOOL], ending=Ending.CLOSED)

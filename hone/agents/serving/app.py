@@ -103,23 +103,17 @@ class Endpoint:
     ``GET  /sessions/<id>``                 conversations of the session as tokens
     ``DELETE /sessions/<id>``               end the session
     ======================================  =======================================================================
-
-    Args:
-        service: service that answers.
-        token: access token that callers must send; None allows every caller.
-        sessions: recorded sessions.
-        open_release: loads a release of the shelf that the model belongs to; None for another model.
-        close: frees the engine of ``service`` after a swap.
     """
 
     def __init__(
         self,
-        service: Service,
+        service: Service,  # service that answers
         *,
-        token: str | None = None,
-        sessions: Sessions | None = None,
+        token: str | None = None,  # access token that callers must send; None allows every caller
+        sessions: Sessions | None = None,  # recorded sessions
+        # loads a release of the shelf that the model belongs to; None for another model
         open_release: Callable[[int, Service], Awaitable[Opened]] | None = None,
-        close: Callable[[], Awaitable[None]] = _nothing,
+        close: Callable[[], Awaitable[None]] = _nothing,  # frees the engine of ``service`` after a swap
     ) -> None:
         self.services, self.token = Services(service), token
         self.sessions = sessions or Sessions()
@@ -161,7 +155,6 @@ class Endpoint:
         return JSONResponse({"status": "ok", "under_way": _service(request).gateway.under_way})
 
     async def version(self, request: Request) -> Response:
-        """Return Hone's version."""
         self._session_of(request)
         return JSONResponse({"version": __version__})
 
@@ -172,34 +165,27 @@ class Endpoint:
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, request: Request) -> Response:
-        """Answer ``/tokenize``."""
         return await self._convert(request, TokenizeBody, tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        """Answer ``/detokenize``."""
         return await self._convert(request, DetokenizeBody, detokenize)
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
         self._session_of(request)
         return JSONResponse({"object": "list", "data": [_card(_service(request))]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the model, by name."""
         self._session_of(request)
         _service(request).check_model(request.path_params["name"])
         return JSONResponse(_card(_service(request)))
 
     async def chat(self, request: Request) -> Response:
-        """Answer ``/v1/chat/completions``."""
         return await self._answer(request, ChatBody, ChatCall)
 
     async def text(self, request: Request) -> Response:
-        """Answer ``/v1/completions``."""
         return await self._answer(request, TextBody, TextCall)
 
     async def respond(self, request: Request) -> Response:
-        """Answer ``/v1/responses``."""
         return await self._answer(request, ResponsesBody, partial(ResponsesCall, store=self.responses))
 
     async def response(self, request: Request) -> Response:
@@ -212,11 +198,9 @@ class Endpoint:
         return JSONResponse(self.responses.get(name, owner).response)
 
     async def messages(self, request: Request) -> Response:
-        """Answer ``/v1/messages``."""
         return await self._answer(request, MessagesBody, MessagesCall)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Answer ``/v1/messages/count_tokens``."""
         return await self._convert(request, CountBody, count_tokens)
 
     async def show(self, request: Request) -> Response:
@@ -224,7 +208,6 @@ class Endpoint:
         return JSONResponse(self._existing(request).as_json())
 
     async def forget(self, request: Request) -> Response:
-        """End a session."""
         session = self._existing(request)
         self.sessions.close(session)
         await _service(request).gateway.end_session(session.name)

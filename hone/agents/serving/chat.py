@@ -62,7 +62,6 @@ class TurnStream:
 
     @property
     def content(self) -> str:
-        """Text that the client has received."""
         return self._content.sent
 
     def _may_become_calls(self, content: str) -> bool:
@@ -89,7 +88,7 @@ _CONTEXT_TOKENS = 8
 
 
 class ReplyText:
-    """Content of a reply.
+    """Content of a reply; with ``special_tokens`` it shows them, apart from the one that ends the reply.
 
     Args:
         service: service that decodes.
@@ -127,16 +126,7 @@ class ReplyText:
 
 
 class ChatCall:
-    """Call to ``/v1/chat/completions``.
-
-    Args:
-        service: service that answers.
-        session: session that records the call; None records nothing.
-        body: body of the request.
-
-    Raises:
-        ApiError: the call cannot be served.
-    """
+    """Call to ``/v1/chat/completions``; recorded if it has a session."""
 
     def __init__(self, service: Service, session: Session | None, body: ChatBody, number: str) -> None:
         service.check_model(body.model)
@@ -168,7 +158,6 @@ class ChatCall:
         self.reply_text = ReplyText(service, self.renderer, self.prompt, special_tokens=not body.skip_special_tokens)
 
     async def whole(self) -> dict[str, Any]:
-        """Return the complete answer as one object."""
         completions = await self.service.completions(self.requests)
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return self.heading.whole(choices, replies.usage(self.prompt.ids, completions)) | self._prompt_ids()
@@ -207,7 +196,6 @@ class ChatCall:
             yield self.heading.chunk([], replies.usage(self.prompt.ids, completions))
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the last chunk of an answer that fails."""
         return error.body()
 
     def _record(self, index: int, completion: Completion, message: Message) -> None:

@@ -25,11 +25,7 @@ def chat_prompt(
     template_kwargs: dict[str, Any],
     ending: Ending,
 ) -> tuple[Renderer, Prompt]:
-    """Return the renderer and the prompt of a chat.
-
-    Raises:
-        ApiError: messages, tools or arguments are invalid, too large, or refused by the template.
-    """
+    """Return the renderer and the prompt of a chat."""
     check_template_arguments(template_kwargs)
     check_tools(tools)
     checked = checked_messages(messages)
@@ -60,11 +56,7 @@ def template_kwargs(service: Service, body: ChatBody) -> dict[str, Any]:
 def ending_of(
     messages: Sequence[dict[str, Any]], *, continue_final_message: bool, add_generation_prompt: bool | None
 ) -> Ending:
-    """Return the end of the prompt that a request wants.
-
-    Raises:
-        ApiError: it has no message to continue, or wants a new turn as well.
-    """
+    """Return the end of the prompt that a request wants."""
     if not continue_final_message:
         return Ending.CLOSED if add_generation_prompt is False else Ending.REPLY
     if add_generation_prompt:

@@ -29,7 +29,6 @@ class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the limit of the first request."""
         super().connection_made(transport)
         self._start_deadline()
 
@@ -42,7 +41,6 @@ class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the limit."""
         self._end_deadline()
         super().connection_lost(exc)
 
@@ -72,16 +70,13 @@ class RequestCheck:
     - A page of any site can send requests that change something, as a form or as plain text, without asking. Browsers name the
       page's site in ``Origin``; and they ask before they send JSON, or a key in a header, to another site.
 
-    Args:
-        app: application that answers.
-        hosts: names of this host, without ports; empty allows all.
+    Names of this host in ``hosts`` have no ports; empty allows all.
     """
 
     def __init__(self, app: Application, hosts: tuple[str, ...] = ()) -> None:
         self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
         refusal = self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)

@@ -58,7 +58,6 @@ def _result_fields(message: Mapping[str, Any], names: Mapping[str, str], where: 
 
 
 def check_tools(tools: Sequence[dict[str, Any]]) -> None:
-    """Check that every tool is a function with a name."""
     for number, tool in enumerate(tools):
         where = f"tools.{number}"
         function = tool.get("function", tool)
@@ -68,7 +67,6 @@ def check_tools(tools: Sequence[dict[str, Any]]) -> None:
 
 
 def check_template_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Check extra arguments of the chat template."""
     taken = sorted(_TEMPLATE_PARAMETERS & kwargs.keys())
     if taken:
         raise bad_request(f"the server sets the template's argument '{taken[0]}'; remove it", "chat_template_kwargs")

@@ -41,11 +41,7 @@ class Call(Protocol):
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Await ``work``, and cancel it if the caller disconnects.
-
-    Raises:
-        ApiError: the caller disconnected.
-    """
+    """Await ``work``; cancel it and raise ApiError if the caller disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

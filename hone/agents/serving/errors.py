@@ -7,30 +7,18 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """Error with which a request is answered.
-
-    Args:
-        status: HTTP status code.
-        message: the problem, with numbers, and the fix.
-        code: short name for programs.
-        param: invalid field of the request.
-    """
+    """Error with which a request is answered: an HTTP status, the problem with its fix, a short name for programs, the field."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON of the answer."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def with_names(self, names: Mapping[str, str]) -> ApiError:
-        """Return the error of a chat with the field names of another endpoint, whose messages have other numbers.
-
-        Args:
-            names: name of a field there, by its name in a chat.
-        """
+        """Return the error of a chat with the field names of another endpoint, by those of a chat; its messages have other numbers."""
         top, dot, rest = (self.param or "").partition(".")
         if top == "messages":
             dot = rest = ""

@@ -94,26 +94,16 @@ def forced_answer(renderer: Renderer, body: ChatBody, prompt_ids: Sequence[int])
 
 @dataclass(frozen=True)
 class _Calls:
-    """Grammar of tool calls in a model's format.
+    """Grammar of tool calls in a model's format."""
 
-    Attributes:
-        opening, closing: expressions around each call.
-        separator: expression between two calls.
-        key: name of the arguments in a call.
-        tools: names and schemas of the tools.
-        is_named: True if the one tool was chosen by name.
-        several: True if the answer may have several calls.
-        prefill: text with which the answer begins.
-    """
-
-    opening: str
+    opening: str  # expressions around each call
     closing: str
-    separator: str
-    key: str
-    tools: dict[str, Any]
-    is_named: bool
-    several: bool
-    prefill: str = ""
+    separator: str  # expression between two calls
+    key: str  # name of the arguments in a call
+    tools: dict[str, Any]  # names and schemas
+    is_named: bool  # whether the one tool was chosen by name
+    several: bool  # whether the answer may have several calls
+    prefill: str = ""  # text with which the answer begins
 
     def rules(self, name: str, *, prefilled: bool) -> list[str]:
         """Return the rules of Lark for one or more calls, the first one without its prefilled beginning."""

@@ -24,19 +24,15 @@ class Gateway:
     """Gateway from the endpoint's thread to the event loop on which the engine runs.
 
     Decoding blocks a loop for several steps at a time; in a separate thread the endpoint stays responsive.
-
-    Args:
-        loop: the engine's event loop.
-        most_waiting: maximum number of concurrent requests; further ones get status 503, to be retried.
-        metrics: counters of the gateway before, which this one continues; None starts new ones.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        loop: asyncio.AbstractEventLoop,
+        loop: asyncio.AbstractEventLoop,  # the engine's event loop
         *,
-        most_waiting: int = 16384,
+        most_waiting: int = 16384,  # maximum number of concurrent requests; further ones get status 503, to be retried
+        # counters of the gateway before, which this one continues; None starts new ones
         metrics: Metrics | None = None,
     ) -> None:
         self.client, self.loop, self.most_waiting = client, loop, most_waiting
@@ -45,11 +41,7 @@ class Gateway:
         self.metrics.follow(lambda: self.under_way, lambda: client.engine.describe().stats)
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """Return a request's completion, awaited on the endpoint's loop. Cancelling the caller aborts the request.
-
-        Raises:
-            ApiError: too many requests are running, the request cannot be served, or the engine lost it.
-        """
+        """Return a request's completion, awaited on the endpoint's loop. Cancelling the caller aborts the request."""
         if self.under_way >= self.most_waiting:
             raise ApiError(
                 503,
@@ -77,11 +69,9 @@ class Gateway:
         return completion
 
     async def end_session(self, name: str) -> None:
-        """Let the engine free the KV cache of a session."""
         await self.on_engine(self.client.end_sessions([name]))
 
     async def on_engine(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the engine's loop and return its result."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def _from_engine(self, progress: Progress) -> Progress:

@@ -25,11 +25,7 @@ async def read_body(
 ) -> bytes:
     """Read a request body. One that is too large is read to its end and dropped, so that the connection can stay open.
 
-    Args:
-        chunks: parts of the body as they arrive.
-        declared: value of the header ``Content-Length``.
-        grow: called with the size so far, before a part is kept.
-        max_bytes: maximum size.
+    ``declared`` is the header ``Content-Length``. ``grow`` is called with the size so far, before a part is kept.
 
     Raises:
         ApiError: the body is too large or too slow.
@@ -59,11 +55,9 @@ def max_request_bytes(max_tokens: int) -> int:
 
 
 def check_structure(body: bytes, max_tokens: int) -> None:
-    """Check that a body of JSON has few enough values, by counting the characters that begin or part them.
+    """Check that a body of JSON has few enough values, by counting the characters that begin or separate them.
 
-    Args:
-        body: as it arrived.
-        max_tokens: context length of the model: a prompt may be as many numbers.
+    A prompt may be as many numbers as the model's context.
     """
     allowed = max(MAX_VALUES, 2 * max_tokens)
     values = sum(body.count(mark) for mark in (b",", b"[", b"{", b"\\"))

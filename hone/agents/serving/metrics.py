@@ -71,16 +71,10 @@ class Metrics:
         )
 
     def follow(self, load: Callable[[], int], engine_stats: Callable[[], Mapping[str, Any]]) -> None:
-        """Report the state of this engine from now on; its counters may start again at 0.
-
-        Args:
-            load: function that returns the number of requests in the engine.
-            engine_stats: function that returns the engine's counters (``EngineDescription.stats``).
-        """
+        """Report the requests in this engine and its counters from now on; these may start again at 0."""
         self._engine.load, self._engine.engine_stats = load, engine_stats
 
     def count_answer(self, path: str, status: int) -> None:
-        """Count an HTTP answer."""
         self._answers.labels(endpoint_of(path), str(status)).inc()
 
     def count_reply(self, request: GenerationRequest, completion: Completion, started: float) -> None:
@@ -95,7 +89,6 @@ class Metrics:
             self._first_token.observe(waited + completion.first_token_seconds)
 
     def text(self) -> bytes:
-        """Return all metrics in the text format."""
         return generate_latest(self._registry)
 
 
@@ -127,11 +120,7 @@ class _EngineState(Collector):
 
 
 class CountedApp:
-    """ASGI application that counts the answers of another one.
-
-    Args:
-        app: application that answers.
-    """
+    """ASGI application that counts the answers of another one."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

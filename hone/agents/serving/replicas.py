@@ -15,12 +15,7 @@ from hone.generation.pool import EnginePool
 
 
 class ReplicaRoutes:
-    """Routes below ``/replicas``.
-
-    Args:
-        gateway: returns the gateway to the engine.
-        check: function that raises if the caller has no access.
-    """
+    """Routes below ``/replicas``; ``check`` raises if the caller has no access."""
 
     def __init__(self, gateway: Callable[[], Gateway], check: Callable[[Request], None]) -> None:
         self._gateway, self._check = gateway, check
@@ -31,7 +26,6 @@ class ReplicaRoutes:
         ]
 
     async def show(self, request: Request) -> Response:
-        """Return state, load and restarts of each replica."""
         return JSONResponse({"replicas": await self._reports(self._pool(request))})
 
     async def drain(self, request: Request) -> Response:
@@ -41,7 +35,6 @@ class ReplicaRoutes:
         return JSONResponse((await self._reports(pool))[index])
 
     async def admit(self, request: Request) -> Response:
-        """Send requests to a drained replica again."""
         pool, index = self._replica(request)
 
         async def admit() -> None:

@@ -26,17 +26,14 @@ class Heading:
 
     @classmethod
     def start(cls, number: str, model: str, *, chat: bool) -> Heading:
-        """Return the heading of an answer that begins now."""
         if chat:
             return cls(f"chatcmpl-{number}", "chat.completion", "chat.completion.chunk", model, int(time.time()))
         return cls(f"cmpl-{number}", "text_completion", "text_completion", model, int(time.time()))
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return a complete answer."""
         return {**self._fields(self.object), "choices": choices, "usage": usage}
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return one chunk of an answer."""
         return {**self._fields(self.chunk_object), "choices": choices} | ({} if usage is None else {"usage": usage})
 
     def _fields(self, kind: str) -> dict[str, Any]:
@@ -102,8 +99,7 @@ def prompt_log_probs(
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return the log-probs of a prompt's tokens in vLLM's form: null for the first token, then an object by token id.
 
-    Args:
-        scores: for each token after the first itself, then the likeliest tokens, with their log-probs.
+    ``scores`` has for each token after the first itself, then the likeliest ones, with their log-probs.
     """
     texts: dict[int, str] = {}
 

@@ -64,12 +64,9 @@ def allow_many_connections() -> int:
 
 
 class HttpServer:
-    """Server of an ASGI application.
+    """Server of an ASGI application; port 0 takes a free one.
 
-    Args:
-        app: the application.
-        host: address. On loopback, requests have to name it or one of :data:`LOOPBACK_NAMES` as their host.
-        port: port; 0 takes a free one.
+    On loopback, requests have to name ``host`` or one of :data:`LOOPBACK_NAMES` as their host.
     """
 
     def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -91,7 +88,6 @@ class HttpServer:
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
-        """Serve until a signal ends it."""
         self._server.run(sockets=[self._socket])
 
     def start(self) -> None:

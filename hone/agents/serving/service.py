@@ -41,9 +41,6 @@ class PromptSize:
     A token stands for at most as many characters as its name in the vocabulary. So a text of more characters than ``max_tokens``
     such tokens cannot fit. Most tokens are shorter than the longest one: a text that passes and is unusually long is tokenized piece
     by piece, and refused at twice the context length, which is more than the cuts can add.
-
-    Args:
-        max_tokens: context length.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
@@ -51,15 +48,10 @@ class PromptSize:
 
     @cached_property
     def max_characters(self) -> int:
-        """Maximum of characters in a prompt."""
         return self._max_tokens * max(map(len, self._tokenizer.get_vocab()))
 
     def check(self, texts: Iterable[str], param: str) -> None:
-        """Check that texts fit in one prompt together.
-
-        Args:
-            param: field of the request.
-        """
+        """Check that texts of the field ``param`` fit in one prompt together."""
         texts = list(texts)
         characters = sum(map(len, texts))
         if characters > self.max_characters:
@@ -153,7 +145,6 @@ class Service:
         return named_by_options(error) if self.standalone else error
 
     def check_model(self, name: str) -> None:
-        """Check that a request names the served model."""
         if name != self.model:
             raise ApiError(
                 404,
@@ -163,7 +154,6 @@ class Service:
             )
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Decode tokens, by default without special tokens."""
         return decoded(self.tokenizer, ids, skip_special_tokens=not special_tokens)
 
     async def prompt_scores(self, ids: Sequence[int], top: int) -> list[Alternatives]:
@@ -245,7 +235,6 @@ class Service:
                     raise bad_request(f"{error.what}; {error.fix}", error.field) from error
 
     async def completions(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Return all replies, in order."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self.gateway.complete(request)) for request in requests]
         return [task.result() for task in tasks]

@@ -127,19 +127,12 @@ class Session:
         return [derive_seed(self.seed, digest, number) for number in range(first, first + n)]
 
     def named(self, name: str) -> Turn | None:
-        """Return the turn of this name, or None."""
         return self._by_name.get(name)
 
     def record(self, prompt: Prompt, completion: Completion, message: Message, name: str = "") -> Turn:
-        """Record a reply as tokens and as the message that the client received.
+        """Record a reply as tokens and as the message that the client received; ``name`` is that of the turn's signed reasoning.
 
         A reply that continues a message is recorded as one message with it, since a client sends them so in its next call.
-
-        Args:
-            prompt: prompt of the reply.
-            completion: sampled reply.
-            message: the reply as the client receives it.
-            name: unique name of the turn, if its reasoning has a signature.
         """
         calls = prompt.calls + len(message.get("tool_calls") or ())
         before, chain = prompt.messages, prompt.chain
@@ -193,7 +186,6 @@ class Session:
         return ledgers
 
     def as_json(self) -> dict[str, Any]:
-        """Return the conversations as plain data."""
         return {
             "id": self.name,
             "counts": dict(self.counts),

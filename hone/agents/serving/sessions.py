@@ -14,12 +14,7 @@ _NAME = re.compile(r"[\w.:#~@+-]{1,200}")
 
 
 class Sessions:
-    """Registry of open sessions.
-
-    Args:
-        most: maximum number of open sessions.
-        named_by_path: True if a request path with an unknown session name opens that session.
-    """
+    """Registry of open sessions; with ``named_by_path`` a request path with an unknown session name opens that session."""
 
     def __init__(self, *, max_sessions: int = 10_000, named_by_path: bool = True) -> None:
         self.max_sessions, self.named_by_path = max_sessions, named_by_path
@@ -55,7 +50,6 @@ class Sessions:
         return self._by_key.get(key)
 
     def find(self, name: str) -> Session | None:
-        """Return the open session of this name, or None."""
         return self._by_name.get(name)
 
     def named(self, name: str) -> Session:

@@ -23,11 +23,7 @@ SCOPE = "hone.service"
 
 
 class Services:
-    """Services of one endpoint: the current one, and earlier ones that still answer requests.
-
-    Args:
-        service: the first.
-    """
+    """Services of one endpoint: the current one, and earlier ones that still answer requests."""
 
     def __init__(self, service: Service) -> None:
         self.current = service  # service of new requests
@@ -48,7 +44,6 @@ class Services:
                 self._left[key].set_result(None)
 
     def users(self, service: Service) -> int:
-        """Return the number of requests that a service answers."""
         return self._users[id(service)]
 
     async def replace(self, service: Service) -> None:
@@ -62,12 +57,7 @@ class Services:
 
 
 class ServedApp:
-    """ASGI application that gives each request the current service, and tells clients which release answers them.
-
-    Args:
-        app: application that reads the service at :data:`SCOPE`.
-        services: services of the endpoint.
-    """
+    """ASGI application that gives each request the current service, and tells clients which release answers them."""
 
     def __init__(self, app: Application, services: Services) -> None:
         self._app, self._services = app, services
@@ -98,21 +88,15 @@ class Opened:
 
 
 class ReleaseRoutes:
-    """Route ``/release``: the release that is served, and a swap to another one.
-
-    Args:
-        services: services of the endpoint.
-        check: function that raises if the caller has no access.
-        open_release: loads the release of a number; None if the model belongs to no shelf.
-        close: frees the engine of the first service.
-    """
+    """Route ``/release``: the release that is served, and a swap to another one."""
 
     def __init__(
         self,
-        services: Services,
-        check: Callable[[Request], None],
+        services: Services,  # services of the endpoint
+        check: Callable[[Request], None],  # function that raises if the caller has no access
+        # loads the release of a number; None if the model belongs to no shelf
         open_release: Callable[[int, Service], Awaitable[Opened]] | None,
-        close: Callable[[], Awaitable[None]],
+        close: Callable[[], Awaitable[None]],  # frees the engine of the first service
     ) -> None:
         self._services, self._check, self._open = services, check, open_release
         self._close = close

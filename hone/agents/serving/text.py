@@ -30,16 +30,7 @@ class _Reply:
 
 
 class TextCall:
-    """Call to ``/v1/completions``; several prompts run concurrently, with ``n`` replies each.
-
-    Args:
-        service: service that answers.
-        session: session that records the call; None records nothing.
-        body: body of the request.
-
-    Raises:
-        ApiError: the call cannot be served.
-    """
+    """Call to ``/v1/completions``; several prompts run concurrently, with ``n`` replies each."""
 
     def __init__(self, service: Service, session: Session | None, body: TextBody, number: str) -> None:
         service.check_model(body.model)
@@ -72,7 +63,6 @@ class TextCall:
             self._replies += [_Reply(prompt, replies.TextStream(body.stop), echo) for _ in requests]
 
     async def whole(self) -> dict[str, Any]:
-        """Return the complete answer as one object."""
         completions = await self.service.completions(self.requests)
         choices = []
         for index, completion in enumerate(completions):
@@ -86,7 +76,6 @@ class TextCall:
         return self.heading.whole(choices, self._usage(completions))
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer in chunks."""
         completions: list[Completion] = []
         async for sampled in self.service.stream(self.requests):
             yield self.heading.chunk([self._chunk(sampled)])
@@ -96,7 +85,6 @@ class TextCall:
             yield self.heading.chunk([], self._usage(completions))
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the last chunk of an answer that fails."""
         return error.body()
 
     def _chunk(self, sampled: Sampled) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hone.agents.serving.wire import Objects
 
 
 class TokenizeBody(BaseModel):
-    """Body of a request to ``/tokenize``: a prompt, or messages."""
+    """A prompt, or messages."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,8 +30,6 @@ class TokenizeBody(BaseModel):
 
 
 class DetokenizeBody(BaseModel):
-    """Body of a request to ``/detokenize``."""
-
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
@@ -39,11 +37,6 @@ class DetokenizeBody(BaseModel):
 
 
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
-    """Answer ``/tokenize``.
-
-    Raises:
-        ApiError: there is not exactly one prompt, or it cannot be tokenized.
-    """
     if body.model is not None:
         service.check_model(body.model)
     ids = _ids(service, body)
@@ -53,11 +46,6 @@ def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
 
 
 def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
-    """Answer ``/detokenize``.
-
-    Raises:
-        ApiError: a token is not in the vocabulary.
-    """
     if body.model is not None:
         service.check_model(body.model)
     limit = service.vocabulary or len(service.tokenizer)

@@ -53,8 +53,6 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """``stream_options`` of a request."""
-
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -69,8 +67,6 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """``response_format`` of a request."""
-
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
@@ -86,8 +82,6 @@ class StructuredOutputs(_Strict):
 
 
 class ToolName(_Strict):
-    """Function of a :class:`NamedTool`."""
-
     name: str
 
 
@@ -168,7 +162,6 @@ class ChatBody(Body):
 
     @property
     def top_log_probs(self) -> int:
-        """Number of likeliest tokens to report at every position."""
         return self.top_logprobs
 
     @property

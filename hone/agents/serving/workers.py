@@ -53,9 +53,6 @@ class Workers:
     def holding(self, max_bytes: int) -> Iterator[Callable[[int], Awaitable[None]]]:
         """Yield a function to await with the size of a body as it grows; large bodies arrive at a bounded rate, in turns.
 
-        Args:
-            max_bytes: maximum size of a body that is kept; the rest of a larger one is dropped.
-
         Raises:
             ApiError: in that function, too many large bodies are in memory.
         """

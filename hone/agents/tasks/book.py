@@ -79,7 +79,6 @@ class Book:
         self.tools = [Lookup().schema]
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Draw problems without end."""
         draw, options = random.Random(seed), self.options
         question = f"Read the book of {options.pages} pages."
         while True:
@@ -125,5 +124,4 @@ class Book:
 
 @TASKS.register("book")
 def make(options: Sequence[str]) -> Book:
-    """Build the task from ``key=value`` options."""
     return Book(parse_options(BookOptions, options, task="book"))

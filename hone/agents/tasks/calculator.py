@@ -55,7 +55,6 @@ class CalculatorTask:
         self.tools = [Calculator().schema]
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Draw problems without end."""
         draw, options = random.Random(seed), self.options
         while True:
             expression = str(draw.randint(options.min_number, options.max_number))
@@ -84,5 +83,4 @@ class CalculatorTask:
 
 @TASKS.register("calculator")
 def make(options: Sequence[str]) -> CalculatorTask:
-    """Build the task from ``key=value`` options."""
     return CalculatorTask(parse_options(CalculatorOptions, options, task="calculator"))

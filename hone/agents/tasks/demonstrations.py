@@ -7,7 +7,6 @@ from typing import Any
 
 
 def calls(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
-    """Return an assistant turn that makes one call."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {
         "role": "assistant",
@@ -22,5 +21,4 @@ def result(name: str, content: str, number: int = 0) -> dict[str, Any]:
 
 
 def says(content: str) -> dict[str, Any]:
-    """Return an assistant turn without calls."""
     return {"role": "assistant", "content": content}

@@ -23,10 +23,7 @@ _SEEDS = 2**31
 class EnvironmentTask:
     """Task whose problems are seeds of an environment; guess_the_number and planning have demonstrations.
 
-    Args:
-        name: name of the environment, or an import path.
-        options: options of the environment. ``random_demonstrations`` is an option of the task: percent of guess_the_number's
-            demonstrations that guess at random.
+    Of its options ``random_demonstrations`` is the task's: percent of guess_the_number's demonstrations that guess at random.
     """
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:

@@ -53,7 +53,6 @@ class MultiHop:
         self.tools = [Lookup().schema]
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Draw problems without end."""
         draw, options = random.Random(seed), self.options
         while True:
             people = draw.sample(NAMES, options.people)
@@ -94,5 +93,4 @@ class MultiHop:
 
 @TASKS.register("multi_hop")
 def make(options: Sequence[str]) -> MultiHop:
-    """Build the task from ``key=value`` options."""
     return MultiHop(parse_options(MultiHopOptions, options, task="multi_hop"))

@@ -90,7 +90,6 @@ class SearchQA:
         return Index(documents, k=self.options.k)
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Draw problems without end."""
         draw, names = random.Random(seed), list(self._people)
         while True:
             name, fact = draw.choice(names), draw.choice(list(FACTS))
@@ -120,5 +119,4 @@ def _answered(opening: str, fact: str, answer: str) -> str:
 
 @TASKS.register("search_qa")
 def make(options: Sequence[str]) -> SearchQA:
-    """Build the task from ``key=value`` options."""
     return SearchQA(parse_options(SearchQAOptions, options, task="search_qa"))

@@ -19,10 +19,7 @@ _FIRST_ROWS = 2000
 class VerifiersTask:
     """Task whose problems are the rows of an environment's dataset.
 
-    Args:
-        name: name of the environment for ``verifiers.load_environment``.
-        arguments: arguments of its ``load_environment``.
-        python: Python interpreter where it is installed; None means the current one.
+    With ``python`` None the environment is installed for the current interpreter.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], python: str | None) -> None:

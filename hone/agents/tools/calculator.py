@@ -59,7 +59,6 @@ class Calculator(Tool):
         super().__init__(_SCHEMA)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
-        """Compute ``arguments["expression"]``."""
         return calculate(arguments["expression"])
 
 

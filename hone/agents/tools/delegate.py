@@ -23,11 +23,7 @@ SCHEMA = {
 
 
 class Delegate(Tool):
-    """Tool of one episode.
-
-    Args:
-        play: plays a task and returns the answer.
-    """
+    """Tool of one episode."""
 
     timeout = float("inf")  # the episode's limits bound a sub-agent
     retries = 0
@@ -37,5 +33,4 @@ class Delegate(Tool):
         self._play = play
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
-        """Return the answer of a sub-agent to ``arguments["task"]``."""
         return await self._play(arguments["task"])

@@ -28,14 +28,9 @@ _MAX_STUCK_CALLS = 64
 
 
 class FunctionTool(Tool):
-    """Tool made from a function.
+    """Tool made from a function with type hints and docstring, or with a schema.
 
     An ``async def`` runs in the event loop; any other function runs in a new thread, so that it does not block the loop.
-
-    Args:
-        function: function with type hints and docstring.
-        name: name of the tool; None means the function's name.
-        schema: schema of the tool; None derives it from the function.
 
     Raises:
         ConfigError: no schema can be derived.

@@ -37,11 +37,11 @@ from hone.user_objects import is_user_object, user_object
 PATH_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 _COMMON = ("timeout", "retries", "concurrency")
 _BESIDES_KIND = (*_COMMON, "noise", "only")
+"""Keys of an entry besides its kind and the settings of that."""
 _SERVERS = "mcpServers"
 """Mapping of servers by name, as other clients of MCP write it."""
 _OF_OTHER_CLIENTS = ("type", "disabled", "autoApprove")
 """Keys of such a server that have no meaning here."""
-"""Keys of an entry besides its kind and the settings of that."""
 _KINDS = ("name", "class_name", "function", "mcp")
 
 BUILT_IN: Registry[Callable[[dict[str, Any]], Tool]] = Registry("built-in tool", key=PATH_KEY)

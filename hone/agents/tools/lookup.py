@@ -28,11 +28,9 @@ class Lookup(Tool):
         super().__init__(_SCHEMA)
 
     async def create(self, *, facts: Any = (), **kwargs: Any) -> dict[str, str]:
-        """Return the row's table of facts."""
         return {str(key): str(value) for key, value in (facts.items() if isinstance(facts, Mapping) else facts)}
 
     async def execute(self, state: dict[str, str], arguments: Mapping[str, Any], **kwargs: Any) -> str:
-        """Return the value of ``arguments["key"]``."""
         key = arguments["key"].strip()
         if key not in state:
             raise ToolError(f"nothing is known of '{key}'")

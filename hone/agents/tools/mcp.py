@@ -23,14 +23,8 @@ _OPTIONS = {"stdio": ("command", "args", "env", "cwd"), "http": ("url",)}
 class McpServer:
     """Connection to one server, held by a thread with an event loop that outlives the loops of a run.
 
-    A broken connection is reopened at the next call.
-
-    Args:
-        options: ``command``, ``args``, ``env`` and ``cwd`` of a program, or the ``url`` of a server.
-        where: place in the tool file, for messages.
-
-    Raises:
-        ConfigError: the package is missing, options are wrong, or the server cannot be reached.
+    A broken connection is reopened at the next call. ``options`` are ``command``, ``args``, ``env`` and ``cwd`` of a program,
+    or the ``url`` of a server.
     """
 
     def __init__(self, options: dict[str, Any], where: str) -> None:
@@ -144,11 +138,7 @@ class McpServer:
 
 
 class McpTool(Tool):
-    """Tool of an MCP server.
-
-    Args:
-        described: description from the server.
-    """
+    """Tool of an MCP server."""
 
     def __init__(self, server: McpServer, description: Any) -> None:
         function = {
@@ -160,11 +150,6 @@ class McpTool(Tool):
         self.server = server
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResult:
-        """Call the tool on the server.
-
-        Raises:
-            ToolError: the server reports a failed call.
-        """
         answer = await self.server.call(self.name, arguments)
         size = sum(len(getattr(part, "text", None) or getattr(part, "data", None) or "") for part in answer.content)
         if size > _MOST_CHARACTERS:
@@ -176,12 +161,10 @@ class McpTool(Tool):
         return ToolResult(text, left_out=left_out, parts=tuple(parts) if left_out else ())
 
     def close(self) -> None:
-        """Close the connection."""
         self.server.close()
 
 
 def _part(part: Any) -> dict[str, Any]:
-    """Return a part of a result in the form of messages."""
     shown = {"type": part.type, "text": getattr(part, "text", None)}
     return shown | {"image": f"data:{part.mime_type};base64,{part.data}"} if part.type == "image" else shown
 

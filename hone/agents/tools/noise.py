@@ -38,10 +38,6 @@ class Noisy(Tool):
     """Tool with random failures and delays.
 
     Failures depend on ``options.seed``, the call's arguments and its number in the episode, so a run is reproducible.
-
-    Args:
-        tool: tool to wrap.
-        options: rates of failures and delays.
     """
 
     def __init__(self, tool: Tool, options: NoiseOptions) -> None:
@@ -50,7 +46,6 @@ class Noisy(Tool):
         self.timeout, self.retries, self.concurrency = tool.timeout, tool.retries, tool.concurrency
 
     async def create(self, **kwargs: Any) -> _State:
-        """Create the tool's state and a counter of calls."""
         return _State(await self.tool.create(**kwargs), self.name)
 
     async def execute(self, state: _State, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
@@ -66,24 +61,17 @@ class Noisy(Tool):
         return await self.tool.execute(state.inner, arguments, **kwargs)
 
     async def calc_reward(self, state: _State, **kwargs: Any) -> float | None:
-        """Return the wrapped tool's reward."""
         return await self.tool.calc_reward(state.inner, **kwargs)
 
     async def release(self, state: _State, **kwargs: Any) -> None:
-        """Release the wrapped tool's state."""
         await self.tool.release(state.inner, **kwargs)
 
     def close(self) -> None:
-        """Close the wrapped tool."""
         self.tool.close()
 
 
 def with_noise(tool: Tool, options: Any) -> Noisy:
-    """Return a tool with the noise that a dataset row asks for, which replaces the noise of the run.
-
-    Raises:
-        DataError: ``options`` is not a mapping with the fields of :class:`NoiseOptions`.
-    """
+    """Return a tool with the noise that a dataset row asks for, which replaces the noise of the run."""
     return Noisy(tool.tool if isinstance(tool, Noisy) else tool, noise_of_row(tool.name, options))
 
 

@@ -23,14 +23,7 @@ _SCHEMA = {
 
 
 class PythonTool(Tool):
-    """Tool that runs programs without network and with limits on time, memory and output; see :mod:`hone.rewards.sandbox`.
-
-    Args:
-        backend: backend of the sandbox: ``auto``, ``bubblewrap`` or ``process``.
-        seconds: maximum wall time of a program.
-        memory_mb: maximum memory of a program in MiB.
-        max_concurrent: maximum concurrent programs.
-    """
+    """Tool that runs programs without network and with limits on time, memory (MiB) and output; see :mod:`hone.rewards.sandbox`."""
 
     def __init__(
         self, *, backend: str = "auto", seconds: float = 10.0, memory_mb: int = 1024, max_concurrent: int = 8

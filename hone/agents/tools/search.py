@@ -26,15 +26,7 @@ SCHEMA = {
 
 
 class Index:
-    """Index of documents, ranked by the words that they share with a query.
-
-    Args:
-        k: documents per query.
-        stopwords: language of the ignored words (``en``), or None.
-
-    Raises:
-        ConfigError: bm25s is not installed.
-    """
+    """Index of documents, ranked by the words that they share with a query, those of the language ``stopwords`` left out."""
 
     def __init__(self, documents: Sequence[str], *, k: int, stopwords: str | None = "en") -> None:
         try:
@@ -62,12 +54,7 @@ class Index:
 
 
 class Search(Tool):
-    """Tool that returns the documents with the best BM25 score for a query.
-
-    Raises:
-        ConfigError: bm25s is not installed.
-        DataError: a file cannot be read, or lacks the column.
-    """
+    """Tool that returns the documents with the best BM25 score for a query."""
 
     def __init__(
         self,
@@ -91,5 +78,4 @@ class Search(Tool):
         self.index = Index(documents, k=k, stopwords=stopwords)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
-        """Return the best documents, one per paragraph; omit those that share no word with the query."""
         return await asyncio.to_thread(self.index.find, arguments["query"])

@@ -32,14 +32,7 @@ _CHARACTERS_PER_TOKEN = 32
 
 
 def truncate(text: str, limit: int, side: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """Truncate a text to ``limit`` tokens with a mark; also return whether it was truncated.
-
-    Args:
-        text: text of any length.
-        limit: maximum tokens kept, without the mark.
-        side: side to remove: ``left``, ``middle`` or ``right``.
-        tokenizer: tokenizer that counts the tokens.
-    """
+    """Truncate a text to ``limit`` tokens and a mark at one side (``left``, ``middle``, ``right``); say whether it was truncated."""
     reach = limit * _CHARACTERS_PER_TOKEN
     if len(text) <= 2 * reach:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -68,16 +61,7 @@ _MAX_SHOWN_ERRORS = 3
 
 
 class Toolbox:
-    """Collection of all tools of a run.
-
-    Args:
-        tools: tools with distinct names.
-        multi_turn: config with the limits of calls and the folder of the audit log.
-
-    Raises:
-        ConfigError: a name occurs twice, or a schema is not a JSON schema.
-        HoneError: the folder of the audit log cannot be written.
-    """
+    """Collection of all tools of a run, of distinct names."""
 
     def __init__(self, tools: Sequence[Tool], multi_turn: MultiTurnConfig) -> None:
         self.limits = _CallLimits.from_config(multi_turn)
@@ -107,11 +91,7 @@ class Toolbox:
         return self._tools[name]
 
     def schemas(self, selection: Sequence[str] | None = None) -> list[Schema]:
-        """Return the schemas of all tools, or of the selected ones.
-
-        Raises:
-            DataError: a selected tool does not exist.
-        """
+        """Return the schemas of all tools, or of the selected ones."""
         for name in selection or ():
             if name not in self._tools:
                 raise DataError(
@@ -124,11 +104,7 @@ class Toolbox:
         return [tool.schema for name, tool in self._tools.items() if selection is None or name in selection]
 
     def session(self, episode: Episode, tokenizer: PreTrainedTokenizerBase) -> ToolSession:
-        """Return the tools for one episode; leaving the context releases the states that calls created.
-
-        Raises:
-            DataError: the row selects a tool that does not exist.
-        """
+        """Return the tools for one episode; leaving the context releases the states that calls created."""
         return ToolSession(self, episode, tokenizer)
 
     def invalid(self, name: str, arguments: Mapping[str, Any]) -> str | None:
@@ -144,15 +120,12 @@ class Toolbox:
         return self._gates.setdefault(tool.name, asyncio.Semaphore(concurrency))
 
     def close(self) -> None:
-        """Close all tools."""
         for tool in self._tools.values():
             tool.close()
 
 
 @dataclass(frozen=True)
 class _CallLimits:
-    """Limits of tool calls."""
-
     parallel: int
     total: int | None
     timeout: float
@@ -181,12 +154,7 @@ class _Answer:
 
 
 class ToolSession:
-    """Tools of one episode.
-
-    Args:
-        episode: episode whose calls are answered; its row selects tools and gives arguments.
-        tokenizer: tokenizer that counts and truncates the tokens of results.
-    """
+    """Tools of one episode, whose row selects tools and gives arguments."""
 
     def __init__(self, toolbox: Toolbox, episode: Episode, tokenizer: PreTrainedTokenizerBase) -> None:
         extra = episode.sample.extra_info
@@ -212,11 +180,7 @@ class ToolSession:
         self._names = [schema["function"]["name"] for schema in self.schemas]
 
     def shared_with(self, episode: Episode, schemas: Sequence[Schema]) -> ToolSession:
-        """Return these tools for a sub-agent, with their states, which this session releases.
-
-        Args:
-            episode: of the sub-agent; it has the maximum number of calls of an episode.
-        """
+        """Return these tools for a sub-agent, with their states, which this session releases."""
         session = ToolSession(self.toolbox, episode, self._tokenizer)
         session.schemas, session._owner = list(schemas), self._owner  # noqa: SLF001
         session._names = [schema["function"]["name"] for schema in schemas]  # noqa: SLF001

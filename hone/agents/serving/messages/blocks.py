@@ -18,17 +18,9 @@ Reasoning = Callable[[str], str | None]
 
 
 def messages_from(system: Any, messages: Sequence[dict[str, Any]], recorded: Reasoning) -> list[Message]:
-    """Return a request's system prompt and messages in the form of chat.
+    """Return a request's system prompt, text or blocks, and its messages in the form of chat.
 
     Blocks of a user's message become messages in their order: each result one, and the text between results another.
-
-    Args:
-        system: text, or blocks of text; None without a system prompt.
-        messages: messages with a text or blocks as content.
-        recorded: reasoning of a recorded reply.
-
-    Raises:
-        ApiError: a block is invalid or not supported.
     """
     converted: list[Message] = []
     prompt = _system_text(system)

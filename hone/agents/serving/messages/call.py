@@ -24,12 +24,7 @@ Event = dict[str, Any]
 
 
 class EventSequence:
-    """Events of the blocks of one message.
-
-    Args:
-        signature: signature of its thinking.
-        omits_thinking: True to leave the text of thinking out.
-    """
+    """Events of the blocks of one message."""
 
     def __init__(self, signature: str, *, omits_thinking: bool) -> None:
         self._signature, self._omits_thinking = signature, omits_thinking
@@ -37,13 +32,11 @@ class EventSequence:
         self._count = 0
 
     def thinking(self, delta: str) -> Iterator[Event]:
-        """Yield the events of more reasoning."""
         yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
         if not self._omits_thinking:
             yield self._delta({"type": "thinking_delta", "thinking": delta})
 
     def text(self, delta: str) -> Iterator[Event]:
-        """Yield the events of more text."""
         yield from self._begin("text", {"type": "text", "text": ""})
         yield self._delta({"type": "text_delta", "text": delta})
 
@@ -86,16 +79,7 @@ _REASONS = {"tool_calls": "tool_use", "stop": "end_turn", "length": "max_tokens"
 
 
 class MessagesCall:
-    """Call to ``/v1/messages``, answered and recorded as a chat.
-
-    Args:
-        service: service that answers.
-        session: session that records the call; None records nothing.
-        body: body of the request.
-
-    Raises:
-        ApiError: the call cannot be served.
-    """
+    """Call to ``/v1/messages``, answered and recorded as a chat."""
 
     def __init__(self, service: Service, session: Session | None, body: MessagesBody, number: str) -> None:
         self.body, self.streams = body, body.stream
@@ -112,7 +96,6 @@ class MessagesCall:
         self.headers, self.requests = self._chat.headers, self._chat.requests
 
     async def whole(self) -> dict[str, Any]:
-        """Return the complete message."""
         answer = await self._chat.whole()
         (choice,) = answer["choices"]
         reply: Message = choice["message"]
@@ -123,7 +106,6 @@ class MessagesCall:
         return message
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of the message."""
         events = EventSequence(self._chat.names[0], omits_thinking=self.body.omits_thinking)
         yield {"type": "message_start", "message": self._message([], 0)}
         yield {"type": "ping"}
@@ -151,7 +133,6 @@ class MessagesCall:
         yield {"type": "message_stop"}
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the last event of a message that fails."""
         return error_body(error)
 
     def _message(self, blocks: list[dict[str, Any]], sampled: int) -> dict[str, Any]:
@@ -186,11 +167,7 @@ class MessagesCall:
 
 
 def count_tokens(service: Service, body: CountBody) -> dict[str, Any]:
-    """Answer ``/v1/messages/count_tokens``: the tokens of the prompt, rendered without a recorded conversation.
-
-    Raises:
-        ApiError: the prompt cannot be rendered.
-    """
+    """Answer ``/v1/messages/count_tokens``: the tokens of the prompt, rendered without a recorded conversation."""
     service.check_model(body.model)
     chat = _chat_of(service, None, body)
     try:

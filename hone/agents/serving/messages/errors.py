@@ -23,7 +23,6 @@ _TOO_LONG = "prompt is too long"
 
 
 def status_of(error: ApiError) -> int:
-    """Return the HTTP status of an error in Anthropic's form."""
     return OVERLOADED if error.status == 503 else error.status
 
 

@@ -76,7 +76,6 @@ class CountBody(BaseModel):
 
     @property
     def more(self) -> dict[str, Any]:
-        """Fields beyond those above."""
         return self.model_extra or {}
 
 
@@ -97,17 +96,9 @@ class MessagesBody(CountBody):
 
 
 def chat_body(body: CountBody, messages: Sequence[Message], template: str) -> ChatBody:
-    """Return the body of the equivalent chat request.
+    """Return the body of the equivalent chat request; the template decides which settings of reasoning the model has.
 
     The maximum of tokens is not in it: unlike in chat, it may exceed the context.
-
-    Args:
-        body: the request.
-        messages: its messages in the form of chat.
-        template: source of the chat template, which decides which settings of reasoning the model has.
-
-    Raises:
-        ApiError: a field is unknown, invalid or not supported.
     """
     _check(body)
     fields: dict[str, Any] = {

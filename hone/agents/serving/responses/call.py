@@ -18,17 +18,7 @@ from hone.agents.serving.session import Session
 
 
 class ResponsesCall:
-    """Call to ``/v1/responses``, answered and recorded as a chat.
-
-    Args:
-        service: service that answers.
-        session: session that records the call; None records nothing.
-        body: body of the request.
-        store: earlier responses.
-
-    Raises:
-        ApiError: the call cannot be served.
-    """
+    """Call to ``/v1/responses``, answered and recorded as a chat; ``store`` has earlier responses."""
 
     def __init__(
         self, service: Service, session: Session | None, body: ResponsesBody, number: str, store: ResponseStore
@@ -47,7 +37,6 @@ class ResponsesCall:
         self._id, self._created, self._events = new_id("resp"), time.time(), EventSequence()
 
     async def whole(self) -> dict[str, Any]:
-        """Return the complete response."""
         answer = await self._chat.whole()
         (choice,) = answer["choices"]
         status = _status(choice["finish_reason"])
@@ -59,7 +48,6 @@ class ResponsesCall:
         return response
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of the response."""
         events, usage, status = self._events, None, "completed"
         log_probs: list[dict[str, Any]] = []
         reply: Message = {"role": "assistant", "content": ""}
@@ -97,7 +85,6 @@ class ResponsesCall:
         yield events.event(f"response.{status}", response=response)
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the last event of a response that fails."""
         return self._events.event("error", **{**error.body()["error"], "type": "error"})
 
     def _keep(self, response: dict[str, Any], reply: Message) -> None:

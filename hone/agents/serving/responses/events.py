@@ -29,20 +29,16 @@ Event = dict[str, Any]
 
 
 class EventSequence:
-    """Events of one response."""
-
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []  # items until now; the last one may be unfinished
         self._number = 0
         self._open: dict[str, Any] | None = None
 
     def event(self, kind: str, **fields: Any) -> Event:
-        """Return an event with the next number."""
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def text(self, delta: str, log_probs: Sequence[dict[str, Any]]) -> Iterator[Event]:
-        """Yield the events of more text."""
         yield from self._begin("message")
         item, part = self._current()
         part["text"] += delta
@@ -51,7 +47,6 @@ class EventSequence:
         yield self.event("response.output_text.delta", **where, delta=delta, logprobs=list(log_probs))
 
     def reasoning(self, delta: str) -> Iterator[Event]:
-        """Yield the events of more reasoning."""
         yield from self._begin("reasoning")
         item, part = self._current()
         part["text"] += delta

@@ -16,9 +16,6 @@ def messages_from(items: str | Sequence[dict[str, Any]]) -> list[Message]:
     """Return the messages of an input: one text, or items.
 
     A message of the assistant and the calls after it become one message, as the model wrote them in one turn.
-
-    Raises:
-        ApiError: an item is invalid or not supported.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -90,7 +87,6 @@ def _why_not(kind: Any) -> str:
 
 
 def message_item(text: str, log_probs: Sequence[dict[str, Any]] = (), *, status: str = "completed") -> dict[str, Any]:
-    """Return the output item of a text."""
     return {
         "type": "message",
         "id": new_id("msg"),
@@ -101,22 +97,18 @@ def message_item(text: str, log_probs: Sequence[dict[str, Any]] = (), *, status:
 
 
 def text_part(text: str, log_probs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return the content part of a text."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(log_probs)}
 
 
 def reasoning_item(text: str) -> dict[str, Any]:
-    """Return the output item of reasoning."""
     return {"type": "reasoning", "id": new_id("rs"), "summary": [], "content": [reasoning_part(text)]}
 
 
 def reasoning_part(text: str) -> dict[str, Any]:
-    """Return the content part of reasoning."""
     return {"type": "reasoning_text", "text": text}
 
 
 def call_item(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the output item of a tool call in the form of chat."""
     return {
         "type": "function_call",
         "id": new_id("fc"),

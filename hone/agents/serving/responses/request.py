@@ -81,20 +81,11 @@ class ResponsesBody(BaseModel):
 
     @property
     def more(self) -> dict[str, Any]:
-        """Fields beyond those above."""
         return self.model_extra or {}
 
 
 def chat_body(body: ResponsesBody, earlier: Sequence[Message]) -> ChatBody:
-    """Return the body of the equivalent chat request.
-
-    Args:
-        body: the request.
-        earlier: messages of the response that it continues.
-
-    Raises:
-        ApiError: a field is unknown, invalid or not supported.
-    """
+    """Return the body of the equivalent chat request, after the messages of the response that it continues."""
     _check(body)
     system: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = [*system, *earlier, *messages_from(body.input)]

@@ -46,16 +46,7 @@ class ResponseStore:
                 self._bytes -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, owner: str | None, param: str | None = None) -> Stored:
-        """Return a stored response.
-
-        Args:
-            name: its id.
-            owner: name of the caller's session.
-            param: field of the request with the id.
-
-        Raises:
-            ApiError: there is none of that id, or it belongs to another session.
-        """
+        """Return a response of this owner; the error for another one names the field ``param``."""
         with self._lock:
             stored = self._stored.get(name)
         if stored is None or stored.owner != owner:
@@ -63,11 +54,6 @@ class ResponseStore:
         return stored
 
     def delete(self, name: str, owner: str | None) -> None:
-        """Forget a response.
-
-        Raises:
-            ApiError: there is none of that id, or it belongs to another session.
-        """
         stored = self.get(name, owner)
         with self._lock:
             if self._stored.pop(name, None) is not None:
