@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from hone.agents.client import LimitedClient
 from hone.agents.context import EpisodeContext
 from hone.agents.forking import ForkPoint, play_forks
-from hone.agents.limited_client import LimitedClient
 from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch

@@ -17,8 +17,7 @@ from support.services import free_port
 from support.templates import tokenizer
 
 from hone.agents.environments import make_environment
-from hone.agents.environments.openenv import OpenEnv
-from hone.agents.environments.openenv_wire import action_interface
+from hone.agents.environments.openenv import OpenEnv, action_interface
 from hone.agents.messages import AssistantTurn
 from hone.agents.prompts import tools_of
 from hone.agents.tasks.environment import EnvironmentTask

@@ -31,7 +31,7 @@ class TrainingEndpoint:
             from hone.agents.serving.gateway import Gateway
             from hone.agents.serving.server import HttpServer
             from hone.agents.serving.service import Service
-            from hone.agents.serving.sessions import Sessions
+            from hone.agents.serving.session import Sessions
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"agents that are programs need the package '{error.name}', which is not installed",

@@ -13,8 +13,8 @@ from hone.agents.messages import Message
 from hone.agents.parsers import TOOL_PARSERS
 from hone.agents.rendering import probes, renderer_for
 from hone.agents.rendering.comparison import EMPTY_THOUGHTS
-from hone.agents.rendering.ending import Ending
 from hone.agents.rendering.renderer import Renderer
+from hone.agents.rendering.template import Ending
 from hone.errors import DataError
 
 AT_RESULTS, AT_USER, WITH_THOUGHTS = (

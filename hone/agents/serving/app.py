@@ -20,20 +20,70 @@ from hone import __version__
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.delivery import Call, as_api_error, events, while_connected
 from hone.agents.serving.errors import ApiError, bad_request
-from hone.agents.serving.intake import check_structure, max_request_bytes, read_body
+from hone.agents.serving.gateway import Gateway
+from hone.agents.serving.intake import Workers, check_structure, max_request_bytes, read_body
 from hone.agents.serving.messages import CountBody, MessagesBody, MessagesCall, count_tokens
 from hone.agents.serving.messages.errors import error_body, is_messages_path, status_of
 from hone.agents.serving.metrics import CONTENT_TYPE, CountedApp
-from hone.agents.serving.replicas import ReplicaRoutes
 from hone.agents.serving.responses import ResponsesBody, ResponsesCall, ResponseStore
 from hone.agents.serving.service import Service
-from hone.agents.serving.session import Session
-from hone.agents.serving.sessions import Sessions
+from hone.agents.serving.session import Session, Sessions
 from hone.agents.serving.swapping import SCOPE, Opened, ReleaseRoutes, ServedApp, Services
-from hone.agents.serving.text import TextCall
-from hone.agents.serving.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from hone.agents.serving.text import DetokenizeBody, TextCall, TokenizeBody, detokenize, tokenize
 from hone.agents.serving.wire import ChatBody, TextBody, decode, parse
-from hone.agents.serving.workers import Workers
+from hone.generation.pool import EnginePool
+
+
+class ReplicaRoutes:
+    """Routes below ``/replicas``; ``check`` raises if the caller has no access."""
+
+    def __init__(self, gateway: Callable[[], Gateway], check: Callable[[Request], None]) -> None:
+        self._gateway, self._check = gateway, check
+        self.routes = [
+            Route("/replicas", self.show, methods=["GET"]),
+            Route("/replicas/{index:int}/drain", self.drain, methods=["POST"]),
+            Route("/replicas/{index:int}/admit", self.admit, methods=["POST"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        return JSONResponse({"replicas": await self._reports(self._pool(request))})
+
+    async def drain(self, request: Request) -> Response:
+        """Give a replica no new requests; answer when its current ones have finished."""
+        pool, index = self._replica(request)
+        await self._gateway().on_engine(pool.drain(index))
+        return JSONResponse((await self._reports(pool))[index])
+
+    async def admit(self, request: Request) -> Response:
+        pool, index = self._replica(request)
+
+        async def admit() -> None:
+            pool.admit(index)
+
+        await self._gateway().on_engine(admit())
+        return JSONResponse((await self._reports(pool))[index])
+
+    async def _reports(self, pool: EnginePool) -> list[dict[str, Any]]:
+        async def reports() -> list[dict[str, Any]]:
+            return [replica.report() for replica in pool.replicas]
+
+        return await self._gateway().on_engine(reports())
+
+    def _pool(self, request: Request) -> EnginePool:
+        self._check(request)
+        engine = self._gateway().client.engine
+        if not isinstance(engine, EnginePool):
+            raise ApiError(404, "the engine runs in this process and has no replicas", code="no_replicas")
+        return engine
+
+    def _replica(self, request: Request) -> tuple[EnginePool, int]:
+        pool, index = self._pool(request), request.path_params["index"]
+        if index >= len(pool.replicas):
+            raise ApiError(
+                404, f"replica {index} does not exist; replicas: 0 to {len(pool.replicas) - 1}", code="no_replicas"
+            )
+        return pool, index
+
 
 SERVED = (
     "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize, /metrics, /version, "
@@ -92,7 +142,7 @@ class Endpoint:
     ``GET  /version``                       version of Hone
     ``GET  /metrics``                       counters in the format of Prometheus
     ``POST /tokenize``, ``/detokenize``     tokens of a prompt, text of tokens
-    ``     /replicas``                      replicas of the engine (:mod:`hone.agents.serving.replicas`)
+    ``     /replicas``                      replicas of the engine (:class:`ReplicaRoutes`)
     ``     /release``                       release that is served (:mod:`hone.agents.serving.swapping`)
     ``GET  /v1/models``
     ``POST /v1/chat/completions``           recorded when the API key is a session's

@@ -123,7 +123,7 @@ def test_a_damaged_image_of_a_tool_is_a_note(made: EpisodeContext) -> None:
 
 
 def test_folded_ids_have_one_placeholder_for_each_image(made: EpisodeContext) -> None:
-    from hone.agents.images import EpisodeImages
+    from hone.agents.episode import EpisodeImages
 
     assert made.image_processor is not None
     placeholder = made.image_processor.placeholder

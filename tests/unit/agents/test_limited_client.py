@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hone.agents.client import EngineClient
-from hone.agents.limited_client import LimitedClient
+from hone.agents.client import EngineClient, LimitedClient
 from hone.data.types import StopReason
 from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams

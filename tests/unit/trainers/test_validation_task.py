@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.client import EngineClient
-from hone.agents.limited_client import LimitedClient
+from hone.agents.client import EngineClient, LimitedClient
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample, StopReason

@@ -2,9 +2,7 @@
 
 ==============  ===========================================================================================
 ``request``     body of a request, and its translation to a chat
-``blocks``      content blocks as messages, a reply as content blocks
-``call``        the call: a complete message, or its events
-``events``      the sequence of events of a streamed message
+``call``        content blocks as messages, a reply as content blocks; the call: a complete message, or its events
 ``errors``      error answers in Anthropic's form
 ==============  ===========================================================================================
 """

@@ -3,8 +3,7 @@
 ==============  ===========================================================================================
 ``request``     body of a request, and its translation to a chat
 ``items``       input items as messages, a reply as output items
-``call``        the call: a complete response, or its events
-``events``      the sequence of events of a streamed response
+``call``        the call: a complete response, or the sequence of its events
 ``store``       earlier responses, for ``previous_response_id``
 ==============  ===========================================================================================
 """
