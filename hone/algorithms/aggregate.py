@@ -36,9 +36,6 @@ def aggregate_loss(
     outside the mask, NaN included, affect neither the result nor its gradient. Sums are taken in float32 or better.
 
     Args:
-        loss: per-token loss ``[B, T]``.
-        mask: 1 on tokens that count ``[B, T]``.
-        mode: one of the five above.
         batch_num_tokens: tokens with mask 1 in the whole mini-batch, over all ranks.
         global_batch_size: sequences with a non-empty mask in the whole mini-batch, over all ranks.
         loss_scale_factor: divisor of seq-mean-token-sum-norm. It has no default here: the width of the padded batch, a

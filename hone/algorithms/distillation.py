@@ -21,9 +21,7 @@ def span_sums(values: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
     >>> sums.tolist(), sizes.tolist()
     ([[3.0, 3.0, 4.0]], [[2.0, 2.0, 1.0]])
 
-    Args:
-        values: ``[B, T]``.
-        spans: ``[B, T]`` int64, the span of each token, below ``T``; -1 outside of the response, where the result is the value itself.
+        A span is below ``T``; -1 is outside of the response, where the result is the value itself.
     """
     inside = spans >= 0
     index = spans.clamp(min=0)
@@ -128,12 +126,11 @@ def distillation_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the supervised distillation loss on the student's samples (Agarwal et al. 2024, arXiv:2306.13649, eq. 4).
 
-    Returns:
-        the loss, and metrics ``distillation/...`` without gradient: mean, mean size, minimum and maximum of the token
-        losses, and for the top-k modes the probability of the K tokens together under each model.
+    Metrics ``distillation/...`` have no gradient: mean, mean size, minimum and maximum of the token losses, and for the top-k
+    modes the probability of the K tokens together under each model.
 
     Raises:
-        ConfigError: as for :func:`distillation_token_loss`; also for ``k1`` or ``kl``, whose expected gradient is 0.
+        ConfigError: also for ``k1`` or ``kl``, whose expected gradient is 0.
     """
     if loss_mode in ("k1", "kl"):
         raise ConfigError(
@@ -169,26 +166,18 @@ def distillation_loss(
 
 
 def distillation_advantages(
+    # log-probs of the sampling policy; see :func:`distillation_token_loss`, also for ``options``
     student_log_probs: Tensor,
-    teacher_log_probs: Tensor,
-    response_mask: Tensor,
+    teacher_log_probs: Tensor,  # same shape
+    response_mask: Tensor,  # ``[B, T]``
     *,
-    loss_mode: str = "k1",
+    loss_mode: str = "k1",  # one of :data:`DISTILLATION_MODES`
     **options: Any,
 ) -> Tensor:
-    """Return distillation advantages for a policy gradient: minus the distance from the teacher at each token.
+    """Return advantages ``[B, T]`` without gradient: minus the distance from the teacher at each token, 0 outside the mask.
 
     With ``k1``, ``log p - log q`` of the sampled token, this is the gradient of the reverse KL of that token (Lu 2025,
     "On-Policy Distillation", https://thinkingmachines.ai/blog/on-policy-distillation). Pass them to a policy loss.
-
-    Args:
-        student_log_probs: log-probs of the sampling policy; see :func:`distillation_token_loss`, also for ``options``.
-        teacher_log_probs: same shape.
-        response_mask: ``[B, T]``.
-        loss_mode: one of :data:`DISTILLATION_MODES`.
-
-    Returns:
-        ``[B, T]``, 0 outside the mask, without gradient.
     """
     student, teacher = _inside(student_log_probs.detach(), teacher_log_probs, response_mask)
     return where_mask(-distillation_token_loss(student, teacher, loss_mode, **options), response_mask)

@@ -17,13 +17,17 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
 
 def divergence(
+    # normalised log-probs, ``[..., V]``; or, with ``tail_bucket``, of K tokens, ``[..., K]``
     student_log_probs: Tensor,
-    teacher_log_probs: Tensor,
-    kind: str,
+    teacher_log_probs: Tensor,  # log-probs of the same tokens
+    kind: str,  # one of :data:`DIVERGENCES`
     *,
-    beta: float = 0.5,
+    beta: float = 0.5,  # weight of the teacher in jsd, between 0 and 1; towards 0 jsd / beta is ``forward_kl``
+    # whether the log-probs are of some tokens only; all others then count as one more token with the remaining mass.
+    # The result is exact for these coarser distributions, and never above the divergence of the whole ones. A tail
+    # below the resolution of the dtype has no gradient
     tail_bucket: bool = False,
-    log_prob_floor: float = LOG_PROB_FLOOR,
+    log_prob_floor: float = LOG_PROB_FLOOR,  # smallest log-prob; smaller ones are raised to it
 ) -> Tensor:
     """Sum a divergence over the last dimension. With teacher p and student q:
 
@@ -34,18 +38,7 @@ def divergence(
                     (Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv:2306.13649, eq. 2)
     ==============  ===================================================================================================
 
-    Args:
-        student_log_probs: normalised log-probs, ``[..., V]``; or, with ``tail_bucket``, of K tokens, ``[..., K]``.
-        teacher_log_probs: log-probs of the same tokens.
-        kind: one of :data:`DIVERGENCES`.
-        beta: weight of the teacher in jsd, between 0 and 1; towards 0 jsd / beta is ``forward_kl``.
-        tail_bucket: whether the log-probs are of some tokens only; all others then count as one more token with the
-            remaining mass. The result is exact for these coarser distributions, and never above the divergence of the
-            whole ones. A tail below the resolution of the dtype has no gradient.
-        log_prob_floor: smallest log-prob; smaller ones are raised to it.
-
-    Returns:
-        nats, ``[...]``, float32 or better, differentiable in both.
+    In nats, ``[...]``, float32 or better, differentiable in both.
 
     Raises:
         ConfigError: unknown kind, or ``beta`` outside (0, 1).
@@ -78,15 +71,9 @@ def with_tail(log_probs: Tensor) -> Tensor:
 
 
 def log_probs_at(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log-probs of several tokens at each position, without a second vocabulary-sized tensor.
+    """Return log-probs ``[..., K]`` of several tokens at each position, without a second vocabulary-sized tensor.
 
-    Args:
-        logits: ``[..., V]``.
-        token_ids: ``[..., K]``, for example a teacher's most likely ones.
-        temperature: logits are divided by it; above 0.
-
-    Returns:
-        ``[..., K]``, float32 or better.
+    ``logits [..., V]`` are divided by ``temperature``, above 0. The result is float32 or better.
     """
     scaled = wide(logits) / temperature
     return scaled.gather(-1, token_ids) - scaled.logsumexp(-1, keepdim=True)

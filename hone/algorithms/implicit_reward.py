@@ -16,14 +16,7 @@ def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Te
     Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 3, after Yuan et al. 2024, arXiv:2412.01981, proposition 3.1. Their sum
     over a response is the outcome reward that the model was trained on, and a partial sum is the value of a prefix.
 
-    Args:
-        log_probs: log-probs of the response tokens under the reward model, ``[B, T]``; gradients flow.
-        ref_log_probs: log-probs under its frozen reference, ``[B, T]``; a constant.
-        response_mask: ``[B, T]``; values outside it, NaN included, are ignored.
-        beta: scale of the rewards, above 0.
-
-    Raises:
-        ConfigError: ``beta`` is not positive.
+    Gradients flow through ``log_probs [B, T]`` only. ``beta`` is above 0. Values outside the mask, NaN included, are ignored.
     """
     if beta <= 0:
         raise ConfigError(f"beta={beta} must be above 0", why="rewards would vanish or change sign", fix="beta=0.05")
@@ -33,27 +26,20 @@ def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Te
 
 
 def implicit_reward_loss(
-    token_rewards: Tensor,
-    labels: Tensor,
-    response_mask: Tensor,
+    token_rewards: Tensor,  # result of :func:`implicit_rewards`, ``[B, T]``, with gradient
+    labels: Tensor,  # ``[B]``, 1 for a right outcome, 0 for a wrong one (or a value in between)
+    response_mask: Tensor,  # ``[B, T]``; rows without a token are ignored
     *,
+    # responses of the whole mini-batch over all ranks, so that micro-batches add up
     global_batch_size: int | Tensor | None = None,
-    dp_size: int = 1,
+    dp_size: int = 1,  # data-parallel ranks whose gradients are averaged
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the cross-entropy between outcome labels and the sigmoid of summed token rewards, mean over responses.
 
     Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 5.
 
-    Args:
-        token_rewards: result of :func:`implicit_rewards`, ``[B, T]``, with gradient.
-        labels: ``[B]``, 1 for a right outcome, 0 for a wrong one (or a value in between).
-        response_mask: ``[B, T]``; rows without a token are ignored.
-        global_batch_size: responses of the whole mini-batch over all ranks, so that micro-batches add up.
-        dp_size: data-parallel ranks whose gradients are averaged.
-
-    Returns:
-        the scalar loss, and metrics without gradient: ``implicit_reward/accuracy`` (sign of the sum against label above
-        one half) and ``implicit_reward/mean`` (mean of the sums).
+    Metrics have no gradient: ``implicit_reward/accuracy`` (sign of the sum against label above one half) and
+    ``implicit_reward/mean`` (mean of the sums).
 
     Raises:
         ValueError: ``dp_size > 1`` without ``global_batch_size``.

@@ -51,17 +51,11 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, mask: Tensor
     the true KL in expectation over the policy's own samples (Liu et al. 2025, "Rethinking KL Regularization in RLHF",
     arXiv:2510.01555). The log-ratio is clamped to +-20 for k3.
 
-    Args:
-        log_probs: log-probs of the policy, any shape.
-        ref_log_probs: log-probs of the reference, same shape; a constant.
-        kind: one of :data:`KL_KINDS`. The exact KL needs whole distributions: :func:`full_kl`.
-        mask: where it is 0 the result is that of equal log-probs, without gradient; NaN is allowed there.
-
-    Returns:
-        nats, of the same shape, float32 or better.
+    ``mask``: where it is 0 the result is that of equal log-probs, without gradient; NaN is allowed there. The reference is a
+    constant. The result is in nats, float32 or better. The exact KL needs whole distributions: :func:`full_kl`.
 
     Raises:
-        ConfigError: unknown kind.
+        ConfigError: ``kind`` is none of :data:`KL_KINDS`.
     """
     base = _ESTIMATORS.get(kind.removesuffix("+"))
     if base is None and kind == "full":
@@ -85,16 +79,10 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, mask: Tensor
 def full_kl(log_probs: Tensor, ref_log_probs: Tensor, *, top_k: bool = False) -> Tensor:
     """Return the exact KL(policy || reference) at each position: ``sum over tokens of p (log p - log p_ref)``.
 
-    Args:
-        log_probs: log-probs of the policy over the whole vocabulary ``[..., V]`` (or logits: they are normalised here); or,
-            with ``top_k``, normalised log-probs of K tokens ``[..., K]``, for example its most likely ones.
-        ref_log_probs: log-probs of the reference for the same tokens; a constant.
-        top_k: whether all tokens that are not given count as one, with the remaining mass. The result is then the exact KL
-            between these coarser distributions. It is at most the whole KL, and equal to it if the policies agree
-            about the shares within the rest.
-
-    Returns:
-        nats, ``[...]``, float32 or better, not negative except for rounding.
+    Both are log-probs over the whole vocabulary ``[..., V]`` (or logits: they are normalised here). With ``top_k`` they are
+    normalised log-probs of K tokens ``[..., K]``; all others count as one, with the remaining mass. The result is then exact
+    for these coarser distributions: at most the whole KL, and equal to it if the policies agree about the shares within the
+    rest. In nats, float32 or better, not negative except for rounding.
     """
     policy, reference = wide(log_probs), wide(ref_log_probs).detach()
     if not top_k:
@@ -112,9 +100,8 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, Tensor]:
     """Subtract a penalty for the distance to the reference from each sampled token: ``rewards = scores - kl_coef x KL``.
 
-    Returns:
-        token rewards ``[B, T]`` (0 outside the mask), and the mean KL for the controller's update: the mean over
-        sequences (those with a selected token) of the mean over their tokens.
+    Return token rewards ``[B, T]`` (0 outside the mask), and the mean KL for the controller's update: the mean over sequences
+    (those with a selected token) of the mean over their tokens.
     """
     penalty = where_mask(kl_penalty(old_log_probs, ref_log_probs, kind, response_mask), response_mask)
     rewards = where_mask(token_level_scores - kl_coef * penalty, response_mask)

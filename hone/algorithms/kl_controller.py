@@ -36,7 +36,6 @@ class FixedKLController:
         """Change nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -51,8 +50,6 @@ class AdaptiveKLController(FixedKLController):
     set the coefficient to 0, and a larger one would make it negative, which rewards distance.
 
     Args:
-        coef: first coefficient.
-        target: target KL.
         horizon: sequences over which the coefficient moves by at most 20 %.
     """
 
@@ -67,11 +64,7 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, kl: float, n_steps: int) -> None:
-        """Move the coefficient by the step's mean ``kl`` over ``n_steps`` sequences.
-
-        Raises:
-            InvariantError: ``kl`` is NaN, which the coefficient would keep forever.
-        """
+        """Move the coefficient; a NaN raises InvariantError, because the coefficient would keep it forever."""
         if math.isnan(kl):
             raise InvariantError(
                 "the mean KL of this step is NaN",
@@ -83,16 +76,11 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * min(n_steps / self.horizon, 1.0)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the coefficient of a checkpoint."""
         self.value = state["value"]
 
 
 def kl_controller(type: str, kl_coef: float, target_kl: float = 0.1, horizon: int = 10000) -> KLController:
-    """Build the controller of ``algorithm.kl_ctrl``.
-
-    Raises:
-        ConfigError: unknown type, or a target or horizon that is not positive.
-    """
+    """Build the controller of ``algorithm.kl_ctrl``."""
     if type == "fixed":
         return FixedKLController(kl_coef)
     if type == "adaptive":

@@ -9,13 +9,7 @@ from torch import Tensor
 
 
 def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the log-prob of each target under ``softmax(logits / temperature)``, in float32 or better.
-
-    Args:
-        logits: ``[..., V]``, any float dtype.
-        targets: ``[...]`` token ids.
-        temperature: above 0.
-    """
+    """Return the log-prob of each target ``[...]`` under ``softmax(logits / temperature)``, in float32 or better."""
     scaled = _wide(logits) / temperature
     return scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
 
@@ -52,8 +46,7 @@ def chunked_log_probs(
     forward nor the backward pass holds vocabulary-sized rows of more than one chunk: the backward pass recomputes a
     chunk's logits. The projection runs in the dtype of its inputs (autocast respected), the softmax in float32.
 
-    Returns:
-        log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), float32, both differentiable.
+    Log-probs and entropies are ``[N]`` float32, both differentiable; entropies are None without ``with_entropy``.
     """
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
     log_probs, entropy = _ChunkedLogProbs.apply(

@@ -19,15 +19,6 @@ def overlong_penalty(lengths: Tensor, max_resp_len: int, buffer_len: int, penalt
     >>> overlong_penalty(torch.tensor([80, 90, 100, 120]), max_resp_len=100, buffer_len=20).tolist()
     [-0.0, -0.5, -1.0, -1.0]
 
-    Args:
-        lengths: response lengths in tokens ``[B]``.
-        max_resp_len: longest allowed response, in tokens.
-        buffer_len: length of the slope, in tokens.
-        penalty_factor: largest penalty.
-
-    Returns:
-        ``[B]``, float32, between ``-penalty_factor`` and 0.
-
     Raises:
         ConfigError: the buffer is empty or longer than the longest response, or the factor is negative (a reward).
     """

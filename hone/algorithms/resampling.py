@@ -20,13 +20,7 @@ def resampling_weights(scores: Tensor, method: str = "pow", *, weight_pow: float
     ``max_random``  0.4 for the highest score, 0.1 for all others
     ==============  ==============================================================
 
-    Args:
-        scores: reward of each sample ``[B]``.
-        method: one of the three.
-        weight_pow: exponent of ``pow``; 0 is uniform.
-
-    Returns:
-        ``[B]``, from 0 to 1; all 1 if every weight would be 0 (all scores 0).
+    Weights ``[B]`` are from 0 to 1; all 1 if every weight would be 0 (all scores 0). An exponent of 0 is uniform.
 
     Raises:
         ConfigError: unknown method, negative exponent.
@@ -77,8 +71,7 @@ def resample(
     Index every column of the batch with the result. Rows are drawn independently: a group estimator would see groups of
     other sizes, so use it with ``gae``.
 
-    Returns:
-        row numbers ``[num_samples]`` on the device of ``scores``.
+    Row numbers are ``[num_samples]``, on the device of ``scores``.
     """
     weights = resampling_weights(scores, method, weight_pow=weight_pow)
     count = len(weights) if num_samples is None else num_samples

@@ -10,13 +10,14 @@ from hone.errors import ConfigError
 
 
 def bradley_terry_loss(
-    chosen_scores: Tensor,
-    rejected_scores: Tensor,
+    chosen_scores: Tensor,  # scores of the better response of each pair, ``[P]``
+    rejected_scores: Tensor,  # scores of the worse one, ``[P]``
     *,
-    margin: Tensor | None = None,
-    centering_coeff: float = 0.0,
+    margin: Tensor | None = None,  # required difference of scores, ``[P]``; None means 0
+    centering_coeff: float = 0.0,  # weight of the centering term, 0 or more; 0.01 is usual
+    # pairs of the whole mini-batch over all ranks, so that micro-batches add up
     global_batch_size: int | Tensor | None = None,
-    dp_size: int = 1,
+    dp_size: int = 1,  # data-parallel ranks whose gradients are averaged
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean over pairs of ``-log sigmoid(s_chosen - s_rejected - margin) + centering_coeff (s_chosen + s_rejected)^2``.
 
@@ -24,20 +25,10 @@ def bradley_terry_loss(
     Touvron et al. 2023 (Llama 2), arXiv:2307.09288, eq. 2; the centering term, which fixes the free constant of the
     scores at 0, in Eisenstein et al. 2023, arXiv:2312.09244.
 
-    Args:
-        chosen_scores: scores of the better response of each pair, ``[P]``.
-        rejected_scores: scores of the worse one, ``[P]``.
-        margin: required difference of scores, ``[P]``; None means 0.
-        centering_coeff: weight of the centering term, 0 or more; 0.01 is usual.
-        global_batch_size: pairs of the whole mini-batch over all ranks, so that micro-batches add up.
-        dp_size: data-parallel ranks whose gradients are averaged.
-
-    Returns:
-        the scalar loss, and metrics without gradient, means over these pairs: ``rewards/chosen``, ``rewards/rejected``,
-        ``rewards/margins`` and ``rewards/accuracies`` (a tie counts half).
+    Metrics have no gradient and are means over these pairs: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` and
+    ``rewards/accuracies`` (a tie counts half).
 
     Raises:
-        ConfigError: ``centering_coeff`` is negative.
         ValueError: ``dp_size > 1`` without ``global_batch_size``, or sides of different length.
     """
     if centering_coeff < 0:

@@ -66,9 +66,8 @@ def support_log_probs(
 
     Equal in value and gradient to ``token_log_probs`` of logits that are minus infinity outside the support.
 
-    Returns:
-        log-probs ``[R]`` float32 with a gradient, and the sum of squared probabilities over the support ``[R]`` without one. Both
-        are 0 where the support is the whole vocabulary.
+    Log-probs are ``[R]`` float32 with a gradient; the sums of squared probabilities over the support have none. Both are 0
+    where the support is the whole vocabulary.
     """
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
     row_of = supports.rows

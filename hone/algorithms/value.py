@@ -25,17 +25,8 @@ def value_loss(
 
     ``0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``, as in the published PPO code (baselines' ppo2).
 
-    Args:
-        values: trained predictions, ``[B, T]``.
-        returns: targets, ``[B, T]``.
-        old_values: predictions before this step's updates, ``[B, T]``.
-        response_mask: ``[B, T]``.
-        cliprange_value: c above.
-        loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`.
-        **counts: its ``batch_num_tokens``, ``global_batch_size``, ``loss_scale_factor``, ``dp_size``.
-
-    Returns:
-        the scalar loss, and ``critic/vf_clipfrac`` and ``critic/vpred_mean``, means over the mask.
+    Predictions and targets are ``[B, T]``. Metrics ``critic/vf_clipfrac`` and ``critic/vpred_mean`` are means over the mask.
+    ``loss_agg_mode`` and ``counts`` are those of :func:`~hone.algorithms.aggregate.aggregate_loss`.
     """
     new, target, old = (wide(where_mask(x, response_mask)) for x in (values, returns.detach(), old_values.detach()))
     near = torch.maximum(torch.minimum(new, old + cliprange_value), old - cliprange_value)

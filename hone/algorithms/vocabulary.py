@@ -30,11 +30,7 @@ def vocabulary_log_probs(
     with_entropy: bool = False,
     chunk_size: int = 2048,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the result of :func:`hone.algorithms.logits.chunked_log_probs` for a vocabulary split over ``group``.
-
-    Returns:
-        log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), the same on every rank.
-    """
+    """Return the result of :func:`hone.algorithms.logits.chunked_log_probs` for a vocabulary split over ``group``, on every rank."""
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
     log_probs, entropy = _VocabularyLogProbs.apply(
         hidden, weight, targets, bias, group, start, temperature, softcap, with_entropy, chunk_size

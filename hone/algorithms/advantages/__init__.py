@@ -7,15 +7,15 @@ take part.
 
 One file per idea::
 
-        base, checks        registration and calls of estimators, and checks of their inputs
-        groups              statistics over the responses to one prompt
-        tokens, scan        row values to token values; discounted sums over sampled tokens, without a loop over time
-        group_relative      grpo, grpo_passk, rloo, opo, gpg, maxrl: a score compared with the scores of its group
-    gdpo                several rewards, each normalised separately
-    reinforce           reinforce_plus_plus, reinforce_plus_plus_baseline, remax
-    gae                 the critic's estimator
-    token_baseline      optimal_token_baseline
-        turns, gigpo, turn_level  conversations: placement of rewards, and credit by turn
+    base                      registration and calls of estimators, and checks of their inputs
+    groups                    statistics over the responses to one prompt
+    tokens, scan              row values to token values; discounted sums over sampled tokens, without a loop over time
+    group_relative            grpo, grpo_passk, rloo, opo, gpg, maxrl: a score compared with the scores of its group
+    gdpo                      several rewards, each normalised separately
+    reinforce                 reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+    gae                       the critic's estimator
+    token_baseline            optimal_token_baseline
+    turns, gigpo, turn_level  conversations: placement of rewards, and credit by turn
 """
 
 from hone.algorithms.advantages import gae, gdpo, gigpo, group_relative, reinforce, token_baseline, turn_level

@@ -38,9 +38,6 @@ def gdpo(
     worth the same as a wrong answer in the right form. ``gdpo_reward_keys`` selects the components (null: all),
     ``gdpo_reward_weights`` has one weight for each (null: 1). The token rewards are not used, and a KL penalty among
     them has no effect: use a KL term in the loss. The paper whitens over responses; here, as in verl, it is over tokens.
-
-    Raises:
-        ConfigError: a component is missing, or the numbers of weights and keys differ.
     """
     keys, weights = _chosen(reward_components, gdpo_reward_keys, gdpo_reward_weights)
     groups = Groups.from_ids(group_ids, response_mask)

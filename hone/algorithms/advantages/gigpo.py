@@ -45,9 +45,6 @@ def gigpo(
     prompt group mean the same state. Without it, turn k of a response is compared with turn k of the others. The advantage
     is the same on all tokens of a turn; returns equal advantages. The paper uses ``gamma=0.95``. Environment
     rewards are those on the tokens of a turn, see :func:`~hone.algorithms.advantages.turns.place_rewards`.
-
-    Raises:
-        ConfigError: a sampled turn has no name in ``turn_group_ids``.
     """
     groups, turns = Groups.from_ids(group_ids, response_mask), Turns.from_ids(turn_ids, response_mask)
     how = {"by_std": norm_adv_by_std_in_grpo, "epsilon": epsilon}

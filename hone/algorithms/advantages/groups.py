@@ -28,12 +28,11 @@ class Groups:
 
     @classmethod
     def from_ids(cls, group_ids: Sequence[Any] | Tensor, response_mask: Tensor) -> Groups:
-        """Number the groups in order of appearance; members are rows with a selected token in ``[B, T]``."""
+        """Number the groups in order of appearance; members are rows with a selected token."""
         return cls.from_numbers(*number(group_ids, response_mask.device), response_mask.any(dim=-1))
 
     @classmethod
     def from_numbers(cls, index: Tensor, size: int, member: Tensor) -> Groups:
-        """Build from group numbers below ``size``."""
         count = torch.bincount(index[member], minlength=size).double()
         return cls(index, member, count[index], size)
 
@@ -48,7 +47,6 @@ class Groups:
         return torch.where(self.singleton, values == 0, self.best_two(values)[0] == lowest)
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the group's members."""
         values = torch.where(self.member, values.double(), 0.0)
         return values.new_zeros(self.size).index_add_(0, self.index, values)[self.index]
 
@@ -62,10 +60,9 @@ class Groups:
         return (self.total(squares) / (self.count - 1).clamp(min=1)).sqrt()
 
     def best_two(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the largest and second largest value of the group's members, -inf if there are fewer.
+        """Return the largest ``[B]`` and second largest ``[B]`` of the group's members, -inf if there are fewer.
 
-        Returns:
-            largest ``[B]``, second ``[B]``, and true on the row of the largest (the first of equal ones).
+        Third is true on the row of the largest (the first of equal ones).
         """
         values = torch.where(self.member, values.double(), -torch.inf)
         best = values.new_full((self.size,), -torch.inf).scatter_reduce_(0, self.index, values, "amax")[self.index]

@@ -17,11 +17,7 @@ BLOCK = 32
 
 
 class Packing:
-    """Selected tokens of some rows, moved to the front of their rows, and the way back.
-
-    Args:
-        mask: ``[R, T]`` boolean.
-    """
+    """Selected tokens of some rows, moved to the front of their rows, and the way back."""
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask

@@ -36,11 +36,7 @@ class Turns:
 
     @classmethod
     def from_ids(cls, turn_ids: Tensor, response_mask: Tensor) -> Turns:
-        """Build from ``turn_ids``.
-
-        Raises:
-            ConfigError: a sampled token has a negative turn number.
-        """
+        """Build from ``turn_ids``; ConfigError if a sampled token has a negative turn number."""
         mask = response_mask.bool()
         ids = where_mask(turn_ids, mask).long()
         lowest, highest = (int(x) for x in ids.aminmax()) if ids.numel() else (0, 0)
@@ -98,12 +94,6 @@ def place_rewards(
     ==============  ============  ==============================================================================
 
     A row without a sampled token gets no reward. NaN outside the mask is ignored.
-
-    Args:
-        rewards: shape as in the table.
-        response_mask: ``[B, T]``.
-        level: a name in the table.
-        turn_ids: ``[B, T]``, for ``level="turn"``.
 
     Raises:
         ConfigError: unknown level, a shape that does not match it, no ``turn_ids``, or a reward other than 0 for a turn

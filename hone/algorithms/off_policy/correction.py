@@ -69,9 +69,6 @@ def rollout_correction(
         rollout_rs_threshold: one for all of them, or one each: ``k1`` takes ratio bounds ``"lower_upper"`` (a number u
             means 1/u to u), ``k2`` and ``k3`` an upper bound.
         rollout_token_veto_threshold: drop a sequence if one token's ratio is below it (1e-4 is usual).
-
-    Raises:
-        ValueError: the shapes differ.
     """
     if not old_log_probs.shape == rollout_log_probs.shape == response_mask.shape:
         shapes = [tuple(x.shape) for x in (old_log_probs, rollout_log_probs, response_mask)]

@@ -35,12 +35,8 @@ def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, respons
     ``ppl_ratio``                           mean over sequences of training / rollout perplexity
     ======================================  =======================================================================
 
-    All keys start with ``rollout_corr/``. Sequences with an empty mask are not counted; an empty batch gives zeros.
-
-    Args:
-        old_log_probs: log-probs of the trained policy, ``[B, T]``.
-        rollout_log_probs: log-probs of the sampling policy, ``[B, T]``.
-        response_mask: ``[B, T]``; values outside it may be NaN.
+    All keys start with ``rollout_corr/``. Sequences with an empty mask are not counted; an empty batch gives zeros. Values
+    outside the mask may be NaN.
     """
     old, rollout = (wide(where_mask(x, response_mask)) for x in (old_log_probs, rollout_log_probs))
     rows = response_mask.sum(-1) > 0

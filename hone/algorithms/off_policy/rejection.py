@@ -39,15 +39,9 @@ def rejection_statistic(log_ratio: Tensor, mask: Tensor, rule: RejectionRule) ->
 
 
 def reject(log_ratio: Tensor, mask: Tensor, rules: tuple[RejectionRule, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keep the tokens that every rule keeps.
+    """Return the tokens that every rule keeps, bool ``[B, T]``, and statistics of each rule and of all together.
 
-    Args:
-        log_ratio: ``[B, T]``, 0 outside the mask.
-        mask: ``[B, T]``.
-        rules: each rule is applied to the whole of ``mask``.
-
-    Returns:
-        the remaining tokens (bool ``[B, T]``), and statistics of each rule and of all together.
+    Each rule is applied to the whole of ``mask``; the log-ratio is 0 outside it.
     """
     kept, metrics = mask.bool(), {}
     for rule in rules:
@@ -61,13 +55,10 @@ def reject(log_ratio: Tensor, mask: Tensor, rules: tuple[RejectionRule, ...]) ->
 
 
 def veto(log_ratio: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Drop every sequence with one token whose ratio is below ``threshold``.
+    """Drop every sequence with one token whose ratio is below ``threshold``; also return the shares of tokens and sequences.
 
     The trained policy would (almost) never have sampled it (Liu et al. 2025, "When Speed Kills Stability",
     https://richardli.xyz/rl-collapse).
-
-    Returns:
-        the remaining tokens (bool ``[B, T]``), and the shares of tokens below the threshold and of dropped sequences.
     """
     catastrophic = mask.bool() & ~(log_ratio >= math.log(threshold))
     dropped = catastrophic.any(-1)

@@ -47,12 +47,10 @@ class RejectionRule:
 
     @property
     def reduction(self) -> str:
-        """Return ``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``."""
         return self.option.rpartition("_")[0]
 
     @property
     def statistic(self) -> str:
-        """Return ``k1``, ``k2`` or ``k3``."""
         return self.option.rpartition("_")[2]
 
 
@@ -78,8 +76,8 @@ class CorrectionRules:
         """Parse the options of :func:`~hone.algorithms.off_policy.correction.rollout_correction`.
 
         Raises:
-            ConfigError: an unknown name, a threshold that cannot be parsed or excludes the on-policy ratio 1, the wrong
-                number of thresholds, or a threshold or normalisation without its switch.
+            ConfigError: an unknown name, a threshold that cannot be parsed or excludes the on-policy ratio 1, the wrong number of
+                thresholds, or a threshold or normalisation without its switch.
         """
         return cls(
             _weight_rule(rollout_is, rollout_is_threshold, rollout_is_batch_normalize),
@@ -91,13 +89,8 @@ class CorrectionRules:
 def check_rollout_correction(*, bypass_mode: bool = False, loss_type: str = "ppo_clip", **options) -> CorrectionRules:
     """Check a whole ``algorithm.rollout_correction`` block before anything runs, and return its rules.
 
-    Args:
-        bypass_mode: whether the engine's log-probs are the old log-probs.
-        loss_type: loss of the bypass mode: ``ppo_clip`` (the ratio is the importance weight) or ``reinforce``.
-        **options: options of :meth:`CorrectionRules.parse`.
-
-    Raises:
-        ConfigError: as for :meth:`CorrectionRules.parse`, and for combinations in which a switch would have no effect.
+    With ``bypass_mode`` the engine's log-probs are the old log-probs; the ratio of the loss ``ppo_clip`` then is the
+    importance weight. ConfigError also refuses combinations in which a switch would have no effect.
     """
     rules = CorrectionRules.parse(**options)
     if loss_type not in LOSS_TYPES:

@@ -18,12 +18,10 @@ def deviation(values: Tensor) -> Tensor:
 
 
 def largest(values: Tensor) -> Tensor:
-    """Return the maximum."""
     return values.max() if values.numel() else values.new_zeros(())
 
 
 def smallest(values: Tensor) -> Tensor:
-    """Return the minimum."""
     return values.min() if values.numel() else values.new_zeros(())
 
 

@@ -22,13 +22,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tenso
     ``geometric``   exp(mean of log_ratio over the sequence)                  [B, 1]
     ==============  ========================================================  =======
 
-    Args:
-        log_ratio: ``[B, T]``, 0 outside the mask.
-        mask: ``[B, T]``.
-        level: one of the three.
-
-    Returns:
-        the ratio, and which units count (1 or 0), in the same shape.
+    Also return which units count (1 or 0), in the same shape. ``log_ratio [B, T]`` is 0 outside the mask.
     """
     if level == "token":
         exponent, units = log_ratio, mask

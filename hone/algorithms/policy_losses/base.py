@@ -88,12 +88,10 @@ class PolicyLoss:
 
     @property
     def options(self) -> frozenset[str]:
-        """Return the names of the options."""
         return frozenset(self.defaults)
 
     @property
     def needs_preparation(self) -> bool:
-        """Return whether the result depends on the split into micro-batches unless :meth:`prepare` is called first."""
         return self.across_batch is not None
 
     def prepare(
@@ -108,20 +106,9 @@ class PolicyLoss:
     ) -> Prepared:
         """Compute the constants of the whole mini-batch; empty for losses without any.
 
-        Args:
-            old_log_probs: as in :meth:`__call__`, for all rows of the mini-batch, over all ranks.
-            log_probs: log-probs of the policy just before this update; no gradient is taken.
-            advantages: ``[B, T]``.
-            response_mask: ``[B, T]``.
-            keys: ``[B, T]`` int64, a number for each token that determines random selections. It should not depend on
-                computed log-probs, whose last bits differ with the split. None: the other columns determine them.
-            **options: options of this loss, the same as in :meth:`__call__`.
-
-        Returns:
-            constants ``[B, T]`` by name, independent of the order of the rows and of padding.
-
-        Raises:
-            ConfigError: an option is unknown or out of range.
+        Columns and options are those of :meth:`__call__`, for all rows of the mini-batch, over all ranks; no gradient is taken.
+        ``keys [B, T]`` int64 determine random selections. They should not depend on computed log-probs, whose last bits differ
+        with the split. None: the other columns determine them. The result is independent of the order of rows and of padding.
         """
         accepted = self._known_options(options)
         mask, old, new, adv = _selected(response_mask, old_log_probs, log_probs.detach(), advantages)

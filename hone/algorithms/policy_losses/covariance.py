@@ -101,9 +101,6 @@ def covariance_clip(
     """Return ``chosen`` (0 or 1): a random share of the tokens whose covariance is strictly between the bounds.
 
     Tokens that PPO clips already are not chosen. At least one token is chosen, if there is a candidate.
-
-    Raises:
-        ConfigError: the share is not in (0, 1], or the bounds are not in order.
     """
     _require_share("clip_cov_ratio", clip_cov_ratio)
     require(
@@ -155,11 +152,7 @@ def largest_covariances(
     keys: Tensor | None = None,
     kl_cov_ratio: float = 2e-4,
 ) -> Prepared:
-    """Return ``chosen`` (0 or 1): the share of the tokens with the largest covariance, at least one.
-
-    Raises:
-        ConfigError: the share is not in (0, 1].
-    """
+    """Return ``chosen`` (0 or 1): the share of the tokens with the largest covariance, at least one."""
     _require_share("kl_cov_ratio", kl_cov_ratio)
     moves = covariance(log_probs, advantages, response_mask)
     count = share_of(response_mask, kl_cov_ratio)
@@ -186,9 +179,6 @@ def kl_cov(
     """Use the unclipped surrogate, with a KL penalty on the few tokens of highest covariance.
 
     The penalty is the absolute log-ratio, which is 0 with gradient 0 on the first update of a batch.
-
-    Raises:
-        ConfigError: the coefficient is negative.
     """
     require(
         ppo_kl_coef >= 0,

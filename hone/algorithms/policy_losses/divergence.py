@@ -89,9 +89,6 @@ def second_moment_outliers(
 
     Among tokens beyond the trust region, those with the largest squared log-ratio are removed first (M2PO, algorithm 1);
     tokens with equal squared log-ratios are removed together, so that the order of the rows has no effect.
-
-    Raises:
-        ConfigError: the threshold is not positive.
     """
     require(
         m2_threshold > 0,

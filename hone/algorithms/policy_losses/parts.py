@@ -74,10 +74,5 @@ def by_sign(advantages: Tensor, positive: float, otherwise: float) -> Tensor:
 
 
 def require(holds: bool, what: str, *, why: str, fix: str) -> None:
-    """Raise for an invalid option.
-
-    Raises:
-        ConfigError: ``holds`` is false.
-    """
     if not holds:
         raise ConfigError(what, why=why, fix=fix, where="actor_rollout_ref.actor")

@@ -52,9 +52,6 @@ def sapo(
 
     A larger temperature fades faster; ``tau_neg`` above ``tau_pos`` damps negative advantages more. The paper averages
     over the tokens of a sequence, then over sequences: ``loss_agg_mode=seq-mean-token-mean``.
-
-    Raises:
-        ConfigError: a temperature is not positive.
     """
     for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         require(

@@ -75,9 +75,6 @@ def dro(
     """Use the policy gradient with a quadratic pull towards the old policy, in place of a clip.
 
     The squared log-ratio is not clamped: its gradient always grows with the distance.
-
-    Raises:
-        ConfigError: ``dro_beta`` is not positive.
     """
     require(
         dro_beta > 0,

@@ -50,12 +50,10 @@ class Responses:
 
     @property
     def log_ratio(self) -> Tensor:
-        """Return ``log pi(y|x) - log pi_ref(y|x)``, ``[N]``."""
         return self.log_probs - self.ref_log_probs
 
     @property
     def mean_log_prob(self) -> Tensor:
-        """Return the mean log-prob per token, ``[N]``."""
         return self.log_probs / self.lengths
 
     def averaged(self) -> Responses:

@@ -22,7 +22,8 @@ def _with_rewards(loss: Tensor, chosen: Responses, rejected: Responses, beta: fl
 
 
 @register_preference_loss(
-    *("dpo", "sigmoid"),
+    "dpo",
+    "sigmoid",
     formula="-(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h)",
     paper="Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell 2023, conservative DPO",
 )
@@ -37,7 +38,8 @@ def dpo(chosen: Responses, rejected: Responses, *, beta: float = 0.1, label_smoo
 
 
 @register_preference_loss(
-    *("robust", "robust_dpo"),
+    "robust",
+    "robust_dpo",
     formula="(-(1 - label_smoothing) log sigmoid(beta h) + label_smoothing log sigmoid(-beta h)) / (1 - 2 label_smoothing)",
     paper="Ray Chowdhury et al. 2024, arXiv:2403.00409, section 3",
 )
@@ -79,7 +81,8 @@ def ipo(chosen: Responses, rejected: Responses, *, beta: float = 0.1, average_lo
 
 
 @register_preference_loss(
-    *("sppo", "sppo_hard"),
+    "sppo",
+    "sppo_hard",
     formula="(log-ratio(chosen) - 1 / (2 beta))^2 + (log-ratio(rejected) + 1 / (2 beta))^2",
     paper="Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with win probabilities 1 and 0 and eta = 1 / beta",
 )

@@ -11,14 +11,9 @@ from hone.errors import DataError
 
 
 def pair_rows(labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the row numbers of the chosen and of the rejected side of every pair.
+    """Return the row numbers of the chosen and of the rejected side of every pair, ``[P]`` each.
 
-    Args:
-        labels: ``[B]``, true on chosen rows.
-        pair_ids: length B; the two rows of a pair share one. None pairs the i-th chosen with the i-th rejected row.
-
-    Returns:
-        ``(chosen, rejected)``, two index vectors ``[P]``.
+    The two rows of a pair share an id; without ids the i-th chosen row is paired with the i-th rejected one.
 
     Raises:
         DataError: an id is not on exactly one chosen and one rejected row, or the two kinds differ in number.
@@ -62,13 +57,7 @@ def best_worst_pairs(
     of one. (Online DPO: Guo et al. 2024, arXiv:2402.04792, with two responses per prompt; best and worst of n: Yuan et
     al. 2024, arXiv:2401.10020, section 2.)
 
-    Args:
-        scores: ``[B]``, finite.
-        group_ids: length B, the prompt of each row.
-        margin: smallest difference of scores.
-
-    Returns:
-        ``(chosen, rejected)``, row numbers ``[P]``, at most one pair per group, in order of the groups' first rows.
+    The result is ``(chosen, rejected)``, row numbers ``[P]``, at most one pair per group, in order of the groups' first rows.
     """
     if len(scores) == 0:
         nothing = torch.zeros(0, dtype=torch.int64, device=scores.device)

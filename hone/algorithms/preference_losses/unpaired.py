@@ -40,15 +40,8 @@ def kto(
 def kto_kl(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """Return KTO's estimate of the KL to the reference: ``max(0, mean of log pi(y'|x) - log pi_ref(y'|x))``.
 
-    ``y'`` are responses to *other* prompts (Ethayarajh et al. 2024, section 4.2).
-
-    Args:
-        log_probs: log-probs of such mismatched responses, ``[B, T]``.
-        ref_log_probs: log-probs under the reference policy, ``[B, T]``.
-        response_mask: ``[B, T]``; rows without a token are ignored.
-
-    Returns:
-        a scalar without gradient, for the argument ``kl`` of the loss.
+    ``y'`` are responses to *other* prompts (Ethayarajh et al. 2024, section 4.2), ``[B, T]``; rows without a token are ignored.
+    A scalar without gradient, for the argument ``kl`` of the loss.
     """
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     policy, reference = (where_mask(x.detach(), response_mask).to(dtype).sum(-1) for x in (log_probs, ref_log_probs))
