@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 _HIGHLIGHTS = (
-    *("actor_rollout_ref.model.path", "model.path", "actor_rollout_ref.model.lora_rank", "algorithm.adv_estimator"),
-    *("data.train_files", "data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.name"),
-    *("actor_rollout_ref.actor.optim.lr", "optim.lr", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-    *("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward", "critic.enable", "trainer.seed"),
-)
+    "actor_rollout_ref.model.path", "model.path", "actor_rollout_ref.model.lora_rank", "algorithm.adv_estimator",
+    "data.train_files", "data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.name",
+    "actor_rollout_ref.actor.optim.lr", "optim.lr", "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward", "critic.enable", "trainer.seed",
+)  # fmt: skip
 
 
 @app.callback()

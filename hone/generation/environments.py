@@ -107,7 +107,7 @@ def _install_vllm(install: Installer, cpu: bool) -> None:
 
 
 _FOR_CUDA = (
-    *("cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "nvidia-cutlass-dsl", "nvidia-mathdx"),
+    "cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "nvidia-cutlass-dsl", "nvidia-mathdx",
     *(
         "nvidia-ml-py",
         "nvshmem4py-cu13",
@@ -117,8 +117,8 @@ _FOR_CUDA = (
         "sgl-flash-mla",
         "sglang-kernel",
     ),
-    *("tilelang", "torch", "torch_memory_saver", "torchaudio", "torchcodec", "torchvision"),
-)
+    "tilelang", "torch", "torch_memory_saver", "torchaudio", "torchcodec", "torchvision",
+)  # fmt: skip
 _NOT_FOR_TEXT = ("deepseek-recipe", "modelscope", "smg-grpc-servicer", "timm", "tml-renderers")
 
 

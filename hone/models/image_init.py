@@ -31,10 +31,10 @@ _PRELUDE = """\
 {%- set messages = shown.messages -%}
 """
 _DECODER = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
-    *("eos_token_id", "pad_token_id", "bos_token_id"),
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings",
+    "eos_token_id", "pad_token_id", "bos_token_id",
+)  # fmt: skip
 """Settings of a decoder that do not depend on its family."""
 _HEAD = 32
 """Width of an attention head of the vision tower."""
@@ -118,9 +118,9 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 _GRID_MARKS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 _TILE_MARKS = (
-    *("<image>", "<fake_token_around_image>", "<global-img>"),
+    "<image>", "<fake_token_around_image>", "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
-)
+)  # fmt: skip
 
 
 def _grid_model(model_type: str, patch: int, *, interleaved: bool, more: Callable[[int], dict[str, Any]]) -> ImageInit:

@@ -28,13 +28,13 @@ from hone.data.seeding import derive_seed
 from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
 FIRST = (
-    *("Vera", "Olaf", "Nina", "Hugo", "Ruth", "Igor", "Jana", "Karl", "Lena", "Emil", "Rosa", "Axel"),
-    *("Maja", "Otto", "Paul", "Elsa", "Finn", "Greta", "Ivan", "Dora"),
-)
+    "Vera", "Olaf", "Nina", "Hugo", "Ruth", "Igor", "Jana", "Karl", "Lena", "Emil", "Rosa", "Axel",
+    "Maja", "Otto", "Paul", "Elsa", "Finn", "Greta", "Ivan", "Dora",
+)  # fmt: skip
 LAST = (
-    *("Holm", "Lund", "Berg", "Falk", "Stone", "Marsh", "Reed", "Frost", "Hale", "Vance", "Wolf", "Crane"),
-    *("Dahl", "Flint", "Moss", "Pike", "Rowe", "Thorn", "Voss", "West"),
-)
+    "Holm", "Lund", "Berg", "Falk", "Stone", "Marsh", "Reed", "Frost", "Hale", "Vance", "Wolf", "Crane",
+    "Dahl", "Flint", "Moss", "Pike", "Rowe", "Thorn", "Voss", "West",
+)  # fmt: skip
 FACTS = {
     "trade": ("baker", "nurse", "pilot", "judge", "tailor", "painter", "farmer", "singer", "miner", "clerk"),
     "town": ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul", "Tunis", "Perth", "Turin", "Dakar"),

@@ -31,8 +31,8 @@ _LESS_IS_BETTER = (
         "training/no_verdict_groups",
         "val-aux/no_verdict_rate",
     ),
-    *("reward/zero_std_group_ratio", "timing_s/", "perf/time_per_step"),
-)
+    "reward/zero_std_group_ratio", "timing_s/", "perf/time_per_step",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ def headline_metrics(runs: Sequence[Run]) -> list[str]:
     have = dict.fromkeys(name for run in runs for name in run.names())
     headline = [name for name in have if name.startswith("val-core/")]
     fixed = (
-        *("critic/rewards/mean", "train/loss", "val/loss", "actor/kl_loss", "actor/ppo_kl", "actor/entropy"),
-        *("actor/grad_norm", "response_length/mean", "perf/throughput"),
-    )
+        "critic/rewards/mean", "train/loss", "val/loss", "actor/kl_loss", "actor/ppo_kl", "actor/entropy",
+        "actor/grad_norm", "response_length/mean", "perf/throughput",
+    )  # fmt: skip
     return headline + [name for name in fixed if name in have]
 
 

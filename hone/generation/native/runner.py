@@ -93,10 +93,10 @@ class ConstrainedRows:
 
 
 STATS = (
-    *("prefill_tokens", "decode_tokens", "steps", "peak_sequences", "peak_cache_tokens"),
-    *("prefix_hits", "session_hits", "session_tokens", "cached_tokens", "preemptions"),
-    *("drafted_tokens", "accepted_tokens"),
-)
+    "prefill_tokens", "decode_tokens", "steps", "peak_sequences", "peak_cache_tokens",
+    "prefix_hits", "session_hits", "session_tokens", "cached_tokens", "preemptions",
+    "drafted_tokens", "accepted_tokens",
+)  # fmt: skip
 
 
 Outcome = Completion | GenerationError

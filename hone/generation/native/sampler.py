@@ -25,9 +25,9 @@ _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -772359229
 ALL_TOKENS = 2**31 - 1
 """Value of top-k that excludes no token."""
 _COLUMNS = (
-    *("seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "biased", "bias"),
-)
+    "seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "biased", "bias",
+)  # fmt: skip
 
 
 def uniforms(streams: Tensor, counters: Tensor) -> Tensor:

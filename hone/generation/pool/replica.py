@@ -67,10 +67,10 @@ class Concurrency:
 
 
 COUNTERS = (
-    *("prefill_tokens", "cached_tokens", "preemptions"),
-    *("drafted_tokens", "accepted_tokens"),
-    *("weights_sent_bytes", "weights_on_gpu_bytes", "weights_compared", "weights_changed", "weights_refused"),
-)
+    "prefill_tokens", "cached_tokens", "preemptions",
+    "drafted_tokens", "accepted_tokens",
+    "weights_sent_bytes", "weights_on_gpu_bytes", "weights_compared", "weights_changed", "weights_refused",
+)  # fmt: skip
 """Engine counters that a pool reports if an engine has them."""
 
 

@@ -256,18 +256,9 @@ BLOCKS: dict[str, Block] = {
         keys=tuple(
             f"distillation.{key}"
             for key in (
-                *(
-                    "path",
-                    "teachers",
-                    "self_teacher",
-                    "teacher_prompt",
-                    "loss_mode",
-                    "use_policy_gradient",
-                    "topk",
-                    "beta",
-                ),
-                *("tail_bucket", "coef", "task_weight", "log_prob_min_clamp", "loss_max_clamp"),
-            )
+                "path teachers self_teacher teacher_prompt loss_mode use_policy_gradient topk beta "
+                "tail_bucket coef task_weight log_prob_min_clamp loss_max_clamp"
+            ).split()
         ),
         function=algorithms.distillation_loss,
     ),

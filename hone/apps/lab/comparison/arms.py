@@ -9,13 +9,13 @@ from hone.config.comparing import differences
 
 SEED = "trainer.seed"
 IDENTITY_KEYS = (
-    *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
-    *("trainer.checkpoint_dir", "trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep"),
-    *("trainer.best_ckpt_", "trainer.async_save", "trainer.watchdog_seconds", "trainer.max_restarts"),
-    *("trainer.timeline", "trainer.profile_steps", "trainer.rollout_dump_", "trainer.log_rollout_samples"),
-    *("trainer.log_val_generations", "trainer.save_microbatch_steps", "trainer.save_steps_for_replay"),
-    *("insight.", "preflight."),
-)
+    "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger",
+    "trainer.checkpoint_dir", "trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep",
+    "trainer.best_ckpt_", "trainer.async_save", "trainer.watchdog_seconds", "trainer.max_restarts",
+    "trainer.timeline", "trainer.profile_steps", "trainer.rollout_dump_", "trainer.log_rollout_samples",
+    "trainer.log_val_generations", "trainer.save_microbatch_steps", "trainer.save_steps_for_replay",
+    "insight.", "preflight.",
+)  # fmt: skip
 """Prefixes of keys that name a run or say what it writes; they do not change a number of it."""
 
 

@@ -19,9 +19,9 @@ FORMS = ("messages", "tokens")
 """Forms of a written pair: chat messages, for any model; or the sampled tokens, for models with the run's tokenizer."""
 
 _COLUMNS = (
-    *("uid", "index", "part", "data_source", "prompt", "messages", "text", "stop_reason", "score", "error"),
-    *("prompt_ids", "response_ids", "response_mask"),
-)
+    "uid", "index", "part", "data_source", "prompt", "messages", "text", "stop_reason", "score", "error",
+    "prompt_ids", "response_ids", "response_mask",
+)  # fmt: skip
 
 
 @dataclass
@@ -36,30 +36,23 @@ class MinedPairs:
 
 
 def mine_pairs(
-    run: Path,
+    run: Path,  # run directory
     *,
-    margin: float = 0.0,
-    val_share: float = 0.1,
-    per_prompt: int = 4,
+    margin: float = 0.0,  # smallest difference of scores in a pair
+    val_share: float = 0.1,  # share of the prompts that go to validation; above 0, at least one prompt
+    per_prompt: int = 4,  # largest number of pairs per prompt
+    # a name of :data:`FORMS`; None selects messages if the run's prompts are messages and its episodes single answers,
+    # else tokens. Answers cut off by the length limit can only be written as tokens: as a message they would end. The
+    # same holds for episodes of several turns, written with a mask of the policy's tokens: their messages alone do not
+    # contain the tools of the prompt
     form: str | None = None,
-    seed: int = 1,
+    seed: int = 1,  # seed of the division
 ) -> MinedPairs:
     """Pair good with bad answers from the rollouts of a run (``trainer.rollout_dump_freq``).
 
     For each prompt the best answer is paired with the worst, the second best with the second worst, and so on, while their
     scores differ by at least ``margin`` (and differ at all). Equal answers to a prompt count once. Prompts, not pairs, are
     divided between training and validation.
-
-    Args:
-        run: run directory.
-        margin: smallest difference of scores in a pair.
-        val_share: share of the prompts that go to validation; above 0, at least one prompt.
-        per_prompt: largest number of pairs per prompt.
-        form: a name of :data:`FORMS`; None selects messages if the run's prompts are messages and its episodes single answers,
-            else tokens. Answers cut off by the length limit can only be written as tokens: as a message they would end.
-            The same holds for episodes of several turns, written with a mask of the policy's tokens: their messages alone
-            do not contain the tools of the prompt.
-        seed: seed of the division.
     """
     _check_options(margin, val_share, per_prompt, form)
     records = list(_records(run))

@@ -42,10 +42,10 @@ def stored_episodes(
 
 IDS = ("prompt_ids", "response_ids")
 _COLUMNS = (
-    *("step", "uid", "index", "part", "data_source", "prompt", "messages", "text", "ground_truth", "stop_reason"),
-    *("seconds", "score", "unshaped", "terms", "extra", "error", "episode"),
-    *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "sampling_log_probs"),
-)
+    "step", "uid", "index", "part", "data_source", "prompt", "messages", "text", "ground_truth", "stop_reason",
+    "seconds", "score", "unshaped", "terms", "extra", "error", "episode",
+    "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "sampling_log_probs",
+)  # fmt: skip
 
 
 def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample], archive: Path | None = None) -> Trajectory:

@@ -12,9 +12,9 @@ from hone.apps.lab.triage.kinds import KINDS, Kind
 from hone.insight.traces import turn_messages
 
 COLUMNS = (
-    *("step", "uid", "index", "part", "fate", "data_source", "text", "ground_truth", "stop_reason", "score", "terms"),
-    *("extra", "error", "cause", "episode"),
-)
+    "step", "uid", "index", "part", "fate", "data_source", "text", "ground_truth", "stop_reason", "score", "terms",
+    "extra", "error", "cause", "episode",
+)  # fmt: skip
 """Columns of the archive that the rules read."""
 REPEATS = 3
 """Times that the same call counts as a loop; two times count where the result was the same, too."""

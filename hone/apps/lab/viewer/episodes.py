@@ -9,9 +9,9 @@ from hone.apps.lab.viewer.images import names_in, shown_message
 from hone.apps.lab.viewer.run import Archived, plain
 
 _COLUMNS = (
-    *("step", "uid", "index", "part", "prompt", "messages", "text", "ground_truth", "score", "terms", "stop_reason"),
-    *("seconds", "episode", "turn_values", "response_mask", "prompt_ids", "response_ids"),
-)
+    "step", "uid", "index", "part", "prompt", "messages", "text", "ground_truth", "score", "terms", "stop_reason",
+    "seconds", "episode", "turn_values", "response_mask", "prompt_ids", "response_ids",
+)  # fmt: skip
 
 
 def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str, Any]:

@@ -33,9 +33,9 @@ _BRIEF = (
         "text",
         "ground_truth",
     ),
-    *("stop_reason", "seconds", "score", "unshaped", "terms", "extra", "error", "cause", "episode"),
-    *("prompt_ids", "response_ids", "response_mask", "advantages"),
-)
+    "stop_reason", "seconds", "score", "unshaped", "terms", "extra", "error", "cause", "episode",
+    "prompt_ids", "response_ids", "response_mask", "advantages",
+)  # fmt: skip
 
 
 def group_list(archived: Archived, query: str, sort: str, offset: int, limit: int) -> dict[str, Any]:

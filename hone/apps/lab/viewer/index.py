@@ -38,16 +38,16 @@ LIGHT = {
 }
 """Light column to column of the archive."""
 HEAVY = (
-    *("tokens", "sampled", "advantage", "ratio", "gap", "entropy", "influence", "correction", "lag"),
-    *("turns", "calls", "toolerrors", "end", "same"),
-)
+    "tokens", "sampled", "advantage", "ratio", "gap", "entropy", "influence", "correction", "lag",
+    "turns", "calls", "toolerrors", "end", "same",
+)  # fmt: skip
 """Columns computed in the background; NaN, or code 0, until then."""
 AT_ONCE = 0.25
 """Seconds of reading before the first answer."""
 _TOKEN_COLUMNS = (
-    *("response_ids", "response_mask", "loss_mask", "token_versions", "rollout_log_probs", "old_log_probs"),
-    *("new_log_probs", "entropy", "advantages", "correction"),
-)
+    "response_ids", "response_mask", "loss_mask", "token_versions", "rollout_log_probs", "old_log_probs",
+    "new_log_probs", "entropy", "advantages", "correction",
+)  # fmt: skip
 
 
 @dataclass

@@ -11,9 +11,9 @@ from hone.config.migration import DEFAULTS
 from hone.config.trees import TREES
 
 _OLD_SFT_KEYS = {
-    *("model.partial_pretrain", "optim.lr_scheduler", "optim.warmup_steps_ratio"),
-    *("data.multiturn.enable", "data.multiturn.messages_key", "data.prompt_key", "data.response_key"),
-}
+    "model.partial_pretrain", "optim.lr_scheduler", "optim.warmup_steps_ratio",
+    "data.multiturn.enable", "data.multiturn.messages_key", "data.prompt_key", "data.response_key",
+}  # fmt: skip
 """Keys that only the older of verl's two trainers for supervised fine-tuning has."""
 
 
