@@ -37,12 +37,7 @@ Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 class CompiledLayers:
-    """The compiled layers of a model.
-
-    Args:
-        layers: the layers to compile; their ``forward`` is replaced.
-        compiler: backend of :func:`torch.compile`.
-    """
+    """The compiled layers of a model, whose ``forward`` is replaced."""
 
     def __init__(self, layers: list[nn.Module], compiler: str | Compiler = "inductor") -> None:
         self.obstacles: dict[str, str] = {}  # why layers compute uncompiled, by the name of their class
@@ -94,16 +89,9 @@ class _CompiledForward:
 def compile_layers(
     model: nn.Module, device: torch.device, choice: str, compiler: str | Compiler = "inductor"
 ) -> CompiledLayers | None:
-    """Compile the layers of ``model`` unless Hone's fused layers compute them.
+    """Compile the layers of ``model``, with its adapters, unless Hone's fused layers compute them; None where it stays as it is.
 
-    Args:
-        model: a Hugging Face module with its adapters.
-        device: that computes.
-        choice: ``auto`` compiles on CUDA, ``always`` on a CPU too.
-        compiler: backend of :func:`torch.compile`.
-
-    Returns:
-        The compiled layers, or None where the model stays as it is.
+    ``auto`` compiles on CUDA, ``always`` on a CPU too.
     """
     if choice == NEVER or (choice == AUTO and device.type != "cuda"):
         return None

@@ -62,9 +62,6 @@ class ExpertRouters:
 
         A backward pass that computes layers again needs them too. Some engines report all layers of a model, whatever those without
         experts hold.
-
-        Raises:
-            ModelError: the choices are of a model with other layers.
         """
         if choices is None:
             self._followed = None
@@ -108,7 +105,6 @@ class ExpertRouters:
         return counts
 
     def route(self, number: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Run the forward pass of a router."""
         if self._followed is None and self._recorded is None and not self._counts:
             return forward(*arguments, **named)
         followed = None if self._followed is None else self._followed[:, number]

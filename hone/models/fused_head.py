@@ -28,33 +28,20 @@ def supports(hidden: Tensor) -> bool:
 
 
 def fused_log_probs(
-    hidden: Tensor,
+    hidden: Tensor,  # ``[N, H]``; with a group the same on every rank, and so is its gradient
+    # ``[v, H]``, rows ``start`` to ``start + v`` of the output embedding; its gradient is float32 before it gets its
+    # dtype
     weight: Tensor,
-    targets: Tensor,
+    targets: Tensor,  # ``[N]`` token ids of the whole vocabulary
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    with_entropy: bool = False,
-    group: ProcessGroup | None = None,
-    start: int = 0,
+    bias: Tensor | None = None,  # ``[v]`` or None
+    temperature: float = 1.0,  # logits are divided by it; above 0
+    softcap: float | None = None,  # logits are first mapped to ``softcap * tanh(logits / softcap)``
+    with_entropy: bool = False,  # also return the entropy of each row's distribution
+    group: ProcessGroup | None = None,  # ranks that hold the vocabulary; None means this rank holds all of it
+    start: int = 0,  # first token id of this rank's part
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what :func:`hone.algorithms.logits.chunked_log_probs` returns, or with ``group`` its divided counterpart.
-
-    Args:
-        hidden: ``[N, H]``; with a group the same on every rank, and so is its gradient.
-        weight: ``[v, H]``, rows ``start`` to ``start + v`` of the output embedding; its gradient is float32 before it gets its dtype.
-        targets: ``[N]`` token ids of the whole vocabulary.
-        bias: ``[v]`` or None.
-        temperature: logits are divided by it; above 0.
-        softcap: logits are first mapped to ``softcap * tanh(logits / softcap)``.
-        with_entropy: also return the entropy of each row's distribution.
-        group: ranks that hold the vocabulary; None means this rank holds all of it.
-        start: first token id of this rank's part.
-
-    Returns:
-        log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), float32, both differentiable.
-    """
+    """Return what :func:`hone.algorithms.logits.chunked_log_probs` returns, or with ``group`` its divided counterpart."""
     dtype = compute_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropy = _FusedLogProbs.apply(

@@ -20,11 +20,7 @@ class Gather:
 
     @classmethod
     def from_source(cls, source: Tensor, count: int, device: torch.device) -> Gather:
-        """Build from the source of each slot, ``[K]`` on the CPU.
-
-        Args:
-            source: indices below ``count``; they may repeat.
-        """
+        """Build from the source of each slot, ``[K]`` on the CPU; sources are below ``count`` and may repeat."""
         uses = source.bincount(minlength=count)
         slots = source.argsort(stable=True)
         return cls(*(part.to(device) for part in (source, slots, uses.cumsum(0) - uses)))

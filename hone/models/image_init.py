@@ -57,7 +57,6 @@ class ImageInit:
     decoder: dict[str, Any] = field(default_factory=dict)  # further settings of the decoder
 
     def add_marks(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Add the marks of images to a tokenizer, and their rendering to its chat template."""
         tokenizer.add_special_tokens(
             {"additional_special_tokens": list(self.marks)}, replace_extra_special_tokens=False
         )
@@ -80,7 +79,6 @@ class ImageInit:
         )
 
     def save_processor(self, out: str | Path) -> None:
-        """Write the image processor of the model to its directory."""
         self.processor().save_pretrained(out)
 
 

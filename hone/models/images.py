@@ -34,22 +34,16 @@ class PackedImages:
 
 
 def attach_processor(causal: nn.Module, processor: ImageProcessor | None) -> None:
-    """Let a model read images by its processor."""
     if processor is not None:
         setattr(causal, _ATTRIBUTE, processor)
 
 
 def find_processor(causal: nn.Module) -> ImageProcessor | None:
-    """Return the processor that a model reads images by; None for a model of text."""
     return getattr(causal, _ATTRIBUTE, None)
 
 
 def processor_of(causal: nn.Module) -> ImageProcessor:
-    """Return the processor that a model reads images by.
-
-    Raises:
-        ModelError: it is a model of text.
-    """
+    """Return the processor that a model reads images by; ModelError for a model of text."""
     processor = find_processor(causal)
     if processor is None:
         raise ModelError(
@@ -72,11 +66,7 @@ def vision_tower(causal: nn.Module) -> nn.Module | None:
 
 
 def images_by_key(rows: Iterable[Sequence[ImageData]]) -> dict[int, ImageData]:
-    """Return the images of rows by key, each once.
-
-    Raises:
-        ModelError: two of them have the same key and other content.
-    """
+    """Return the images of rows by key, each once."""
     by_key: dict[int, ImageData] = {}
     for image in (image for row in rows for image in row):
         if by_key.setdefault(image.key, image).content != image.content:
@@ -91,14 +81,10 @@ def images_by_key(rows: Iterable[Sequence[ImageData]]) -> dict[int, ImageData]:
 def decoder_inputs(
     causal: Any, ids: Tensor, images: Mapping[int, ImageData], *, always: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of the decoder that replace ``input_ids``.
+    """Return the arguments of the decoder that replace ``input_ids``; ids of images are below 0.
 
-    Args:
-        causal: model for images.
-        ids: ``[batch, length]`` token ids, those of images below 0.
-        images: by key.
-        always: compute the vision tower without images too. They are a blank one then, whose features have the weight 0: all ranks that
-            share a sharded tower compute it at the same time, forward and backward.
+    With ``always`` the vision tower is computed without images too, for a blank one whose features have the weight 0: all
+    ranks that share a sharded tower compute it at the same time, forward and backward.
     """
     is_image = ids < 0
     processor = processor_of(causal)
@@ -141,12 +127,8 @@ def rope_positions(rows: Ragged, processor: ImageProcessor, images: Mapping[int,
     A text token has the same position three times, one more than the largest before it. The tokens of an image begin there and
     extend by rows and columns (Qwen2-VL, section 2.1).
 
-    Args:
-        rows: token ids, on the CPU.
-        images: by key.
-
-    Returns:
-        ``[3, tokens]`` of all rows end to end, and for each row the position of the token after it less its number of tokens.
+    The result is ``[3, tokens]`` of all rows end to end, and for each row the position of the token after it less its number of
+    tokens.
     """
     ids, lengths = rows.values, rows.lengths
     is_image, keys = ids < 0, key_of(ids)

@@ -48,21 +48,11 @@ def init_model(
     The vocabulary is the tokenizer's, with the marks of a model that reads images. Weights are float32 and depend on ``arch``,
     ``size``, ``seed`` and the vocabulary.
 
-    Args:
-        arch: a name in :data:`hone.models.registry.ARCHITECTURES`.
-        size: parameters, as ``900k``, ``1m``, ``1.5m``, ``2b``; for mixtures of experts all experts count. A vision tower comes in
-            addition.
-        tokenizer: tokenizer directory.
-        out: directory to write.
-        seed: seed of the weights.
-        context: longest sequence in tokens.
-
-    Returns:
-        The number of parameters (tied matrices once), and the configuration.
+    ``size`` is the number of parameters (tied matrices once), as ``900k``, ``1m``, ``1.5m``, ``2b``; of a mixture of experts all
+    count. A vision tower comes in addition. ``context`` is the longest sequence in tokens. Return the number and the config.
 
     Raises:
-        ModelError: malformed size, no tokenizer, a size that the vocabulary does not allow, or a folder that cannot be
-            written.
+        ModelError: malformed size, no tokenizer, a size that the vocabulary does not allow, or an unwritable folder.
     """
     architecture, target = ARCHITECTURES.get(arch), parse_size(size)
     images = IMAGE_MODELS.get(arch)
@@ -90,11 +80,7 @@ def init_model(
 
 
 def parse_size(text: str) -> int:
-    """``1m`` to 1000000; also ``900k``, ``1.5M``, ``2b``.
-
-    Raises:
-        ModelError: not a positive number followed by k, m or b.
-    """
+    """``1m`` to 1000000; also ``900k``, ``1.5M``, ``2b``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", text.strip().lower())
     count = round(float(match[1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[match[2]]) if match else 0
     if count == 0:
@@ -107,11 +93,7 @@ def parse_size(text: str) -> int:
 def find_config(
     architecture: RandomInit, target: int, tokenizer: PreTrainedTokenizerBase, context: int
 ) -> PretrainedConfig:
-    """Find the config whose model comes closest to ``target`` parameters, by the rule of the module.
-
-    Raises:
-        ModelError: none comes within 10 %.
-    """
+    """Find the config whose model comes closest to ``target`` parameters, by the rule of the module; ModelError beyond 10 %."""
     head = 32 if target < 50e6 else 64
     layers = next((count for limit, count in _LAYERS if target <= limit), _MOST_LAYERS)
 

@@ -50,9 +50,7 @@ REWARD_SETTINGS: dict[str, Any] = {"num_labels": 1, "pad_token_id": None}
 def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainable: bool = True) -> nn.Module:
     """Load a causal language model in float32, with LoRA adapters when ``config.lora_rank`` > 0.
 
-    Args:
-        seed: run seed; fresh adapters are initialised from it.
-        trainable: whether it will be updated; otherwise parameters are frozen and no adapter is added.
+    Fresh adapters are initialised from the run's ``seed``. A model that is not ``trainable`` is frozen and gets none.
 
     Raises:
         ModelError: the directory is missing, holds no model, or the adapter does not fit.
@@ -129,9 +127,7 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, seed: int = 
     A causal model becomes a sequence-classification model with a new output layer of zeros. A sequence-classification or
     token-classification model with one label is loaded unchanged. With LoRA the adapter holds the output layer, too.
 
-    Args:
-        seed: run seed; fresh adapters are initialised from it.
-        trainable: whether it will be updated; otherwise parameters are frozen and no adapter is added.
+    Fresh adapters are initialised from the run's ``seed``. A model that is not ``trainable`` is frozen and gets none.
     """
     factory = reward_factory(config)
     model = _load(factory, config, **REWARD_SETTINGS)
@@ -142,11 +138,7 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, seed: int = 
 
 
 def reward_factory(config: ModelConfig) -> Any:
-    """Return the class of transformers that loads a reward model from a directory.
-
-    Raises:
-        ModelError: the directory holds a classifier with several labels.
-    """
+    """Return the class of transformers that loads a reward model from a directory."""
     saved = saved_settings(config)
     kinds = " ".join(saved.architectures or [])
     if "Classification" in kinds and saved.num_labels != 1:
@@ -188,7 +180,6 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def value_head(model: nn.Module) -> nn.Linear:
-    """The output layer of a token-classification model."""
     head = getattr(model, "score", None) or getattr(model, "classifier", None)
     if isinstance(head, ModulesToSaveWrapper):  # trained besides an adapter
         head = head.modules_to_save[str(head.active_adapter)]
@@ -212,9 +203,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def with_adapter(model: nn.Module, saved: Mapping[str, Tensor]) -> Iterator[None]:
     """Compute within the block with the weights of a saved adapter in place of the trained ones, which come back bit-equal.
 
-    Args:
-        model: with an adapter; parameters are plain tensors or shards.
-        saved: by their names in the adapter's file.
+    Parameters are plain tensors or shards; ``saved`` has the names of the adapter's file.
     """
     if not isinstance(model, PeftModel):
         raise TypeError("the model has no adapter to replace")
@@ -341,11 +330,7 @@ def _quiet() -> Iterator[None]:
 
 
 def saved_settings(config: ModelConfig) -> PreTrainedConfig:
-    """Read the model's own configuration.
-
-    Raises:
-        ModelError: config.json has a size that no model has, or transformers refuses it.
-    """
+    """Read the model's own configuration; ModelError where it has a size that no model has, or transformers refuses it."""
     path = _path(config)
     with _explained(path):
         check_settings({**read_settings(path), **config.override_config}, Path(path) / "config.json")

@@ -35,11 +35,7 @@ class Forward(Protocol):
 
 
 class ModuleForward:
-    """Forward pass of any causal language model by its own module.
-
-    Args:
-        dtype: of matmuls.
-    """
+    """Forward pass of any causal language model by its own module, with matmuls in ``dtype``."""
 
     def __init__(self, causal: nn.Module, *, dtype: torch.dtype) -> None:
         self._causal, self._dtype = causal, dtype
@@ -74,11 +70,9 @@ class ModuleForward:
         return self._routers is not None
 
     def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
         return self._run(self._decoder, ids, context).last_hidden_state
 
     def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
-        """Logits ``[batch, length, V]``."""
         return self._run(self._causal, ids, context).logits
 
     def _run(self, module: Any, ids: Tensor, context: AttentionContext) -> Any:

@@ -33,9 +33,7 @@ SMALLEST = 1 << 16
 class ActivationOffload:
     """Moves what autograd saves to host memory, and back one layer ahead of the backward pass.
 
-    Args:
-        device: the CUDA device that computes.
-        in_flight: bytes of device memory that copies under way may hold in each direction.
+    Copies under way hold at most ``in_flight`` bytes of device memory in each direction.
     """
 
     def __init__(self, device: torch.device, in_flight: int = OFFLOAD_IN_FLIGHT_BYTES) -> None:
@@ -51,11 +49,7 @@ class ActivationOffload:
             yield
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Copy on the stream of copies, after what the computing stream has been given.
-
-        Returns:
-            The event after the copy.
-        """
+        """Copy on the stream of copies, after what the computing stream has been given; return the event after the copy."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)

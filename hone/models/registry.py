@@ -34,7 +34,6 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
         return self.hidden // self.head
 
     @property

@@ -52,7 +52,6 @@ def attention_of(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def _set_attention(config: Any, name: str | None) -> None:
-    """Set the attention of one config, not of its sub-configs: a vision tower keeps transformers' attention."""
     config._attn_implementation = {"": name}
 
 

@@ -30,11 +30,7 @@ class WeightFiles:
     Files may name and split weights differently from the module (one matrix an expert, for example). transformers' table of
     conversions is applied, and the tensors of one parameter are read at a time.
 
-    Args:
-        model: as transformers builds it, before adapters; storage is not needed.
-
-    Raises:
-        ModelError: there are no safetensors files.
+    ``model`` is as transformers builds it, before adapters; storage is not needed. ModelError without safetensors files.
     """
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
@@ -67,11 +63,7 @@ class WeightFiles:
                 yield name, value[0] if isinstance(value, list) else value
 
     def read(self, *names: str) -> Tensor:
-        """Return one parameter, by the first of its names in the module that the files have.
-
-        Raises:
-            ModelError: they have none of them.
-        """
+        """Return one parameter, by the first of its names in the module that the files have; ModelError without any."""
         target = next((name for name in names if name in self._sources and name not in self._converters), None)
         if target is None:
             raise ModelError(
@@ -82,11 +74,7 @@ class WeightFiles:
         return self._read(self._sources[target][0][0])
 
     def check_shapes(self, model: PreTrainedModel) -> None:
-        """Compare the headers of the files with the module's parameters, before these get storage.
-
-        Raises:
-            ModelError: a tensor has another shape than config.json gives it.
-        """
+        """Compare the headers of the files with the module's parameters, before these get storage; ModelError if one differs."""
         for name, value in model.state_dict().items():
             if name in self._sources and name not in self._converters:
                 key = self._sources[name][0][0]
@@ -158,10 +146,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, files: WeightFiles, *, fresh: tuple[str, ...] = ()) -> None:
-    """Copy this rank's part of the files into every parameter.
-
-    Args:
-        fresh: name prefixes of parameters that become zero if no file has them.
+    """Copy this rank's part of the files into every parameter; those with a prefix in ``fresh`` become zero if no file has them.
 
     Raises:
         ModelError: parameters are missing in the files, or have another shape.

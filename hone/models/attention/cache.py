@@ -65,22 +65,15 @@ class LayerCache(Protocol):
     def append(self, tokens: NewTokens, *states: Tensor) -> None:
         """Add the new tokens to their rows. A row whose ``past`` is 0 starts empty, whatever it held.
 
-        Args:
-            tokens: their places.
-            states: what the model passed to ``context.attend`` (queries, keys, values) or ``context.mix``.
+        ``states`` are what the model passed to ``context.attend`` (queries, keys, values) or ``context.mix``.
         """
         ...
 
     def attend(self, tokens: NewTokens, layer: int, *states: Tensor, scoring: Scoring | None) -> Tensor:
         """Compute the output of each new token over its row up to itself; :meth:`append` was called for them before.
 
-        Without ``per_token`` every row has exactly one new token.
-
-        Args:
-            tokens: their places.
-            layer: index of the layer.
-            states: as for :meth:`append`.
-            scoring: what ``context.attend`` was given; None from ``context.mix``.
+        Without ``per_token`` every row has exactly one new token. ``scoring`` is what ``context.attend`` was given; None from
+        ``context.mix``.
         """
         ...
 
@@ -125,40 +118,33 @@ class KVLayerCache:
         return self._tensors[-1]
 
     def resize(self, rows: int, capacity: int, *, used: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Reserve ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows."""
         self._shape = (rows, capacity, device, dtype)
         self._tensors = tuple(_resized(kv, rows, capacity, used) for kv in self._tensors)
 
     def append(self, tokens: NewTokens, *states: Tensor) -> None:
-        """Write keys and values of the new tokens."""
         _, *parts = states
         self.require(*(part.shape for part in parts))
         for kv, part in zip(self._tensors, parts, strict=True):
             cast("KVTokens", tokens).write(kv, part)
 
     def attend(self, tokens: NewTokens, layer: int, *states: Tensor, scoring: Scoring | None) -> Tensor:
-        """Compute softmax attention."""
         assert scoring is not None
         query, key, value = states
         return cast("KVTokens", tokens).softmax_attention(self, layer, query, key, value, scoring)
 
     def copy_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy rows with their first ``length`` tokens."""
         for kv in self._tensors:
             kv[targets, :, :length] = kv[sources, :, :length]
 
     def read_row(self, row: int, length: int) -> Entries:
-        """Return a copy of the first ``length`` tokens of a row."""
         return tuple(kv[row, :, :length].clone() for kv in self._tensors)
 
     def write_row(self, row: int, length: int, entries: Entries) -> None:
-        """Begin a row with the first ``length`` tokens of ``entries``."""
         self.require(*((1, *part.shape) for part in entries))
         for kv, part in zip(self._tensors, entries, strict=True):
             kv[row, :, :length] = part[:, :length]
 
     def free(self) -> None:
-        """Give the memory back."""
         self._tensors, self._shape = (), None
 
     def require(self, *shapes: Sequence[int]) -> None:

@@ -39,11 +39,7 @@ class Scoring:
 
 
 class AttentionContext(Protocol):
-    """Knows which tokens attend to which.
-
-    Attributes:
-        position_ids: ``[batch, length]``, position of each token in its sequence.
-    """
+    """Knows which tokens attend to which; ``position_ids [batch, length]`` are those in their sequences."""
 
     @property
     def position_ids(self) -> Tensor: ...
@@ -55,14 +51,9 @@ class AttentionContext(Protocol):
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Let the tokens of each sequence meet in a way that is not softmax attention, for example linear attention.
 
-        Args:
-            layer: index of the layer.
-            mixer: maps whole sequences ``[rows, width, ...]``, one tensor for each of ``states`` and padded on the right, to
-                ``[rows, width, ...]``. It must be causal, so that padding changes nothing.
-            states: ``[batch, length, ...]`` each; the cache of the layer gets them in the same order.
-
-        Returns:
-            ``[batch, length, ...]``.
+        ``mixer`` maps whole sequences ``[rows, width, ...]``, one tensor for each of ``states`` and padded on the right, to
+        ``[rows, width, ...]``. It must be causal, so that padding changes nothing. ``states [batch, length, ...]`` become
+        ``[batch, length, ...]``; the cache of the layer gets them in the same order.
         """
         ...
 
@@ -100,11 +91,7 @@ def hone_attention(
 
 
 def require_context(module: nn.Module, context: AttentionContext | None) -> AttentionContext:
-    """Return the context that an attention module received.
-
-    Raises:
-        ModelError: it received none.
-    """
+    """Return the context that an attention module received."""
     if context is None:
         raise ModelError(
             f"{type(module).__name__} computes attention without a context",

@@ -29,17 +29,9 @@ BLOCK_SCORES = 1 << 19
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, tiles: CausalTiles) -> Tensor:
-    """Compute attention, forward and backward in float32 (or better, if the inputs are).
+    """Compute attention ``[N, heads, d_v]`` of ``query [N, heads, d]``, forward and backward in float32 (or better, if inputs are).
 
-    Args:
-        query: ``[N, heads, d]``.
-        key: ``[N, kv_heads, d]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
-        value: ``[N, kv_heads, d_v]``.
-        scale: factor of the scores.
-        tiles: of the packed sequences.
-
-    Returns:
-        ``[N, heads, d_v]`` in the dtype of ``value``.
+    Query head ``i`` uses key head ``i // (heads / kv_heads)`` of ``key [N, kv_heads, d]`` and ``value [N, kv_heads, d_v]``.
     """
     for_heads = tiles.for_heads(query.shape[1], key.shape[1])
     return _Attention.apply(query, key, value, scale, for_heads)  # type: ignore[return-value]

@@ -52,7 +52,6 @@ class HeadTiles(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Query slots of all tiles."""
         return sum(tile.queries.numel() for tile in self.tiles)
 
     def split(self, slots: Tensor) -> Iterator[tuple[HeadTile, Tensor]]:
@@ -61,11 +60,7 @@ class HeadTiles(NamedTuple):
 
 
 class CausalTiles:
-    """The tiles of packed sequences; computed once for all layers.
-
-    Args:
-        sequences: of the packed row.
-    """
+    """The tiles of packed sequences; computed once for all layers."""
 
     def __init__(self, sequences: Sequences) -> None:
         self.tiles: list[CausalTile] = []
@@ -90,7 +85,6 @@ class CausalTiles:
         return len(self._slot) / sum(tile.rows * tile.width for tile in self.tiles)
 
     def for_heads(self, heads: int, kv_heads: int) -> HeadTiles:
-        """The tiles for this number of query and key heads."""
         if (heads, kv_heads) not in self._for_heads:
             self._for_heads[heads, kv_heads] = self._with_heads(heads, kv_heads)
         return self._for_heads[heads, kv_heads]

@@ -37,20 +37,16 @@ class PackedContext:
     @classmethod
     def from_lengths(
         cls,
-        lengths: Tensor | Sequence[int],
-        device: torch.device | str = "cpu",
+        lengths: Tensor | Sequence[int],  # ``[B]`` tokens of each sequence
+        device: torch.device | str = "cpu",  # of the positions
         *,
+        # ``[B]`` how many of the tokens are the first ones of the sequence before; None for none
         shared: Tensor | Sequence[int] | None = None,
     ) -> PackedContext:
         """Pack sequences, each of which may begin with tokens of the sequence before it.
 
         Linear layers see such a prefix once; attention places it before each suffix. In depth-first order of the tree of their
         prefixes, sequences share whatever they have in common (:mod:`hone.data.prefixes`).
-
-        Args:
-            lengths: ``[B]`` tokens of each sequence.
-            device: of the positions.
-            shared: ``[B]`` how many of the tokens are the first ones of the sequence before; None for none.
 
         Raises:
             ValueError: there is no sequence, or one has no token of its own.
@@ -85,7 +81,7 @@ class PackedContext:
         return self.tiles.scatter(outputs)[None]
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
-        """Apply ``mixer`` to each sequence: ``[1, N, ...]`` to ``[1, N, ...]``; see :class:`AttentionContext`."""
+        """Apply ``mixer`` to each sequence: ``[1, N, ...]`` to ``[1, N, ...]``."""
         del layer
         outputs = [mixer(*(tile.gather(part.squeeze(0)) for part in states)) for tile in self.tiles.tiles]
         return self.tiles.scatter(outputs)[None]
@@ -93,14 +89,9 @@ class PackedContext:
     def attend_gradients(
         self, incoming: Tensor, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> list[Tensor]:
-        """Compute the gradients of queries, keys, values and, if there are any, sinks. Nothing but the inputs is kept for them.
+        """Compute the gradients of queries, keys, values and, if there are any, sinks, from that of the output of :meth:`attend`.
 
-        Args:
-            incoming: ``[1, N, heads, head_dim]``, gradient of the output of :meth:`attend`.
-            query: as in :meth:`attend`, and the next three too.
-            key: see ``query``.
-            value: see ``query``.
-            scoring: see ``query``.
+        Nothing but the inputs is kept for them.
         """
         if self.computes_in_blocks(query, scoring):
             rows = [states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)]
@@ -129,10 +120,8 @@ class PackedContext:
 
     @cached_property
     def varlen_plan(self) -> VarlenPlan:
-        """Arguments of the variable-length attention call."""
         return VarlenPlan.from_sequences(self.sequences, self.position_ids.device)
 
     @cached_property
     def tiles(self) -> PaddedTiles:
-        """Whole sequences in padded tiles."""
         return PaddedTiles.from_sequences(self.sequences, self.position_ids.device)

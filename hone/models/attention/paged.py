@@ -37,15 +37,10 @@ class RowPages:
     lengths: Tensor  # ``[R]`` int32, keys of each row, that of its new token included
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        """Compute the attention of the new tokens; a row's does not depend on other rows.
+        """Compute the attention ``[R, heads, d]`` of the new tokens; a row's does not depend on other rows.
 
-        Args:
-            query: ``[R, heads, d]``, in the dtype of the pool.
-            keys: ``[pages, tokens of a page, kv_heads, d]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
-            values: the same of the values.
-
-        Returns:
-            ``[R, heads, d]``.
+        ``query [R, heads, d]`` is in the dtype of the pool ``keys [pages, tokens of a page, kv_heads, d]``; query head ``i`` uses
+        key head ``i // (heads / kv_heads)``.
         """
         options = {"window": scoring.window, "softcap": scoring.softcap, "sinks": scoring.sinks}
         return attend_pages(query, keys, values, self.tables, self.lengths, scale=scoring.scale, **options)
@@ -89,12 +84,7 @@ class CachedPrompts:
 
 
 def obstacle(device: torch.device, head_dim: int) -> str | None:
-    """Return why attention over pages cannot be computed on this device, or None if it can.
-
-    Args:
-        device: of the pages.
-        head_dim: width of keys and values.
-    """
+    """Return why attention over pages cannot be computed on this device, or None if it can."""
     if not cuda.available(device):
         return "the device has no Triton, or is older than Ampere"
     if head_dim > WIDEST_HEAD:

@@ -118,7 +118,6 @@ class Runs:
 
     @cached_property
     def plan(self) -> VarlenPlan:
-        """Arguments of the variable-length call."""
         queries, keys = self.queries, self.keys
         return VarlenPlan(
             query_ends=queries.offsets.to(self.device, torch.int32),
@@ -131,7 +130,6 @@ class Runs:
 
     @cached_property
     def tiles(self) -> list[_Tile]:
-        """The runs in padded tiles."""
         most = _TILE_ENTRIES if self.device.type == "cpu" else _TILE_ENTRIES_ELSEWHERE
         tiles = []
         for first_key in range(0, int(self.keys.lengths.max()), MOST_KEYS):
@@ -166,13 +164,7 @@ class Runs:
 
 
 def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-    """Return why no variable-length call can compute parts of this attention, or None; see :func:`.varlen.obstacle`.
-
-    Args:
-        query: ``[..., d]``.
-        value: ``[..., d_v]``.
-        scoring: of the model's attention; its window is None if no sequence is longer.
-    """
+    """Return why no variable-length call can compute parts of this attention, or None; see :func:`.varlen.obstacle`."""
     if scoring.window is not None:
         return "sequences are longer than the attention window, and their tokens are divided over ranks"
     if "return_aux" not in varlen.options_of_varlen():
@@ -183,16 +175,10 @@ def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
 def add_part(
     totals: Totals, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, runs: Runs, *, fused: bool
 ) -> None:
-    """Add the attention of ``query`` to one block of keys to ``totals``; sinks are left out.
+    """Add the attention of ``query [n, heads, d]`` to one block of ``key [m, kv_heads, d]`` to ``totals``; sinks are left out.
 
-    Args:
-        totals: of the queries.
-        query: ``[n, heads, d]`` of a block.
-        key: ``[m, kv_heads, d]`` of a block; query head ``i`` uses key head ``i // (heads / kv_heads)``.
-        value: ``[m, kv_heads, d_v]``.
-        scoring: scale, window and soft cap.
-        runs: which queries see which keys.
-        fused: by one variable-length call, in the dtype of the states; else in tiles, in float32 or better.
+    Query head ``i`` uses key head ``i // (heads / kv_heads)``. With ``fused`` it is one variable-length call, in the dtype of
+    the states; else tiles, in float32 or better.
     """
     if len(runs.queries) == 0:
         return

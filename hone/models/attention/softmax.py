@@ -48,13 +48,7 @@ def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[obj
 
 
 def attention_probabilities(scores: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
-    """Turn raw scores into probabilities: scale, softcap, mask, sinks, softmax.
-
-    Args:
-        scores: ``[b, heads, Q, K]``, not yet scaled.
-        hidden: True where a key is masked, broadcast to ``scores``.
-        scoring: scale, softcap and sinks.
-    """
+    """Turn raw scores ``[b, heads, Q, K]`` into probabilities: scale, softcap, mask (``hidden`` is True there), sinks, softmax."""
     scores = scores.float() * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)

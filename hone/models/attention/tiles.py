@@ -59,7 +59,6 @@ class Sequences:
 
     @property
     def prefix_length(self) -> Tensor:
-        """Number of prefix tokens, ``[B]``."""
         return self.prefixes.lengths
 
     @property
@@ -92,18 +91,10 @@ def score_count(suffix: int, prefix: int) -> int:
 def pack_tiles(
     suffixes: list[int], prefixes: list[int] | None = None, measure: Callable[[int, int], int] = token_count
 ) -> list[list[int]]:
-    """Group sequences into as few tiles as keep each at least 85 % full.
+    """Group sequences into as few tiles as keep each at least 85 % full, from the longest suffix to the shortest.
 
-    Sequences are taken from the longest suffix to the shortest. A tile has the longest suffix and the longest prefix of its
-    members. Sequences with and without a prefix never share a tile.
-
-    Args:
-        suffixes: suffix tokens of each sequence, at least 1.
-        prefixes: prefix tokens of each sequence; None means no prefixes.
-        measure: size of a sequence, and of a slot of the tile, from its suffix and prefix tokens.
-
-    Returns:
-        Sequence indices of each tile, from the longest suffix to the shortest; every sequence is in exactly one tile.
+    A tile has the longest suffix and the longest prefix of its members. Sequences with and without a prefix never share a
+    tile. ``measure`` is the size of a sequence, and of a slot of the tile, from its suffix and prefix tokens.
     """
     prefixes = prefixes or [0] * len(suffixes)
     tiles: list[list[int]] = []

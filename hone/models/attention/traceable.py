@@ -44,7 +44,6 @@ class TraceableContext:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Compute attention within each sequence: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
         if self.plan is not None and varlen.states_obstacle(query, value, scoring) is None:
             rows = [states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)]
             return varlen.causal_attention(rows[0], rows[1], rows[2], scoring, self.plan)[None]

@@ -77,17 +77,9 @@ def _key_gather(sequences: Sequences, device: torch.device) -> Gather:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, plan: VarlenPlan) -> Tensor:
-    """Compute attention within each sequence in the compute dtype; :func:`obstacle` must be None.
+    """Compute attention within each sequence in the compute dtype (autocast's, or else the query's); :func:`obstacle` must be None.
 
-    Args:
-        query: ``[N, heads, d]`` of the packed tokens.
-        key: ``[N, kv_heads, d]``, or as many as the plan has; query head ``i`` uses key head ``i // (heads / kv_heads)``.
-        value: of the shape of ``key``.
-        scoring: scale and window.
-        plan: of the sequences.
-
-    Returns:
-        ``[N, heads, d]`` in the compute dtype: that of autocast, or else of the query.
+    ``query [N, heads, d]`` are the packed tokens; query head ``i`` uses key head ``i // (heads / kv_heads)``.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -103,13 +95,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 
 
 def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-    """Return why the variable-length kernel cannot compute this attention, or None if it can.
-
-    Args:
-        query: ``[..., d]`` on a CUDA device, or on the meta device, which counts as a recent GPU.
-        value: ``[..., d_v]``.
-        scoring: of the model's attention.
-    """
+    """Return why the variable-length kernel cannot compute this attention, or None; the meta device counts as a recent GPU."""
     return states_obstacle(query, value, scoring) or device_obstacle(query.device)
 
 
@@ -128,11 +114,7 @@ def states_obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | Non
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Return why no attention can be computed by the variable-length kernel on a device, or None if some can.
-
-    Args:
-        device: a CUDA device, or the meta device, which counts as a recent GPU.
-    """
+    """Return why no attention can be computed by the variable-length kernel on a device, or None if some can."""
     if "window_size" not in options_of_varlen():
         return f"torch {torch.__version__} has no torch.nn.attention.varlen with windows"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:

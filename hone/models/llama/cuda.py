@@ -127,7 +127,6 @@ class FusedDecodeForward(DecodeForward):
         return layers, self._decoder.norm, vocabulary.to(self._dtype).t()
 
     def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
         return self._states(ids, context).unflatten(0, ids.shape)
 
     def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
@@ -170,7 +169,6 @@ def layer_forward(
     context: AttentionContext,
     **_: Any,
 ) -> Tensor:
-    """Compute a layer as its ``forward``, for :func:`~hone.models.llama.spec.replace_layer_forwards`: ``[1, N, H]`` to the same."""
     states, rotary = hidden_states.squeeze(0), _rotary(*position_embeddings)
     residual, delta = _layer(LlamaLayer(module), states, None, rotary, context, compute_dtype(states))
     return (residual + delta)[None]

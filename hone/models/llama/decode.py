@@ -26,10 +26,7 @@ class FusedLinear:
     On the CPU weights are packed for oneDNN once. Packing them in every step would cost more than the matmul itself while few
     rows are decoded.
 
-    Args:
-        modules: the projections.
-        dtype: compute dtype.
-        order: permutation of the concatenated outputs, or None.
+    ``order`` is a permutation of the concatenated outputs, or None.
     """
 
     def __init__(self, modules: list[nn.Linear], dtype: torch.dtype, order: Tensor | None = None) -> None:
@@ -51,12 +48,7 @@ class FusedLinear:
 
 
 class _RMSNorm:
-    """RMS norm (Zhang and Sennrich 2019) in few operations; torch's own takes ten times as long for a long prompt on the CPU.
-
-    Args:
-        weight: normalisation runs over its last dimension.
-        epsilon: added to the mean of squares.
-    """
+    """RMS norm (Zhang and Sennrich 2019) in few operations; torch's own takes ten times as long for a long prompt on the CPU."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         self._weight, self._epsilon = weight, torch.tensor(epsilon, device=weight.device)
@@ -116,10 +108,6 @@ class DecodeForward:
 
     It holds a second copy of the projection weights, fused and in the compute dtype, until :meth:`release`; call that when
     the weights change. The residual stream and the norms are float32, as under autocast in training.
-
-    Args:
-        causal: the model; :func:`hone.models.llama.spec.supports` must hold.
-        dtype: of matmuls.
     """
 
     def __init__(self, causal: nn.Module, *, dtype: torch.dtype) -> None:
@@ -147,7 +135,6 @@ class DecodeForward:
         return layers, _RMSNorm.from_module(self._decoder.norm), output
 
     def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
         batch, length = ids.shape
         hidden = self._decoder.embed_tokens(ids)
         cos, sin = self._decoder.rotary_emb(hidden, context.position_ids)
@@ -163,7 +150,6 @@ class DecodeForward:
         return norm(hidden)
 
     def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
-        """Logits ``[batch, length, V]``."""
         return self._weights[2](self.hidden(ids, context))
 
     def _heads(self, layer: _DecodeLayer, states: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:

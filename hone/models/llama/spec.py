@@ -24,7 +24,6 @@ class LlamaLayer:
 
     @property
     def attention(self) -> Any:
-        """The attention module."""
         return self.module.self_attn
 
     @property
@@ -34,7 +33,6 @@ class LlamaLayer:
 
     @property
     def out(self) -> nn.Linear:
-        """Projection of the attention output."""
         return self.attention.o_proj
 
     @property
@@ -49,12 +47,10 @@ class LlamaLayer:
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """All projections."""
         return [*self.qkv, self.out, *self.gate_up, self.down]
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return self.attention.head_dim
 
     @property
@@ -70,7 +66,6 @@ class LlamaLayer:
 
     @property
     def index(self) -> int:
-        """Position of the layer in the model."""
         return self.attention.layer_idx
 
     def qk_norm(self) -> tuple[Tensor, float] | None:
@@ -89,7 +84,6 @@ class LlamaLayer:
 
 
 def layers_of(causal: nn.Module) -> list[LlamaLayer]:
-    """The layers of a supported model."""
     return [LlamaLayer(module) for module in causal.get_decoder().layers]  # type: ignore[operator]
 
 

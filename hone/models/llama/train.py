@@ -49,7 +49,6 @@ def layer_forward(
     context: AttentionContext,
     **_: Any,
 ) -> Tensor:
-    """Compute a layer as its ``forward``, for :func:`~hone.models.llama.spec.replace_layer_forwards`: ``[1, N, H]`` to the same."""
     layer, rotary = LlamaLayer(module), _rotary(*position_embeddings)
 
     def compute(states: Tensor) -> Tensor:

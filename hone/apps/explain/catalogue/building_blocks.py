@@ -169,6 +169,10 @@ def _value_text(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------ building blocks
 
+_DISTILLATION = (
+    "path", "teachers", "self_teacher", "teacher_prompt", "loss_mode", "use_policy_gradient", "topk", "beta",
+    "tail_bucket", "coef", "task_weight", "log_prob_min_clamp", "loss_max_clamp",
+)  # fmt: skip
 _ONLINE = "actor_rollout_ref.actor.preference_loss"
 _REFERENCE = Cost(frozen=("reference",), forward=("reference log-probs",), saving=NO_COPY)
 
@@ -253,13 +257,7 @@ BLOCKS: dict[str, Block] = {
         "On-policy distillation: the student samples, and a teacher gives its distribution of the next token at every position.",
         select="distillation.enable=true distillation.path=TEACHER",
         cost=Cost(frozen=("teacher",), forward=("teacher log-probs",)),
-        keys=tuple(
-            f"distillation.{key}"
-            for key in (
-                "path teachers self_teacher teacher_prompt loss_mode use_policy_gradient topk beta "
-                "tail_bucket coef task_weight log_prob_min_clamp loss_max_clamp"
-            ).split()
-        ),
+        keys=tuple(f"distillation.{key}" for key in _DISTILLATION),
         function=algorithms.distillation_loss,
     ),
     "bradley_terry": Block(

@@ -67,7 +67,6 @@ class HeapWatch:
 
 @cache
 def heap_watch() -> HeapWatch:
-    """The watch of this process."""
     return HeapWatch()
 
 

@@ -100,15 +100,9 @@ def _joint_weight(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def joint_linear(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Return the outputs of projections that share their input, side by side, by one matmul in the dtype of ``states``.
+    """Return the outputs ``[N, sum of rows]`` of projections that share their input, by one matmul in the dtype of ``states``.
 
-    Args:
-        states: ``[N, H]`` in the compute dtype.
-        weights: ``[rows, H]`` of each projection, in any dtype; their gradients are float32 before they get that dtype.
-        biases: of each projection, or none at all.
-
-    Returns:
-        ``[N, sum of rows]``.
+    Gradients of weights are float32 before they get the weights' dtype.
     """
     bias = None if not biases else torch.cat(list(biases)) if len(biases) > 1 else biases[0]
     with torch.autocast(states.device.type, enabled=False):

@@ -78,31 +78,21 @@ def _on_cuda(
 
 
 def attend_pages(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
+    query: Tensor,  # ``[R, heads, d]``; head ``i`` uses key head ``i // (heads / kv_heads)``
+    keys: Tensor,  # ``[pages, tokens of a page, kv_heads, d]``
+    values: Tensor,  # the same of the values
+    tables: Tensor,  # ``[R, W]`` int32, pages of each row in order; those after its end are not read
+    # ``[R]`` int32, tokens of each row; a row without tokens gets zeros, and one cannot be longer than its table
     lengths: Tensor,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scale: float,  # of the scores
+    window: int | None = None,  # the last tokens of a row that are seen; None for all
+    softcap: float | None = None,  # scores become ``softcap * tanh(score / softcap)``; None for none
+    sinks: Tensor | None = None,  # ``[heads]`` scores that take probability and have no value, or None
 ) -> Tensor:
     """Return the attention of the last token of each row over the row, ``[R, heads, d]``, in the dtype of the query.
 
     What a row gets does not depend on other rows, nor on the width of the table, bit for bit on one kind of GPU. The host reads no
     number, so a CUDA graph can repeat the call.
-
-    Args:
-        query: ``[R, heads, d]``; head ``i`` uses key head ``i // (heads / kv_heads)``.
-        keys: ``[pages, tokens of a page, kv_heads, d]``.
-        values: the same of the values.
-        tables: ``[R, W]`` int32, pages of each row in order; those after its end are not read.
-        lengths: ``[R]`` int32, tokens of each row; a row without tokens gets zeros, and one cannot be longer than its table.
-        scale: of the scores.
-        window: the last tokens of a row that are seen; None for all.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None for none.
-        sinks: ``[heads]`` scores that take probability and have no value, or None.
     """
     return torch.ops.hone.attend_pages(query, keys, values, tables, lengths, sinks, scale, window, softcap)

@@ -34,7 +34,6 @@ def gate_backward(grad, joint, grad_joint, width, BLOCK: tl.constexpr):
 
 
 def forward(joint: Tensor) -> Tensor:
-    """Launch the forward program; see ``hone::swiglu``."""
     joint = joint.contiguous()
     rows, width = joint.shape[0], joint.shape[1] // 2
     out = joint.new_empty(rows, width)
@@ -43,7 +42,6 @@ def forward(joint: Tensor) -> Tensor:
 
 
 def backward(grad: Tensor, joint: Tensor) -> Tensor:
-    """Launch the backward program; see ``hone::swiglu_backward``."""
     joint = joint.contiguous()
     rows, width = grad.shape
     grad_joint = torch.empty_like(joint)

@@ -148,7 +148,6 @@ def heads_backward(
 def forward(
     joint: Tensor, norms: Tensor | None, cos: Tensor, sin: Tensor, epsilon: float, queries: int, keys: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward program; see ``hone::split_heads``."""
     joint, cos, sin = joint.contiguous(), cos.contiguous(), sin.contiguous()
     tokens, heads, width = joint.shape
     counts = (queries, keys, heads - queries - keys)
@@ -170,7 +169,6 @@ def backward(
     sin: Tensor,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward program; see ``hone::split_heads_backward``."""
     joint, cos, sin = joint.contiguous(), cos.contiguous(), sin.contiguous()
     tokens, heads, width = joint.shape
     programs = summing_programs(joint.device, tokens)

@@ -71,7 +71,6 @@ def norm_backward(
 def forward(
     residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward program; see ``hone::add_rms_norm``."""
     residual = residual.contiguous()
     rows, width = residual.shape
     total = residual.new_empty(0) if delta is None else torch.empty_like(residual)
@@ -91,7 +90,6 @@ def backward(
     scale: Tensor,
     delta_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward program; see ``hone::add_rms_norm_backward``."""
     total = total.contiguous()
     rows, width = total.shape
     programs = summing_programs(total.device, rows)

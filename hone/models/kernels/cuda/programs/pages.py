@@ -160,7 +160,6 @@ def forward(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Launch both programs; see ``hone::attend_pages``."""
     (rows, heads, width), (_, page, key_heads, _), pages = query.shape, keys.shape, tables.shape[1]
     if query.stride()[1:] != (width, 1):
         query = query.contiguous()
@@ -201,14 +200,7 @@ def forward(
 
 
 def shape(group: int, width: int, page: int, number_bytes: int) -> dict[str, Any]:
-    """Return the sizes of the first program; they depend on the model and its dtype alone.
-
-    Args:
-        group: query heads that share a key head.
-        width: of a head.
-        page: tokens of a page.
-        number_bytes: bytes of a number of a key.
-    """
+    """Return the sizes of the first program; they depend on the model and its dtype alone."""
     columns = max(_LEAST, triton.next_power_of_2(width))
     tokens = max(_LEAST, min(_MOST_TOKENS, page, _TILE_BYTES // (columns * number_bytes)))
     assert page % tokens == 0, f"pages have {page} tokens, not a multiple of {tokens}"
@@ -218,20 +210,11 @@ def shape(group: int, width: int, page: int, number_bytes: int) -> dict[str, Any
 
 
 def merged(width: int, page: int) -> dict[str, int]:
-    """Return the sizes of the second program."""
     return {"WIDTH": width, "COLUMNS": triton.next_power_of_2(width), "PAGE": page, "PARTS": _PARTS}
 
 
 def programs_of_a_row(device: torch.device, groups: int, pages: int, page: int, window: int | None) -> int:
-    """Return the number of programs that share the pages of a row and key head.
-
-    Args:
-        device: of the tensors.
-        groups: rows times key heads.
-        pages: most pages of a row.
-        page: tokens of a page.
-        window: the last tokens that are seen; None for all.
-    """
+    """Return the number of programs that share the pages of a row and key head; ``groups`` is rows times key heads."""
     processors = _PROCESSORS_ELSEWHERE
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count

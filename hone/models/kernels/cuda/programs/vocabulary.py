@@ -209,7 +209,6 @@ def statistics(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """Launch the forward program and put its tiles together; see ``hone::vocabulary_statistics``."""
     hidden, weight, shape = hidden.contiguous(), weight.contiguous(), _shape(hidden.device)
     (rows, width), vocabulary = hidden.shape, len(weight)
     partial = hidden.new_empty(3, triton.cdiv(vocabulary, shape["COLUMNS"]), rows, dtype=torch.float32)
@@ -250,7 +249,6 @@ def gradient(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """Launch the backward program; see ``hone::vocabulary_gradient``."""
     hidden, weight, shape = hidden.contiguous(), weight.contiguous(), _shape(hidden.device)
     (rows, width), vocabulary = hidden.shape, len(weight)
     grad_logits = weight.new_empty(rows, vocabulary)
