@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.algorithms.masked import wide
+
 
 def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the log-prob of each target ``[...]`` under ``softmax(logits / temperature)``, in float32 or better."""
-    scaled = _wide(logits) / temperature
+    scaled = wide(logits) / temperature
     return scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Return the entropy in nats of ``softmax(logits)`` along the last dimension, in float32 or better; logits may be -inf."""
-    log_probs = _wide(logits).log_softmax(-1)
+    log_probs = wide(logits).log_softmax(-1)
     probs = log_probs.exp()
     return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
 
@@ -26,7 +28,7 @@ def sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
 
     This is the probability that two draws agree: 1 for a certain distribution, 1 / V for a uniform one.
     """
-    return _wide(logits).softmax(-1).square().sum(-1)
+    return wide(logits).softmax(-1).square().sum(-1)
 
 
 def chunked_log_probs(
@@ -95,8 +97,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         rows = len(hidden)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, log_sum, entropy = (torch.zeros(rows, dtype=wide, device=hidden.device) for _ in range(3))
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs, log_sum, entropy = (torch.zeros(rows, dtype=precise, device=hidden.device) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, rows, chunk_size):
                 part = slice(start, start + chunk_size)
@@ -105,7 +107,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - log_sum[part]
                 if with_entropy:
                     logits.sub_(log_sum[part, None])
-                    entropy[part] = -(logits.exp() * logits.clamp_(min=torch.finfo(wide).min)).sum(-1)
+                    entropy[part] = -(logits.exp() * logits.clamp_(min=torch.finfo(precise).min)).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, bias, log_sum, entropy)
         ctx.settings = (temperature, softcap, chunk_size)
         if not with_entropy:
@@ -122,10 +124,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sum)
         wants_hidden, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]
-        wide = log_sum.dtype
+        precise = log_sum.dtype
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=precise) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), chunk_size):
                 part = slice(start, start + chunk_size)
@@ -137,7 +139,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 # d log p_target / dz_j = [j = target] - p_j,  d entropy / dz_j = -p_j (log p_j + entropy)
                 if grad_entropy is not None:
                     grad = (
-                        log_p.clamp_(min=torch.finfo(wide).min)
+                        log_p.clamp_(min=torch.finfo(precise).min)
                         .add_(entropy[part, None])
                         .mul_(-grad_entropy[part, None])
                     )
@@ -174,7 +176,7 @@ def _in_compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tu
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    logits = _wide(torch.nn.functional.linear(hidden, weight, bias))
+    logits = wide(torch.nn.functional.linear(hidden, weight, bias))
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -184,7 +186,3 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total.add_(left @ right)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hone.algorithms.distillation import distillation_token_loss
-from hone.algorithms.logits import _in_compute_dtype, _wide
+from hone.algorithms.logits import _in_compute_dtype
+from hone.algorithms.masked import wide
 
 _LOGITS = 1 << 26
 """Logits of a chunk that exist at the same time."""
@@ -88,7 +89,7 @@ class TeacherDistance:
 
     def from_logits(self, logits: Tensor, targets: TeacherTargets) -> dict[str, Tensor]:
         """Return the outputs of :meth:`from_hidden` from the student's logits ``[R, V]``."""
-        scaled = _wide(logits) / self.temperature
+        scaled = wide(logits) / self.temperature
         if targets.ids is not None and targets.log_probs is not None:
             student = scaled.gather(-1, targets.ids) - scaled.logsumexp(-1, keepdim=True)
             distance = distillation_token_loss(student, targets.log_probs, self.loss_mode, **self.options)
@@ -145,7 +146,7 @@ def chunked_top_k(
 
 def top_k(logits: Tensor, k: int, temperature: float = 1.0, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the ``k`` likeliest tokens and their log-probs, ``[..., k]``, from logits ``[..., V]``."""
-    scaled = _wide(logits)[..., :vocabulary] / temperature
+    scaled = wide(logits)[..., :vocabulary] / temperature
     values, ids = scaled.topk(min(k, scaled.shape[-1]), dim=-1)
     return ids, values - scaled.logsumexp(-1, keepdim=True)
 
@@ -165,7 +166,7 @@ def project(
     """
     if group is not None:
         hidden = _Shared.apply(hidden, group)  # type: ignore[assignment]
-    logits = _wide(functional.linear(hidden, weight, bias))
+    logits = wide(functional.linear(hidden, weight, bias))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return logits if group is None else _Joined.apply(logits, group)  # type: ignore[return-value]

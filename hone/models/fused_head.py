@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hone.algorithms.masked import wide
 from hone.models.dtypes import compute_dtype
 from hone.models.kernels import cuda
 from hone.models.kernels.cuda import matmuls, vocabulary  # noqa: F401  registers the operators
-from hone.models.kernels.cuda.dtypes import wide
 
 _GRADIENTS = 1 << 29
 """Logits whose gradients exist at the same time: 1 GiB in bfloat16."""

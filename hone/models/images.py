@@ -18,7 +18,7 @@ from hone.data.image_processor import ImageProcessor, Pixels
 from hone.data.images import ImageData, key_of, place_of
 from hone.data.ragged import Ragged
 from hone.errors import ModelError
-from hone.models.vision import TOWERS
+from hone.models.registry import TOWERS
 
 _ATTRIBUTE = "hone_image_processor"
 

@@ -18,6 +18,11 @@ from hone.registry import Registry
 if TYPE_CHECKING:
     from hone.models.attention.cache import LayerCache
 
+
+TOWERS = ("visual", "vision_model")
+"""Names of the vision tower in modules of transformers, in Qwen-VL and in Idefics3."""
+
+
 ARCHITECTURES: Registry[RandomInit] = Registry("architecture", key="--arch")
 """Families that ``hone init`` can initialise."""
 _FAMILIES: dict[str, ModelFamily] = {}

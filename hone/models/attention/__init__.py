@@ -8,6 +8,5 @@
 :mod:`.partial`     some queries and some of their keys, with log-sum-exps that add the parts up
 :mod:`.tiles`       sequences of similar length grouped into padded tiles
 :mod:`.softmax`     causal softmax attention over padded tiles, with torch's kernels
-:mod:`.cpu`         the same on the CPU, in blocks that fit the processor's cache
-:mod:`.cpu_tiles`   the tiles for that
+:mod:`.cpu`         the same on the CPU, in blocks that fit the processor's cache, and the tiles for that
 """

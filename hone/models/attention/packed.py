@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.models.attention import cpu, softmax, varlen
 from hone.models.attention.context import Scoring
-from hone.models.attention.cpu_tiles import CausalTiles
+from hone.models.attention.cpu import CausalTiles
 from hone.models.attention.tiles import PaddedTiles, Sequences
 from hone.models.attention.varlen import VarlenPlan
 

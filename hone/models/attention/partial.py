@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hone.algorithms.masked import wide
 from hone.data.ragged import Ragged
 from hone.models.attention import varlen
 from hone.models.attention.context import Scoring
@@ -303,7 +304,7 @@ def _gathered(tile: _Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
     runs, _, keys = tile.shape
     q = _of_queries(tile, query.index_select(0, tile.queries), key.shape[1])
     k, v = (
-        _wide(states.index_select(0, tile.keys)).view(runs, keys, states.shape[1], -1).transpose(1, 2).flatten(0, 1)
+        wide(states.index_select(0, tile.keys)).view(runs, keys, states.shape[1], -1).transpose(1, 2).flatten(0, 1)
         for states in (key, value)
     )
     return q, k, v
@@ -312,7 +313,7 @@ def _gathered(tile: _Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 def _of_queries(tile: _Tile, states: Tensor, kv_heads: int) -> Tensor:
     """``[runs * queries, heads, d]`` to ``[runs * kv_heads, group * queries, d]``."""
     runs, queries, _ = tile.shape
-    by_head = _wide(states).view(runs, queries, kv_heads, -1, states.shape[2])
+    by_head = wide(states).view(runs, queries, kv_heads, -1, states.shape[2])
     return by_head.permute(0, 2, 3, 1, 4).reshape(runs * kv_heads, -1, states.shape[2])
 
 
@@ -349,7 +350,3 @@ def _scores(tile: _Tile, q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
 def _finite(lse: Tensor) -> Tensor:
     """Replace the log-sum-exps of no score at all by 0."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
-
-
-def _wide(states: Tensor) -> Tensor:
-    return states.to(torch.promote_types(states.dtype, torch.float32))

@@ -12,8 +12,7 @@ from typing import Any
 
 from hone.config.model import ModelConfig
 from hone.data.model_settings import decoder_settings
-from hone.models.registry import CacheSize, family_of, tensor_plan_of
-from hone.models.vision import TOWERS
+from hone.models.registry import TOWERS, CacheSize, family_of, tensor_plan_of
 from hone.preflight.reading import read_model
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -18,7 +18,7 @@ from hone.data.chat import render_prompt
 from hone.data.image_processor import GridProcessor
 from hone.data.images import ImageData
 from hone.data.types import Sample
-from hone.models.image_init import IMAGE_MODELS
+from hone.models.init import IMAGE_MODELS
 
 RED, BLUE = drawn((255, 0, 0)), drawn((0, 0, 255), (120, 50))
 SCHEMA = {

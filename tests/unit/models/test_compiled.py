@@ -18,8 +18,7 @@ from hone.config.model import ModelConfig, OptimConfig
 from hone.models.attention import varlen
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
-from hone.models.attention.traceable import _CONTEXTS, TraceableContext
-from hone.models.compiled import CompiledLayers, compile_layers
+from hone.models.compiled import _CONTEXTS, CompiledLayers, TraceableContext, compile_layers
 from hone.models.heads import PolicyHead
 from hone.models.loading import as_policy, layers_of
 from hone.models.routing import use_hone_attention
@@ -29,7 +28,7 @@ from hone.training.objectives import imitation_objective
 
 pytestmark = pytest.mark.application(
     "hone/models/compiled.py",
-    "hone/models/attention/traceable.py",
+    "hone/models/compiled.py",
     "constraints.txt",
 )
 

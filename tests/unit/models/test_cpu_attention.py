@@ -14,8 +14,7 @@ from support.prefix_trees import context_of_groups, contexts, tokens_of
 from torch import Tensor
 
 from hone.models.attention import cpu
-from hone.models.attention.cpu import causal_attention
-from hone.models.attention.cpu_tiles import CausalTiles
+from hone.models.attention.cpu import CausalTiles, causal_attention
 from hone.models.attention.packed import PackedContext
 
 

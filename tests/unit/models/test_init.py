@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hone.apps.lab.data.train_tokenizer import train_tokenizer
 from hone.errors import ConfigError, ModelError
-from hone.models.image_init import IMAGE_MODELS
-from hone.models.init import find_config, init_model, parse_size
+from hone.models.init import IMAGE_MODELS, find_config, init_model, parse_size
 from hone.models.registry import ARCHITECTURES
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.models.kernels.cuda.dtypes import wide
+from hone.algorithms.masked import wide
 
 
 @torch.library.custom_op("hone::split_heads", mutates_args=(), device_types="cpu")

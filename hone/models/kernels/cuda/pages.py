@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.models.kernels.cuda.dtypes import wide
+from hone.algorithms.masked import wide
 
 WIDEST_HEAD = 256
 
