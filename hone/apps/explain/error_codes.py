@@ -14,7 +14,6 @@ END = "<!-- codes: to here -->"
 
 @functools.cache
 def error_codes() -> dict[str, str]:
-    """Return the meaning of every code."""
     import yaml
 
     return yaml.safe_load(_FILE.read_text(encoding="utf-8"))

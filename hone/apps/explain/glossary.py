@@ -46,7 +46,6 @@ class Term:
 
 @functools.cache
 def glossary() -> tuple[Term, ...]:
-    """Return all terms, by section."""
     import yaml
 
     sections: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))

@@ -27,7 +27,6 @@ class KeyAnswer:
     key: KeyDoc
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as plain data."""
         key = self.key
         return {
             "command": self.command,
@@ -65,7 +64,6 @@ class ForeignAnswer:
     words: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as plain data."""
         return {"command": self.command, "key": self.key, "verl": self.words}
 
     def __str__(self) -> str:

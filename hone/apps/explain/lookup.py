@@ -46,7 +46,6 @@ class Explanation:
     facts: dict[str, Any] = field(default_factory=dict)  # the description as plain data
 
     def as_json(self) -> dict[str, Any]:
-        """Return the explanation as plain data."""
         return {"kind": self.kind, "name": self.name, **self.facts}
 
     def __str__(self) -> str:

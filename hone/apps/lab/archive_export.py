@@ -10,13 +10,7 @@ from hone.insight.run_files import atomic_file, jsonable
 
 
 def export_records(folder: Path, out: Path, step: int | None = None) -> int:
-    """Write the sequences of a step, or of all, as JSON lines; return their number.
-
-    Args:
-        folder: folder of the archive.
-        out: file to write.
-        step: step with a file; None for all.
-    """
+    """Write the sequences of a step, or of all without one, as JSON lines; return their number."""
     archive, rows = require_archive(folder), 0
     with atomic_file(out) as file:
         for number in archive.steps() if step is None else [step]:

@@ -40,7 +40,6 @@ def chrome_trace(processes: Sequence[ProcessTimeline]) -> dict[str, Any]:
 
 
 def write_chrome_trace(processes: Sequence[ProcessTimeline], path: Path) -> None:
-    """Write :func:`chrome_trace` to a file."""
     with disk_errors(path):
         write_atomically(path, json.dumps(chrome_trace(processes), ensure_ascii=False))
 

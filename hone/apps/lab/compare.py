@@ -62,7 +62,6 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Return the step of the last metrics."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
@@ -102,7 +101,6 @@ def _alive(pid: Any) -> bool:
 
 
 def read_whole_run(path: Path, name: str = "") -> Run:
-    """Read a run directory."""
     config = path / CONFIG
     try:
         tree = read_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}

@@ -25,7 +25,6 @@ class ArmComparison:
     paired_by_seed: bool  # True if the runs of a pair share their seed
 
     def record(self) -> dict[str, Any]:
-        """Return the comparison as an object for JSON."""
         return vars(self) | {"result": vars(self.result)}
 
     @property
@@ -45,12 +44,9 @@ class ArmComparison:
 def compare_arms(
     runs: Sequence[Run], scores: RunScores, *, level: float = 0.95, effect: float | None = None
 ) -> list[ArmComparison]:
-    """Compare every arm among the runs with the first arm.
+    """Compare every arm among two or more runs with the first; runs with equal configurations apart from the seed form an arm.
 
-    Args:
-        runs: two or more; those with equal configurations apart from the seed form an arm.
-        level: level of the intervals.
-        effect: difference that the needed seeds should find; None means the observed one.
+    ``effect`` is the difference that the needed seeds should find; None means the observed one.
     """
     arms = split_arms([run.config for run in runs])
     results = []
@@ -63,12 +59,7 @@ def compare_arms(
 
 
 def compare_pair(first: Run, second: Run, scores: RunScores, *, level: float = 0.95) -> ArmComparison:
-    """Compare one run with another, whatever their configurations.
-
-    Args:
-        second: the other run.
-        level: level of the interval.
-    """
+    """Compare one run with another, whatever their configurations."""
     paired, by_seed = _paired([first, second], scores.values, [0], [1])
     result = compare_paired(paired, more_is_better=scores.more_is_better, level=level)
     return ArmComparison(scores.name, (first.name,), (second.name,), result, by_seed)

@@ -7,13 +7,7 @@ from pathlib import Path
 
 
 def draw(points: Sequence[tuple[int, float, tuple[float, float]]], title: str, path: Path) -> None:
-    """Write a picture; the file extension chooses the format.
-
-    Args:
-        points: turn, success of continuations from before it, and its interval.
-        title: of the picture.
-        path: of the picture.
-    """
+    """Write a picture of (turn, success of continuations from before it, its interval); the file extension chooses the format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -37,30 +37,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """Request of `hone episode fork`; the attributes are its options.
-
-    Attributes:
-        run: run directory.
-        uid: dataset row of the episode.
-        turn: turn before which the episode is forked, from 0; None forks before every turn.
-        samples: continuations of each fork.
-        step, index: which recorded episode of the row; None takes the latest step and the first episode.
-        model: model that continues; None takes the run's newest checkpoint.
-        content: content of the last message before the turn, in place of the recorded one.
-        temperature: of the continuations; None takes the run's.
-        seed: of the continuations.
-    """
+    """Request of `hone episode fork`; the attributes are its options."""
 
     run: str
     uid: str
     root: Path = Path("runs")
-    turn: int | None = None
-    samples: int = 8
-    step: int | None = None
-    index: int | None = None
-    model: str | None = None
-    content: str | None = None
-    temperature: float | None = None
+    turn: int | None = None  # turn before which the episode is forked, from 0; None forks before every turn
+    samples: int = 8  # continuations of each fork
+    step: int | None = None  # None takes the latest step of the row
+    index: int | None = None  # None takes the first episode of the row
+    model: str | None = None  # that continues; None takes the run's newest checkpoint
+    content: str | None = None  # of the last message before the turn, in place of the recorded one
+    temperature: float | None = None  # None takes the run's
     seed: int = 1
 
 
@@ -91,24 +79,17 @@ class Fork:
         return max(0.0, centre - half), min(1.0, centre + half)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {**vars(self), "success": self.success if self.passed else None, "interval": list(self.interval)}
 
 
 @dataclass(frozen=True)
 class ForkedEpisode:
-    """A recorded episode and its forks.
-
-    Attributes:
-        step, uid, index: identity of the episode.
-        score: its own reward; None without a verdict.
-        forks: before each chosen turn; with all turns, the last one is the episode itself.
-    """
+    """A recorded episode and its forks; with all turns, the last one is the episode itself."""
 
     step: int
     uid: str
     index: int
-    score: float | None
+    score: float | None  # its own reward; None without a verdict
     forks: list[Fork]
 
 
@@ -152,11 +133,7 @@ def fork(request: ForkRequest) -> ForkedEpisode:
 
 
 class Continuations:
-    """Player of the continuations of one recorded episode.
-
-    Raises:
-        ConfigError: the row's loop is not a conversation of Hone's, so its turns cannot be replayed.
-    """
+    """Player of the continuations of one recorded episode."""
 
     def __init__(
         self,
@@ -186,7 +163,7 @@ class Continuations:
             )
 
     def play(self, turn: int, count: int, content: str | None = None) -> list[Trajectory]:
-        """Return ``count`` continuations from turn ``turn``, with another content of the last message before it if given.
+        """Return ``count`` continuations from a turn, with another ``content`` of the last message before it if given.
 
         Raises:
             EpisodeError: the conversation does not repeat.

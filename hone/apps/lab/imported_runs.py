@@ -30,12 +30,7 @@ class Imported:
 
 
 def import_rollouts(source: Path, out: Path, name: str = AUTO) -> Imported:
-    """Convert rollouts of another program to a run directory that all readers open.
-
-    Args:
-        out: run directory to write; it must not exist, or be empty.
-        name: format, ``auto`` to find out.
-    """
+    """Convert rollouts of another program to a run directory that all readers open; ``out`` must not exist, or be empty."""
     importer, files = choose_importer(source, name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"'{out}' is not an empty folder", where="--out", fix="name a folder that does not exist")

@@ -32,27 +32,17 @@ class Advice:
 
 @dataclass(frozen=True)
 class Profile:
-    """Mean time of the steps of a run.
-
-    Attributes:
-        first, last: the measured steps.
-        seconds: wall time from the beginning of a step to that of the next, checkpoints and validation included.
-        stages: seconds per step by stage, the longest first; they sum to ``seconds``.
-        parts: seconds of the parts of ``update_weights``.
-        concurrent: seconds per step of what runs during other stages, outside the sum.
-        on_gpu: whether the run's machine has a GPU that it may use.
-        advice: changes, the largest possible gain first.
-    """
+    """Mean time of the steps of a run, from ``first`` to ``last``."""
 
     first: int
     last: int
     steps: int
-    seconds: float
-    stages: Mapping[str, float]
-    parts: Mapping[str, float] = field(default_factory=dict)
-    concurrent: Mapping[str, float] = field(default_factory=dict)
-    on_gpu: bool = False
-    advice: Sequence[Advice] = ()
+    seconds: float  # wall time from the beginning of a step to that of the next, checkpoints and validation included
+    stages: Mapping[str, float]  # seconds per step by stage, the longest first; they sum to ``seconds``
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds of the parts of ``update_weights``
+    concurrent: Mapping[str, float] = field(default_factory=dict)  # seconds of what runs during other stages
+    on_gpu: bool = False  # whether the run's machine has a GPU that it may use
+    advice: Sequence[Advice] = ()  # changes, the largest possible gain first
 
     def share(self, stage: str) -> float:
         """Return the share of a stage in the time of a step; 0 if the run has no such stage."""
@@ -60,12 +50,7 @@ class Profile:
 
 
 def profile_run(run: Run, last: int | None = None) -> Profile:
-    """Return the mean times of a run's steps, without the first, which also compiles and fills caches.
-
-    Args:
-        run: a run with metrics.
-        last: number of steps to use, the newest ones; None: all.
-    """
+    """Return the mean times of a run's ``last`` steps, or of all but the first, which also compiles and fills caches."""
     rows = [row for row in run.metrics if row.get("timing_s/step", 0.0) > 0]
     if not rows:
         raise HoneError(

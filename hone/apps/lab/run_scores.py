@@ -36,11 +36,7 @@ class RunScores:
 
 
 def stored_samples(folder: Path) -> dict[int, Callable[[], Iterable[dict[str, Any]]]]:
-    """Return a reader of the sample records of each step that has some.
-
-    Args:
-        folder: ``rollouts`` or ``validation`` of a run directory.
-    """
+    """Return a reader of the sample records of each step of ``rollouts`` or ``validation`` that has some."""
 
     archive = open_archive(folder)
     return {step: functools.partial(archive.records, step) for step in archive.steps()}
@@ -49,11 +45,9 @@ def stored_samples(folder: Path) -> dict[int, Callable[[], Iterable[dict[str, An
 def scores_in_common(runs: Sequence[Run], metric: str | None = None) -> RunScores | None:
     """Return the scores of runs, by prompt where the runs have them; None if they have none in common.
 
-    Args:
-        runs: runs to compare.
-        metric: name of a metric, ``score``, or a term or value of the scorer in the validation answers. None means the score of
-            the last common validation; without validation answers the rewards of training in the last half of the common steps;
-            without those the mean reward or the loss.
+    ``metric`` is the name of a metric, ``score``, or a term or value of the scorer in the validation answers. None means the score of
+    the last common validation; without validation answers the rewards of training in the last half of the common steps; without
+    those the mean reward or the loss.
     """
     if metric is None:
         return _validation(runs, SCORE) or _training_rewards(runs) or _last_of(runs, _NUMBERS)

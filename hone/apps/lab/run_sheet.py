@@ -24,7 +24,6 @@ _WIDTH = 60
 
 
 def add_note(path: Path, text: str) -> None:
-    """Append a note to a run directory."""
     if not text.strip():
         raise HoneError("the note is empty", fix='hone runs note RUN "what you saw"', code="E-runs")
     line = json.dumps({"at": now(), "text": text.strip()}, ensure_ascii=False)

@@ -34,12 +34,7 @@ class SamplesOfStep:
 
 
 def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
-    """Return the chosen samples of a step.
-
-    Args:
-        folder: ``rollouts`` or ``validation`` of a run directory.
-        query: the choice.
-    """
+    """Return the chosen samples of a step, from ``rollouts`` or ``validation`` of a run directory."""
     archive = require_archive(folder)
     step = archive.steps()[-1] if query.step is None else query.step
     total, matching = 0, []

@@ -48,11 +48,7 @@ class SweepResult:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of the keys that can change what a run computes.
-
-    Args:
-        config: dotted key to value.
-    """
+    """Return a hash of the keys that can change what a run computes."""
     text = json.dumps(jsonable(training_keys(config)), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -60,13 +56,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def open_sweep(
     out: Path, base: Mapping[str, Any], trials: Sequence[Mapping[str, str]], hashes: Sequence[str]
 ) -> list[Path]:
-    """Store the trials in ``sweep.json``, and return the run directory of each; those of an earlier start keep theirs.
-
-    Args:
-        base: everything that all trials share.
-        trials: swept key to value.
-        hashes: :func:`config_hash` of each trial.
-    """
+    """Store the trials in ``sweep.json``, and return the run directory of each; those of an earlier start keep theirs."""
     file = out / RECORD
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"base": dict(base), "trials": []}
     changed = [key for key in {**record["base"], **base} if record["base"].get(key) != base.get(key)]
@@ -96,11 +86,7 @@ def _other_sweep(out: Path, what: str) -> HoneError:
 
 
 def read_sweep(out: Path, metric: str | None = None) -> SweepResult:
-    """Read the results of a sweep.
-
-    Args:
-        metric: as for :func:`hone.apps.lab.run_scores.scores_in_common`.
-    """
+    """Read the results of a sweep; ``metric`` as for :func:`hone.apps.lab.run_scores.scores_in_common`."""
     file = out / RECORD
     if not file.exists():
         raise HoneError("the folder holds no sweep", where=str(out), fix="--out DIR of a sweep", code="E-runs")
@@ -145,12 +131,7 @@ def _lead(runs: Sequence[Run], scores: RunScores, ranking: Sequence[str]) -> Arm
 
 
 def draw_sweep(path: Path, result: SweepResult) -> Path:
-    """Draw a PNG with one panel per swept key: the score of each trial over the value of the key.
-
-    Args:
-        path: file to write; missing folders are created.
-        result: results with at least one score.
-    """
+    """Draw a PNG with one panel per swept key: the score of each trial over the value of the key."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

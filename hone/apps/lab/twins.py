@@ -47,7 +47,6 @@ class TwinPair:
 
 
 def pair_directory(out: Path, seed: int, arm: str) -> Path:
-    """Return the run directory of one arm of a pair."""
     return out / f"seed_{seed}" / arm
 
 
@@ -88,12 +87,9 @@ class TwinsSettings:
 
 
 def twins_decision(pairs: Sequence[TwinPair], settings: TwinsSettings, equal: bool) -> Decision:
-    """Return the decision after some pairs.
+    """Return the decision after some pairs, in their order.
 
-    Args:
-        pairs: in their order.
-        settings: of the comparison.
-        equal: True if the configurations are equal. If their runs are identical too, one pair suffices: the others would be.
+    If ``equal`` configurations have identical runs too, one pair suffices: the others would be.
     """
     if equal and pairs and all(pair.identical for pair in pairs):
         return Decision(Outcome.NO_DIFFERENCE, 1.0, len(pairs), 0.0)
@@ -160,7 +156,6 @@ def write_outcome(
 
 
 def equal_configs(configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether two configurations compute the same."""
     return not training_differences(*map(_without_seed, configs))
 
 

@@ -19,14 +19,7 @@ CHECKS: Registry[Check] = Registry("box")
 def run_check(
     name: str, answers: Sequence[str] = (), ask: Callable[[str], str] | None = None, folder: Path = FOLDER
 ) -> str:
-    """Check a box, and return what was measured.
-
-    Args:
-        name: the box.
-        answers: answers to its quiz, in order.
-        ask: gets an answer that is missing.
-        folder: folder of the course.
-    """
+    """Check a box with answers to its quiz, in order, and return what was measured; ``ask`` gets an answer that is missing."""
     box = find_box(name)
     text = box.text()
     importlib.import_module(f"hone.apps.learn.checks.{box.part}")

@@ -30,7 +30,6 @@ class Entry:
 
     @property
     def boxes(self) -> list[str]:
-        """Names of its boxes, in order."""
         return [stop.box for stop in self.stops]
 
 
@@ -39,7 +38,6 @@ def _stops(days: dict[int, str]) -> tuple[Stop, ...]:
 
 
 def find_entry(name: str) -> Entry:
-    """Return an entry by its name."""
     if name not in ENTRIES:
         raise HoneError(f"no entry '{name}'", fix=did_you_mean(name, ENTRIES), code="E-learn", where="hone learn start")
     return ENTRIES[name]

@@ -35,12 +35,10 @@ class Progress:
         return next((name for name in self.way.boxes if name not in self.passed), None)
 
     def add(self, box: str, measured: str) -> None:
-        """Record a passed box."""
         self.passed[box] = {"at": now(), "measured": measured}
 
 
 def read_progress(folder: Path = FOLDER) -> Progress:
-    """Read the progress."""
     file = folder / FILE
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

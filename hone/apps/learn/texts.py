@@ -41,14 +41,11 @@ class Text:
 
     @property
     def questions(self) -> list[str]:
-        """Questions of the quiz, in order."""
         return [" ".join(match[2].split()) for match in _QUESTION.finditer(self.body("Quiz"))]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of the course."""
-
     name: str  # name, unique in the course
     part: str  # one of :data:`PARTS`
     file: Path  # its English text
@@ -75,7 +72,6 @@ def boxes(folder: Path = FOLDER) -> dict[str, Box]:
 
 
 def find_box(name: str) -> Box:
-    """Return a box by its name."""
     known = boxes()
     if name not in known:
         raise HoneError(f"no box '{name}'", fix=did_you_mean(name, known), code="E-learn", where="hone learn")
@@ -85,9 +81,8 @@ def find_box(name: str) -> Box:
 def parse(markdown: str, english: Text | None = None, language: str = ENGLISH, where: str = "") -> Text:
     """Split the Markdown of a box into title and sections, comments left out.
 
-    Args:
-        english: the English text, whose sections a translation has in the same order under headings of its language.
-        where: the file, for error messages.
+    A translation has the sections of the ``english`` text, in the same order under headings of its language. ``where`` is the
+    file, for error messages.
     """
     title, *parts = re.split(r"^## ", _COMMENT.sub("", markdown), flags=re.M)
     pieces = [part.partition("\n")[::2] for part in parts]

@@ -45,8 +45,6 @@ print(json.dumps(results))
 
 @dataclass
 class Work:
-    """The learner's work on a box."""
-
     box: str  # name of the box
     hint: str = ""  # what a refusal shows as the fix
     questions: Sequence[str] = ()  # questions of the quiz
@@ -73,11 +71,7 @@ class Work:
         return path
 
     def rows(self, name: str, *columns: str) -> list[dict[str, Any]]:
-        """Return the rows of a dataset file below the folder of the course.
-
-        Args:
-            columns: columns that every row must have.
-        """
+        """Return the rows of a dataset file below the folder of the course, each of which must have ``columns``."""
         from hone.data.files import EVERY_COLUMN, read_rows
 
         rows = [row.values for row in read_rows(str(self.path(name)), required=(), optional=EVERY_COLUMN)]
@@ -86,15 +80,7 @@ class Work:
         return rows
 
     def call(self, file: str, function: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call a function that the learner wrote, in a process of its own, once for each list of arguments.
-
-        Args:
-            file: Python file below the folder of the course.
-            calls: arguments of each call, as JSON has them.
-
-        Returns:
-            What it returned, as JSON has it.
-        """
+        """Call a function of the learner's file, in a process of its own, once for each list of arguments; all is as JSON has it."""
         path = self.path(file)
         words = [sys.executable, "-c", _CALLS, str(path), function]
         try:
@@ -108,13 +94,7 @@ class Work:
         return json.loads(lines[-1])
 
     def run(self, name: str, steps: int = 1, keys: Mapping[str, Any] | None = None) -> Run:
-        """Return a finished run.
-
-        Args:
-            name: run directory below the folder of the course.
-            steps: least number of steps.
-            keys: configuration keys with the value that each must have.
-        """
+        """Return a finished run of at least ``steps`` steps, by its directory, whose configuration has the values of ``keys``."""
         if not (self.folder / name / RUN).is_file():
             raise self.refuse(name, f"expected a run in {self.folder / name}; there is none")
         run = read_whole_run(self.folder / name, name)
@@ -161,14 +141,7 @@ class Work:
         return self._given[number]
 
     def answer_number(self, number: int, right: float, *, tolerance: float = 0.0, look: str) -> float:
-        """Check an answer that is a number.
-
-        Args:
-            number: the question.
-            right: the right answer, computed from the learner's run.
-            tolerance: largest allowed distance to it.
-            look: where the number is to be seen.
-        """
+        """Check an answer that is a number, computed from the learner's run; ``look`` says where it is to be seen."""
         given = self.answer(number)
         try:
             value = float(given.rstrip("%"))
@@ -179,13 +152,7 @@ class Work:
         return value
 
     def answer_among(self, number: int, right: Collection[str], explain: Callable[[str], str]) -> str:
-        """Check an answer that is a word: one of ``right``, whatever its case.
-
-        Args:
-            number: the question.
-            right: the right answers, computed from the learner's run.
-            explain: what is true of a wrong answer.
-        """
+        """Check an answer that is a word: one of ``right``, whatever its case; ``explain`` says what is true of a wrong one."""
         given = self.answer(number)
         if given.lower() not in {word.lower() for word in right}:
             raise self.refuse(f"answer {number}", f"{given!r} is wrong: {explain(given)}")

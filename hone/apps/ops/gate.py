@@ -41,8 +41,6 @@ class Condition:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of a gate."""
-
     model: str  # that was checked
     against: str | None  # released model, or None
     conditions: tuple[Condition, ...]  # of all checks
@@ -52,11 +50,9 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Return whether all conditions hold."""
         return all(condition.passed for condition in self.conditions)
 
     def record(self) -> dict[str, Any]:
-        """Return the report as an object for JSON."""
         conditions = [
             asdict(one) | {"measured": None} if math.isnan(one.measured) else asdict(one) for one in self.conditions
         ]

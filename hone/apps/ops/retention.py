@@ -45,13 +45,7 @@ class Surplus:
 
 
 def surplus_of(run: Path, rules: Rules, *, at: float | None = None) -> Surplus:
-    """Return what the rules do not keep of a run.
-
-    Args:
-        run: run directory.
-        rules: rules of retention.
-        at: time in seconds since the epoch from which ages count; None is now.
-    """
+    """Return what the rules do not keep of a run; ages count from ``at``, in seconds since the epoch, or from now."""
     try:
         if is_held(run) or read_run(run)["status"] == "running":
             return Surplus(run, "it is running")

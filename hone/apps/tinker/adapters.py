@@ -75,11 +75,7 @@ class AdamSettings:
 
 
 def adam_settings(params: Mapping[str, Any]) -> AdamSettings:
-    """Return the settings of a step from the client's parameters.
-
-    Raises:
-        RequestError: one is unknown or out of bounds.
-    """
+    """Return the settings of a step from the client's parameters; RequestError if one is unknown or out of bounds."""
     names = {item.name: item.name for item in dataclasses.fields(AdamSettings)} | {"grad_clip_norm": "clip"}
     settings: dict[str, float] = {}
     for name, value in params.items():
@@ -104,13 +100,7 @@ class Passed:
 
 
 class AdapterSet:
-    """A model with adapters.
-
-    Args:
-        model: a causal language model with Hone's attention; adapters are added to its layers.
-        dtype: of matmuls.
-        max_tokens: token budget of a micro-batch.
-    """
+    """A causal language model with Hone's attention, with adapters; ``max_tokens`` is the budget of a micro-batch."""
 
     def __init__(self, model: nn.Module, *, device: torch.device, dtype: str, max_tokens: int = 16384) -> None:
         model.requires_grad_(False)
@@ -134,13 +124,7 @@ class AdapterSet:
     # adapters --------------------------------------------------------------------------------------------------------
 
     def add(self, name: str, shape: AdapterShape, *, seed: int = 0, trained: bool = True) -> None:
-        """Add an adapter that changes nothing yet.
-
-        Args:
-            name: letters, digits and ``_``.
-            seed: of its random initialisation.
-            trained: whether it gets an optimizer.
-        """
+        """Add an adapter that changes nothing yet; its name has letters, digits and ``_``. With ``trained`` it gets an optimizer."""
         targets = [*(_ATTENTION if shape.attention else ()), *(_MLP if shape.mlp else ())]
         if shape.unembedding and not self._tied:
             targets.append("lm_head")
@@ -162,7 +146,6 @@ class AdapterSet:
         self._require_gradients()
 
     def remove(self, name: str) -> None:
-        """Remove an adapter with its gradients and its optimizer."""
         self.activate(None)
         self.model.delete_adapter(name)
         self._shapes.pop(name)
@@ -199,7 +182,6 @@ class AdapterSet:
     # training --------------------------------------------------------------------------------------------------------
 
     def forward(self, name: str | None, data: Sequence[Datum]) -> list[Tensor]:
-        """Return the log-probs of the targets of each datum."""
         self.activate(name)
         self.model.eval()
         batch = _batch_of(data, (), self.vocabulary)
@@ -210,10 +192,7 @@ class AdapterSet:
     ) -> Passed:
         """Compute the loss, and add its gradient to that of the adapter; a call that fails leaves that as it was.
 
-        Args:
-            loss: of each target; its sum over all targets, weighted by ``weights``, is the loss.
-            settings: of the loss.
-            backward: whether gradients are computed.
+        The loss is the sum over all targets, weighted by ``weights``.
 
         Raises:
             RequestError: a datum lacks an input, has ids that the model lacks, or its targets are not the tokens that follow.
@@ -326,7 +305,6 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def shape_of(folder: Path) -> AdapterShape:
-    """Return the shape of the adapter in a folder of :meth:`AdapterSet.save`."""
     try:
         return AdapterShape(**json.loads((folder / _SHAPE).read_text()))
     except (OSError, ValueError, TypeError) as error:

@@ -34,9 +34,7 @@ Json = dict[str, Any]
 class TrainingEndpoint:
     """Training protocol as an ASGI application (:attr:`app`).
 
-    Args:
-        service: trains and samples.
-        token: access token that callers must send, as ``X-API-Key`` or bearer; None allows every caller.
+    Callers must send ``token`` as ``X-API-Key`` or bearer; None allows every caller.
     """
 
     def __init__(self, service: TrainingService, loop: asyncio.AbstractEventLoop, *, token: str | None) -> None:

@@ -65,11 +65,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def loss_named(name: str, settings: Mapping[str, float]) -> tuple[Loss, dict[str, float]]:
-    """Return a loss and its settings, those that are not given by default.
-
-    Raises:
-        RequestError: the loss or a setting is unknown.
-    """
+    """Return a loss and its settings, those that are not given by default."""
     if name not in LOSSES:
         raise RequestError(f"there is no loss '{name}'", fix=did_you_mean(name, LOSSES), field="loss_fn")
     loss = LOSSES[name]

@@ -18,11 +18,7 @@ _SLOTS = 4
 
 
 class Sampler:
-    """Samples from the base model, or from saved adapters.
-
-    Args:
-        engine: reads the model of ``adapters``.
-    """
+    """Samples from the base model, or from saved adapters."""
 
     def __init__(self, engine: Engine, adapters: AdapterSet) -> None:
         self._engine, self._adapters = engine, adapters

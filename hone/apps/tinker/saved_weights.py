@@ -22,11 +22,7 @@ log = logging.getLogger("hone.serve")
 
 
 class SavedWeights:
-    """Folder of saved weights; opening it finishes what a kill interrupted.
-
-    Args:
-        folder: may be absent.
-    """
+    """Folder of saved weights; opening it finishes what a kill interrupted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()

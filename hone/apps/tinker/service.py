@@ -36,8 +36,6 @@ log = logging.getLogger("hone.serve")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Limits of a training service."""
-
     max_model_len: int  # tokens of a sequence
     max_rank: int = 128  # of an adapter
     max_adapters: int = 16  # adapters in training at once
@@ -53,11 +51,7 @@ def _model_name(session: Any, number: Any) -> str:
 
 
 class TrainingService:
-    """Trains adapters of one model, and samples from what was saved. All methods run on the engine's event loop.
-
-    Attributes:
-        futures: results of the requests.
-    """
+    """Trains adapters of one model, and samples from what was saved. All methods run on the engine's event loop."""
 
     def __init__(
         self,
@@ -87,10 +81,7 @@ class TrainingService:
     def create_model(self, session: str, number: int, base: str, shape: AdapterShape, seed: int | None) -> str:
         """Begin to create an adapter; return the model's name, which is also that of the future.
 
-        Args:
-            session: of the client.
-            number: of the model within the session.
-            seed: of its initialisation; None derives one from the model's name.
+        ``number`` is that of the model within the session. A ``seed`` of None derives one from the model's name.
         """
         model = _model_name(session, number)
 
@@ -123,7 +114,6 @@ class TrainingService:
         self._models[model] = TrainedModel(adapter, shape.rank, time.monotonic())
 
     def info(self, model: str) -> dict[str, Any]:
-        """Return what a client wants to know of a model."""
         data = {"arch": "causal_lm", "model_name": self.name, "tokenizer_id": self.tokenizer}
         rank = self._model(model).rank
         return {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": rank, "model_name": self.name}
@@ -162,14 +152,7 @@ class TrainingService:
     # operations ------------------------------------------------------------------------------------------------------
 
     def submit(self, model: str, number: int, compute: Callable[[TrainedModel], Result]) -> str:
-        """Begin an operation of a model, in its turn: operations run in the order of their numbers, from 1 on.
-
-        Args:
-            number: of the operation.
-
-        Returns:
-            The name of its future.
-        """
+        """Begin an operation of a model, in its turn, by its number from 1 on; return the name of its future."""
         name = f"{model}:{number}"
         self.futures.start(name, self._in_turn(model, number, compute))
         return name
@@ -239,11 +222,7 @@ class TrainingService:
     def save(self, model: str, number: int, name: str | None, kind: str, *, overwrite: bool = False) -> str:
         """Begin to save an adapter; a name of None saves it for one sampling session.
 
-        Args:
-            number: of the operation.
-            name: of the saved weights.
-            kind: ``weights``, with the state of the optimizer, or ``sampler_weights``.
-            overwrite: whether weights of that name are replaced.
+        The kind is ``weights``, with the state of the optimizer, or ``sampler_weights``.
         """
 
         def compute(trained: TrainedModel) -> Result:
@@ -303,14 +282,7 @@ class TrainingService:
     # sampling --------------------------------------------------------------------------------------------------------
 
     def create_sampling_session(self, base: str | None, path: str | None) -> str:
-        """Return the name of a new sampling session.
-
-        Args:
-            path: of saved weights; None samples from the base model.
-
-        Raises:
-            RequestError: there is no such model, or there are no such weights.
-        """
+        """Return the name of a new sampling session of saved weights, or of the base model without a path."""
         self._check_base(base)
         return self._open(None if path is None else self._saved.find(path))
 
@@ -323,13 +295,11 @@ class TrainingService:
         return name
 
     def sampler(self, name: str) -> dict[str, Any]:
-        """Return what a client wants to know of a sampling session."""
         weights = self._weights_of(name)
         path = None if weights is None else SCHEME + "/".join(weights.parts[-3:])
         return {"sampler_id": name, "base_model": self.name, "model_path": path}
 
     def weights_info(self, path: str) -> dict[str, Any]:
-        """Return what a client wants to know of saved weights."""
         shape = shape_of(self._saved.find(path))
         trains = {"train_attn": shape.attention, "train_mlp": shape.mlp, "train_unembed": shape.unembedding}
         return {"base_model": self.name, "is_lora": True, "lora_rank": shape.rank, **trains}

@@ -90,11 +90,7 @@ _CLASSES = _classes()
 
 
 def parse_forward_backward(body: bytes) -> Any:
-    """Return a ``ForwardBackwardRequest``.
-
-    Raises:
-        RequestError: the body is not such a message.
-    """
+    """Return a ``ForwardBackwardRequest``; RequestError for another message."""
     try:
         return _CLASSES["ForwardBackwardRequest"].FromString(body)
     except DecodeError as error:
@@ -102,16 +98,11 @@ def parse_forward_backward(body: bytes) -> Any:
 
 
 def data_of(request: Any) -> list[Datum]:
-    """Return the data of a ``ForwardBackwardRequest``.
-
-    Raises:
-        RequestError: a datum has images or sound, a sparse tensor, or no targets.
-    """
+    """Return the data of a ``ForwardBackwardRequest``."""
     return [_datum(message, number) for number, message in enumerate(request.data)]
 
 
 def settings_of(request: Any) -> dict[str, float]:
-    """Return the settings of the loss."""
     settings = {entry.key: entry.value for entry in request.loss_fn_config}
     for entry in request.loss_fn_config_v2:
         if entry.value.text:
@@ -160,11 +151,9 @@ def forward_backward_output(passed: Passed) -> bytes:
 
 
 def sample_response(sequences: Sequence[Mapping[str, Any]], prompt_log_probs: Sequence[float | None] | None) -> bytes:
-    """Return a ``SampleResponse``.
+    """Return a ``SampleResponse`` of sequences with ``tokens``, ``log_probs``, ``stopped`` and ``likeliest`` (or None).
 
-    Args:
-        sequences: ``tokens``, ``log_probs``, whether each was ``stopped``, and ``likeliest`` tokens with log-probs at each position or None.
-        prompt_log_probs: of the prompt's tokens, None for the first; None if they were not asked for.
+    ``prompt_log_probs`` are None for the first token; None if they were not asked for.
     """
     message = _CLASSES["SampleResponse"]()
     for sequence in sequences:

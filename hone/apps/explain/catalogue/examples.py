@@ -87,11 +87,9 @@ def _policy_loss(method: Method) -> tuple[str, Table]:
 
 
 def token_push(loss: Any, ratios: Sequence[float], advantages: Sequence[float]) -> Tensor:
-    """Return minus the derivative of the loss in the log-prob of each of B responses of one token, ``[B]``.
+    """Return minus the derivative of the loss, with its defaults, in the log-prob of each of B responses of one token, ``[B]``.
 
-    Args:
-        loss: a registered policy loss, called with its defaults.
-        ratios: policy / old policy of each token; the old policy has probability 0.2 everywhere.
+    The old policy has probability 0.2 everywhere; ``ratios`` are the policy's over it.
     """
     old = torch.full((len(ratios), 1), math.log(OLD_PROBABILITY), dtype=torch.float64)
     new = (old + torch.tensor(ratios, dtype=torch.float64).log()[:, None]).requires_grad_()

@@ -25,7 +25,6 @@ _SWITCHED = (
 
 
 def presets(command: str = "rl") -> list[str]:
-    """Return the names of the presets of a command: ``rl`` for ``hone train``, ``prefer``."""
     return preset_names(command)
 
 
@@ -47,7 +46,6 @@ def preset_title(name: str, command: str = "rl") -> str:
 
 
 def loss_of_preset(name: str) -> str:
-    """Return the loss of a preset of ``hone prefer``."""
     return str(preset_values(name, "prefer").get("loss.name", "dpo"))
 
 

@@ -95,7 +95,6 @@ class Method:
         return f"hone {'prefer' if self.kind == 'preference' else 'train'} {words}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "entry"}
         plain = {
             "needs": [dataclasses.asdict(need) for need in self.needs],

@@ -20,11 +20,7 @@ IDENTITY_KEYS = (
 
 
 def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that can change what a run computes, the seed included.
-
-    Args:
-        config: dotted key to value.
-    """
+    """Return the keys that can change what a run computes, the seed included."""
     return {key: value for key, value in config.items() if not key.startswith(IDENTITY_KEYS)}
 
 

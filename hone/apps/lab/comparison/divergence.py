@@ -133,10 +133,7 @@ class Bisection:
 def bisect_runs(good: RunTrace, bad: RunTrace, *, tolerance: float = 0.0) -> Bisection:
     """Find the first thing that differs between two runs.
 
-    Args:
-        good: first run.
-        bad: second run.
-        tolerance: relative difference of numbers that counts as none; 0 for runs that repeat bit for bit.
+    A relative difference of numbers up to ``tolerance`` counts as none; 0 is for runs that repeat bit for bit.
     """
     config = training_differences(good.config, bad.config)
     names = {**good.circumstances, **bad.circumstances}

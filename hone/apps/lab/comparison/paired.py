@@ -22,9 +22,6 @@ def student_cdf(t: float, degrees: int) -> float:
     """Return P(T <= t).
 
     The finite sums are those of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-
-    Args:
-        degrees: degrees of freedom, at least 1.
     """
     angle = math.atan2(t, math.sqrt(degrees))
     cosine, sine = math.cos(angle), math.sin(angle)
@@ -44,10 +41,6 @@ def student_quantile(probability: float, degrees: int) -> float:
 
     >>> round(student_quantile(0.975, 2), 3)
     4.303
-
-    Args:
-        probability: between 0 and 1, both excluded.
-        degrees: degrees of freedom, at least 1.
     """
     if probability < 0.5:
         return -student_quantile(1 - probability, degrees)
@@ -97,7 +90,6 @@ class PairedScores:
         return self.second - self.first
 
     def seed_means(self) -> list[float]:
-        """Return the mean difference of each pair of runs."""
         return [float(np.nanmean(row)) for row in self.differences]
 
 
@@ -140,13 +132,7 @@ class Comparison:
 def compare_paired(
     scores: PairedScores, *, more_is_better: bool = True, level: float = 0.95, effect: float | None = None
 ) -> Comparison:
-    """Compare two arms.
-
-    Args:
-        more_is_better: False for losses.
-        level: level of the interval.
-        effect: difference that the needed seeds should find; None means the observed one.
-    """
+    """Compare two arms; ``effect`` is the difference that the needed seeds should find, None means the observed one."""
     differences = scores.differences
     low, high = bootstrap_interval(differences, level)
     verdict = Verdict.WITHIN_NOISE
@@ -172,12 +158,7 @@ def bootstrap_interval(
     narrow, so the interval is widened to the quantiles of Student's t (Hesterberg 2015, What teachers should know about the
     bootstrap, The American Statistician 69). With one seed only the prompts are resampled.
 
-    Args:
-        differences: ``[S, P]``, NaN where a cell is missing.
-        draws: number of resamples.
-
-    Returns:
-        Lower and upper end; NaN for a single cell.
+    ``differences [S, P]`` are NaN where a cell is missing; the ends of a single cell are NaN.
     """
     seeds, prompts = differences.shape
     present = ~np.isnan(differences)
@@ -210,17 +191,9 @@ def _resampled(generator: np.random.Generator, units: int, draws: int) -> NDArra
 def seeds_needed(
     seed_means: list[float], effect: float, level: float = 0.95, *, power: float = 0.8, most: int = MOST_SEEDS
 ) -> int | None:
-    """Return the pairs of runs with which a paired t-test finds a difference.
+    """Return the pairs of runs with which a two-sided paired t-test finds a difference of ``effect``, at least 2.
 
-    Args:
-        seed_means: mean difference of each pair so far.
-        effect: true difference to find.
-        level: 1 minus the error rate of the test, two-sided.
-        power: probability with which it is found.
-        most: largest number that is tried.
-
-    Returns:
-        At least 2; None with fewer than two pairs, an effect of 0, or if more than ``most`` are needed.
+    None with fewer than two pairs so far, an effect of 0, or if more than ``most`` are needed.
     """
     if len(seed_means) < 2 or effect == 0:
         return None

@@ -62,12 +62,10 @@ class SignBets:
 
     @property
     def positive(self) -> float:
-        """Capital of the bets on positive differences."""
         return sum(self._capital[1])
 
     @property
     def negative(self) -> float:
-        """Capital of the bets on negative differences."""
         return sum(self._capital[-1])
 
     @property
@@ -79,9 +77,7 @@ class SignBets:
 class SequentialTest:
     """The three tests of a comparison, updated pair by pair.
 
-    Args:
-        margin: smallest difference that matters, in units of the score.
-        level: 1 minus the error rate of each outcome.
+    ``margin`` is the smallest difference that matters; ``level`` is 1 minus the error rate of each outcome.
     """
 
     def __init__(self, margin: float, level: float) -> None:
@@ -119,13 +115,9 @@ class Decision:
 def decide(
     differences: Sequence[float], *, margin: float, level: float = 0.95, more_is_better: bool = True
 ) -> Decision:
-    """Test differences in their order, and stop at the first decision.
+    """Test differences (second minus first, one per pair) in their order, and stop at the first decision.
 
-    Args:
-        differences: second minus first, one per pair.
-        margin: smallest difference that matters, positive.
-        level: 1 minus the error rate of each outcome.
-        more_is_better: False for losses.
+    ``margin`` and ``level`` are those of :class:`SequentialTest`.
     """
     signed = [difference if more_is_better else -difference for difference in differences]
     test = SequentialTest(margin, level)
@@ -140,15 +132,9 @@ def decide(
 
 
 def forecast_pairs(differences: Sequence[float], *, margin: float, level: float = 0.95) -> int | None:
-    """Return the median number of further pairs until a decision, if they resemble the pairs so far.
+    """Return the median number of further pairs until a decision, if they resemble the pairs so far, which led to none.
 
-    Args:
-        differences: of pairs that have not led to a decision.
-        margin: as for :func:`decide`.
-        level: as for :func:`decide`.
-
-    Returns:
-        None with fewer than 2 pairs, or if more than :data:`MOST_FORECAST` are needed.
+    None with fewer than 2 pairs, or if more than :data:`MOST_FORECAST` are needed.
     """
     if len(differences) < 2:
         return None

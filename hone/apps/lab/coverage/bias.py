@@ -71,10 +71,7 @@ def compare_dropped(draws: Sequence[EndedDraw], *, permutations: int = PERMUTATI
 
     All dropped draws are compared together, and those of each fate alone: a bias of one fate can vanish among the others.
 
-    Args:
-        draws: draws with a fate.
-        permutations: number of random permutations per comparison.
-        seed: seed of the permutations; the result is deterministic.
+    The result is deterministic.
     """
     ordered = sorted(draws, key=lambda ended: ended.draw)
     trained = sum(ended.fate == Fate.TRAINED for ended in ordered)
@@ -101,10 +98,8 @@ def compare_dropped(draws: Sequence[EndedDraw], *, permutations: int = PERMUTATI
 class _Table:
     """Values of one characteristic, ready for permutations: one line per draw, the draws of a row together.
 
-    Attributes:
-        labels: 1 for dropped draws, in the order of ``values``. Shape [N].
-        values: rank within its period, or one column per source, centred in each period. Shape [N, C].
-        starts: first line of each row, then N.
+    ``labels [N]`` are 1 for dropped draws. ``values [N, C]`` are the rank within its period, or one column per source, centred
+    in each period. ``starts`` is the first line of each row, then N.
     """
 
     def __init__(self, labels: np.ndarray, values: np.ndarray, starts: np.ndarray, rng: np.random.Generator) -> None:

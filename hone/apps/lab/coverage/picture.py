@@ -19,13 +19,7 @@ _BINS = 24
 
 
 def draw_coverage(path: str | Path, coverage: Coverage, *, title: str = "") -> Path:
-    """Draw a PNG: stacked fates by step, and one panel per known characteristic of dropped and trained prompts.
-
-    Args:
-        path: file to write; missing folders are created.
-        coverage: fates of the run.
-        title: title above all panels.
-    """
+    """Draw a PNG: stacked fates by step, and one panel per known characteristic of dropped and trained prompts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -27,7 +27,6 @@ _MOST_UIDS = 20
 
 
 def coverage_report(coverage: Coverage) -> dict[str, Any]:
-    """Return the report as JSON values."""
     bias = compare_dropped(coverage.draws)
     lags = Counter(ended.lag for ended in coverage.draws if ended.fate == Fate.TRAINED)
     reasons = Counter((ended.fate, ended.reason) for ended in coverage.draws if ended.reason is not None)

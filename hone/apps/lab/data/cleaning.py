@@ -24,7 +24,6 @@ class CleanCounts:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {"kept": self.kept, "rejected": self.rejected, "reasons": dict(self.reasons)}
 
 
@@ -33,13 +32,8 @@ def clean_files(
 ) -> CleanCounts:
     """Divide the rows of files by the soundness of their tool calls; columns are written as the files have them.
 
-    Args:
-        files: dataset files.
-        out: file for the rows that pass, .jsonl or .parquet.
-        rejected: .jsonl file for the others: the row's uid, its place, its reasons and the row.
-        messages_key: column of conversations.
-        limit: longest tool result in characters.
-        allowed: kinds of defects that do not reject a row.
+    Rejected rows have their uid, place and reasons; a tool result longer than ``limit`` characters is a reason. Kinds of defects in
+    ``allowed`` reject no row.
 
     Raises:
         OSError: a file cannot be written.

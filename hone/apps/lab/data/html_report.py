@@ -20,14 +20,7 @@ rect { fill: #3366aa; } text { font-size: 11px; fill: #555; } pre { white-space:
 def html_report(
     title: str, findings: Sequence[Finding], numbers: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]
 ) -> str:
-    """Return the page as text.
-
-    Args:
-        title: shown at the top, for example the file names.
-        findings: findings of the check.
-        numbers: result of :func:`hone.data.statistics.statistics`.
-        lengths: values to draw a histogram of, by name.
-    """
+    """Return the page as text; ``lengths`` are values to draw a histogram of, by name."""
     parts = [f"<h1>{html.escape(title)}</h1>", _findings(findings)]
     parts += [
         f"<h2>{html.escape(name.replace('_', ' '))}</h2>{histogram(values)}"

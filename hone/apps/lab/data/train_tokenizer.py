@@ -29,12 +29,9 @@ def train_tokenizer(
     Any text can be encoded (every byte is a token). Digits are separate tokens, so that numbers keep their places.
     The same files give the same tokenizer. The end-of-sequence token is the one that ends a turn of the chat format.
 
-    Args:
-        files: parquet, json or jsonl files with a column ``messages``, else ``prompt``, else ``text``; and plain text files
-            (``.txt``).
-        out: directory to write.
-        vocab_size: size of the vocabulary, including 256 bytes and the chat format's tokens; smaller if no merges are left.
-        template: a name in :data:`~hone.data.chat_formats.CHAT_FORMATS`, a Jinja chat template, or the path of one.
+    Files have a column ``messages``, else ``prompt``, else ``text``, or are plain text (``.txt``). ``vocab_size`` includes 256 bytes
+    and the chat format's tokens; it is smaller if no merges are left. ``template`` is a name in
+    :data:`~hone.data.chat_formats.CHAT_FORMATS`, a Jinja chat template, or the path of one.
     """
     form = chat_format(template)
     reserved = len(form.all_special) + len(form.marks)

@@ -19,11 +19,7 @@ AUTO = "auto"
 
 
 def choose_importer(source: Path, name: str) -> tuple[Importer, list[Path]]:
-    """Return the importer of a source, and the files that it reads.
-
-    Args:
-        name: name of a format, or ``auto`` to find out.
-    """
+    """Return the importer of a source, and the files that it reads; ``auto`` finds the format out."""
     name = ALIASES.get(name, name)
     if not source.exists():
         raise DataError(f"'{source}' does not exist", where="SRC", fix="name a file or folder with rollouts")

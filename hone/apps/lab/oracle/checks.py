@@ -74,12 +74,10 @@ class Comparison:
 
     @property
     def first(self) -> Check | None:
-        """Return the first check that diverges."""
         return next((check for check in self.checks if check.diverges), None)
 
 
 def compare(saved: SavedMicroBatch) -> Comparison:
-    """Recompute a saved micro-batch and compare."""
     computed, dtype = saved.computed, saved.about["dtype"]
     places = Places.from_saved(saved.batch, computed["token_index"])
     pushed = {name.split(".", 1)[1]: x for name, x in computed.items() if name.startswith("output_gradient.")}

@@ -66,8 +66,6 @@ class Places:
 
 @dataclass
 class PlainPass:
-    """Results of a pass."""
-
     states: dict[str, Tensor]  # ``hidden.<layer>`` and ``router.<layer>`` at the compared tokens, ``[P, ...]`` float64
     outputs: dict[str, Tensor]  # ``log_probs`` and ``entropy`` of the response tokens, ``[R]`` float64
     norms: dict[str, float]  # gradient norm of every trained parameter
@@ -99,13 +97,10 @@ def load_plain(saved: SavedMicroBatch) -> nn.Module:
 def plain_pass(
     model: nn.Module, saved: SavedMicroBatch, places: Places, output_gradients: Mapping[str, Tensor], *, dtype: str
 ) -> PlainPass:
-    """Run every sequence alone, forward and backward.
+    """Run every sequence alone, forward and backward; float64 converts the model.
 
-    Args:
-        model: of :func:`load_plain`; converted to float64 if ``dtype`` is that.
-        places: tokens whose states are returned.
-        output_gradients: ``[R]`` gradients of the head's outputs, where the backward pass begins.
-        dtype: float64, or the compute dtype of the run.
+    ``output_gradients [R]`` of the head's outputs are where the backward pass begins; ``places`` are the tokens whose states
+    are returned.
     """
     precise = dtype == "float64"
     model = model.double() if precise else model

@@ -92,7 +92,6 @@ def as_json(result: Comparison) -> dict[str, Any]:
 
 
 def show(result: Comparison, console: Console) -> None:
-    """Print the table of checks, the verdict and its hints."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("stage", "largest error", "bound", "diverges", "where"):
         table.add_column(heading, justify="left" if heading in ("stage", "where") else "right")

@@ -30,9 +30,6 @@ class WeightGradients:
     """Gradients of a step by the weights before it.
 
     The loss is linear in the log-probs at its point: its gradient is that of the sum of log-prob x derivative.
-
-    Raises:
-        HoneError: the checkpoint before the step is missing, or one process cannot have the whole model (code E-what-if).
     """
 
     def __init__(self, stored: StoredStep) -> None:

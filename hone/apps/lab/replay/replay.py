@@ -44,10 +44,7 @@ class Replay:
 def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[str] = ()) -> Replay:
     """Run a stored step of a run again, and compare it with what the run stored.
 
-    Args:
-        run: directory of the run.
-        first: first stage to run, with the stored results of those before it; None runs all.
-        overrides: keys of the configuration to change.
+    Stages before ``first`` have their stored results; None runs all. ``overrides`` change the configuration.
     """
     stored = load_step(run, step)
     checkpoint = checkpoint_before(stored)

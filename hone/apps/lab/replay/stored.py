@@ -41,8 +41,6 @@ TOKEN_COLUMNS = {
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A step of a run."""
-
     run: Path  # directory of the run
     step: int  # number of the step
     config: RLConfig  # configuration of the run
@@ -50,12 +48,7 @@ class StoredStep:
 
 
 def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep:
-    """Read a step from the rollout archive of a run.
-
-    Args:
-        run: directory of the run.
-        overrides: keys of the configuration to change, as ``key=value``.
-    """
+    """Read a step from the rollout archive of a run; ``overrides`` (``key=value``) change its configuration."""
     archive = open_archive(run)
     records = [record for record in archive.records(step) if record["fate"] == Fate.TRAINED]
     if not archive.complete(step):
@@ -88,10 +81,7 @@ def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep
 def require_stored_inputs(config: RLConfig, *, weights: bool, code: str, fix: str) -> None:
     """Check that the archive has what the update of a run is computed from.
 
-    Args:
-        weights: whether the model computes log-probs again; otherwise those of the archive are used.
-        code: of the error.
-        fix: of the error.
+    With ``weights`` the model computes log-probs again; otherwise those of the archive are used.
     """
     used = {
         "the support of sampling (actor_rollout_ref.rollout.keep_support)": RunSpec(config).keeps_support.value,

@@ -60,11 +60,9 @@ class TokenGradients:
 def token_gradients(view: Batch, config: RLConfig, step: int, log_probs: Ragged | None = None) -> TokenGradients:
     """Differentiate the loss of a step's first pass over its mini-batches.
 
-    Args:
-        view: rows and tokens that the update learns from, with ``advantages`` and, where the loss has them, ``old_log_probs``,
-            ``ref_log_probs`` and ``rollout_is_weights``.
-        step: number of the step, which determines the mini-batches.
-        log_probs: of the policy at the update; None: the old ones, as at the first update of a step.
+    ``view`` has the rows and tokens that the update learns from, with ``advantages`` and, where the loss has them,
+    ``old_log_probs``, ``ref_log_probs`` and ``rollout_is_weights``. ``step`` determines the mini-batches. Without ``log_probs`` of
+    the policy they are the old ones, as at the first update of a step.
     """
     actor = config.actor_rollout_ref.actor
     current = view.ragged("old_log_probs") if log_probs is None else log_probs

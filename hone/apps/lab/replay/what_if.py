@@ -56,28 +56,17 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A changed step next to the actual one.
-
-    Attributes:
-        name: what is changed.
-        missing: why the step cannot be computed so, or None. The numbers mean nothing then.
-        loss: loss of the first mini-batch.
-        advantage: mean absolute advantage of the learnt tokens.
-        turned: share of the sequences whose advantage has the other sign.
-        clipped, effective_share: see :class:`Recomputed`.
-        cosine: of the derivatives by log-probs, with the actual ones.
-        direction: cosine of the gradients by parameters, with the actual one; None without weights.
-    """
+    """A changed step next to the actual one."""
 
     name: str
-    missing: str | None = None
-    loss: float = 0.0
-    advantage: float = 0.0
-    turned: float = 0.0
-    clipped: float = 0.0
+    missing: str | None = None  # why the step cannot be computed so, or None. The numbers mean nothing then
+    loss: float = 0.0  # of the first mini-batch
+    advantage: float = 0.0  # mean absolute advantage of the learnt tokens
+    turned: float = 0.0  # share of the sequences whose advantage has the other sign
+    clipped: float = 0.0  # see :class:`Recomputed`
     effective_share: float = 0.0
-    cosine: float = 0.0
-    direction: float | None = None
+    cosine: float = 0.0  # of the derivatives by log-probs, with the actual ones
+    direction: float | None = None  # cosine of the gradients by parameters, with the actual one; None without weights
 
 
 def recompute(stored: StoredStep, config: RLConfig) -> Recomputed:
@@ -122,7 +111,6 @@ class WhatIf:
     exact: bool | None  # whether directions are those of all trained parameters; None without weights
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
         compared = [
             asdict(one) if one.missing is None else {"name": one.name, "missing": one.missing} for one in self.compared
         ]
@@ -132,11 +120,9 @@ class WhatIf:
 def what_if(
     stored: StoredStep, changes: Sequence[tuple[str, Sequence[str]]], weights: WeightGradients | None = None
 ) -> WhatIf:
-    """Compare a stored step with what other configurations make of it.
+    """Compare a stored step with what other configurations, each a name and overrides, make of it.
 
-    Args:
-        changes: name and overrides of each change.
-        weights: gradients by the weights before the step; None compares derivatives by log-probs alone.
+    Without ``weights``, those before the step, derivatives by log-probs alone are compared.
     """
     actual = recompute(stored, stored.config)
     gap = (actual.advantages.values - stored.batch.ragged("advantages").values).abs()
@@ -156,7 +142,6 @@ def what_if(
 
 
 def compare(name: str, actual: Recomputed, other: Recomputed) -> Comparison:
-    """Compare two computations of the same step."""
     learnt = other.learnt.values.bool()
     advantages = other.advantages.values[learnt]
     before, after = _by_sequence(actual.advantages), _by_sequence(other.advantages)

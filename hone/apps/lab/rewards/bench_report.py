@@ -105,7 +105,6 @@ def draw(bench: Bench, path: Path) -> None:
 
 
 def trial_record(trial: Trial) -> dict[str, Any]:
-    """Return a trial as plain data."""
     probe, score = trial.probe, trial.score
     return {
         "kind": probe.kind,

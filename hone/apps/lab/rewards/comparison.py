@@ -19,24 +19,16 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class ScoredTwice:
-    """One stored episode with its score under the old and the new reward.
-
-    Attributes:
-        step, uid, index: identity of the episode.
-        tokens: number of sampled tokens.
-        text: text of the policy.
-        old, new: rewards; None without a verdict.
-        old_right, new_right: whether the episode passes; None without a verdict.
-    """
+    """One stored episode with its score under the old and the new reward; None without a verdict."""
 
     step: int
     uid: str
     index: int
-    tokens: int
+    tokens: int  # number of sampled tokens
     text: str
     old: float | None
     new: float | None
-    old_right: bool | None
+    old_right: bool | None  # whether the episode passes
     new_right: bool | None
 
     @property
@@ -59,37 +51,26 @@ class Difference:
         return abs((self.new_advantage or 0.0) - (self.old_advantage or 0.0))
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {**vars(self.episode), "old_advantage": self.old_advantage, "new_advantage": self.new_advantage}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences between two rewards over the groups of a run.
-
-    Attributes:
-        flipped: share of episodes whose verdict differs.
-        reordered_pairs: share of the pairs of a group whose order differs; a tie on one side counts as different.
-        reordered_groups: share of groups with such a pair.
-        advantage_signs: share of episodes whose GRPO advantage has another sign.
-        tokens: share of the sampled tokens whose advantage differs.
-        gradient: sum over tokens of the advantages' absolute change, relative to the sum of both advantages' sizes: 0 if the past
-            updates would be the same, 1 if no part of them would.
-        differences: episodes whose advantage or verdict differs, the largest change first.
-    """
+    """Differences between two rewards over the groups of a run."""
 
     episodes: int
     groups: int
-    flipped: float
-    reordered_pairs: float
-    reordered_groups: float
-    advantage_signs: float
-    tokens: float
+    flipped: float  # share of episodes whose verdict differs
+    reordered_pairs: float  # share of the pairs of a group whose order differs; a tie on one side counts as different
+    reordered_groups: float  # share of groups with such a pair
+    advantage_signs: float  # share of episodes whose GRPO advantage has another sign
+    tokens: float  # share of the sampled tokens whose advantage differs
+    # sum over tokens of the advantages' absolute change, relative to the sum of both advantages' sizes: 0 if the past
+    # updates would be the same, 1 if no part of them would
     gradient: float
-    differences: list[Difference]
+    differences: list[Difference]  # episodes whose advantage or verdict differs, the largest change first
 
     def shares(self) -> dict[str, float]:
-        """Return the shares by name."""
         names = ("flipped", "reordered_pairs", "reordered_groups", "advantage_signs", "tokens", "gradient")
         return {name: getattr(self, name) for name in names}
 

@@ -21,13 +21,7 @@ STORED = "stored"
 
 
 def rescore_run(run: str, root: Path, old: RewardConfig | None, new: RewardConfig | None) -> list[ScoredTwice]:
-    """Score the stored training episodes of a run with two rewards.
-
-    Args:
-        run: run directory, or its name below ``root``.
-        root: folder that holds the runs.
-        old, new: rewards; None takes the stored scores.
-    """
+    """Score the stored training episodes of a run, by its directory or name below ``root``, with two rewards; None: the stored scores."""
     chosen = find_run(run, root)
     files = [str(file) for file in _listed(chosen.config.get("data.train_files"))]
     key = str(chosen.config.get("data.reward_fn_key") or "data_source")

@@ -22,12 +22,7 @@ def stored_episodes(
 ) -> Iterator[tuple[int, dict[str, Any], Trajectory]]:
     """Yield step, record and trajectory of every stored segment, in order.
 
-    Args:
-        folder: ``rollouts/`` of a run.
-        files: dataset files of the run, for the rows' ``extra_info``, which rollouts do not hold.
-        reward_fn_key: column of the data source.
-
-    Without the files the rows' ``extra_info`` is empty, with a warning.
+    The dataset ``files`` have the rows' ``extra_info``, which ``rollouts/`` does not hold. Without them it is empty, with a warning.
     """
     archive = require_archive(folder)
     try:
@@ -49,12 +44,9 @@ _COLUMNS = (
 
 
 def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample], archive: Path | None = None) -> Trajectory:
-    """Return the trajectory of a record of the archive.
+    """Return the trajectory of a record of the archive; without the ``archive``'s folder images are left out.
 
-    Args:
-        record: of the archive.
-        rows: the dataset's rows by uid, for their ``extra_info``.
-        archive: folder of the images; None leaves them out.
+    ``rows`` are the dataset's by uid, for their ``extra_info``.
     """
     prompt, response = (() if archive is None else images_of(archive, record[name] or []) for name in IDS)
     row = rows.get(row_of(record["uid"]))

@@ -42,11 +42,7 @@ class MeasuredRun:
     old_log_prob_seconds: float = 0.0
 
     def scheduled(self, engine_threads: int | None = None, **changes: Any) -> Schedule:
-        """Return the run's schedule with changes; durations are those of the cores that engines and trainer then have.
-
-        Args:
-            engine_threads: threads of each engine in asynchronous training; None keeps the configured ones.
-        """
+        """Return the run's schedule with changes; durations are those of the cores that engines and trainer then have."""
         schedule = dataclasses.replace(self.schedule, **changes)
         update = schedule.update_seconds + (self.old_log_prob_seconds if schedule.max_staleness else 0.0)
         if self.cores is None:

@@ -31,7 +31,6 @@ class Speed:
         return Speed(self.step * slower, self.per_request * slower)
 
     def seconds(self, running: int) -> float:
-        """Return the seconds of a decode step."""
         return self.step + self.per_request * running
 
 
@@ -44,17 +43,9 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Parameters of a simulated run.
+    """Parameters of a simulated run."""
 
-    Attributes:
-        draw: draws the turns of an episode.
-        speed: of a replica.
-        groups_per_batch, n: prompts of a step, and episodes of a prompt.
-        sync_seconds: seconds of a weight sync in which the engines are paused.
-        check_seconds: seconds for which the learner then waits.
-    """
-
-    draw: Callable[[random.Random], tuple[Turn, ...]]
+    draw: Callable[[random.Random], tuple[Turn, ...]]  # draws the turns of an episode
     speed: Speed
     steps: int = 4
     groups_per_batch: int = 4
@@ -64,8 +55,8 @@ class Schedule:
     ready_first: bool = False
     replicas: int = 1
     update_seconds: float = 1.0
-    sync_seconds: float = 0.0
-    check_seconds: float = 0.0
+    sync_seconds: float = 0.0  # of a weight sync in which the engines are paused
+    check_seconds: float = 0.0  # for which the learner then waits
     seed: int = 0
 
 

@@ -20,14 +20,9 @@ _SANDBOX = "reward.sandbox"
 def change_for(
     kind: Kind, failures: Sequence[Failure], settings: Settings, tools: Sequence[str], without_success: tuple[int, int]
 ) -> str:
-    """Return the change: ``key=value``, or the file to look at and what to do there.
+    """Return the change for failures of a kind: ``key=value``, or the file to look at and what to do there.
 
-    Args:
-        kind: kind of the failures.
-        failures: failures of this kind, at least one.
-        settings: configuration of the run, flat.
-        tools: names of tools that answered in the run.
-        without_success: number of prompts of which every episode failed, and of all prompts.
+    ``without_success`` are the prompts of which every episode failed, and all prompts.
     """
     detail = Counter(failure.detail for failure in failures).most_common(1)[0][0]
     if kind in _OF_CALLS:

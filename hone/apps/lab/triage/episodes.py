@@ -44,33 +44,22 @@ _SHOWN = 300
 
 @dataclass(frozen=True)
 class Failure:
-    """First failure of one episode.
-
-    Attributes:
-        turn: number of the failing turn, from 1.
-        turns: number of turns of the episode.
-        evidence: what shows it, with figures.
-        text: text of the turn, shortened.
-        task: data source.
-        step, uid, index: place of the episode in the archive.
-        score: reward, None without a verdict.
-        detail: what the change depends on: the name of a tool, the reason of the end, the cause of a missing verdict.
-    """
+    """First failure of one episode."""
 
     kind: Kind
-    turn: int
-    turns: int
-    evidence: str
-    text: str
-    task: str
+    turn: int  # number of the failing turn, from 1
+    turns: int  # of the episode
+    evidence: str  # what shows it, with figures
+    text: str  # of the turn, shortened
+    task: str  # data source
     step: int
     uid: str
     index: int
-    score: float | None
+    score: float | None  # None without a verdict
+    # what the change depends on: the name of a tool, the reason of the end, the cause of a missing verdict
     detail: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Return the failure as plain data, with its bucket."""
         return {"kind": self.kind.value, "bucket": KINDS[self.kind].bucket.value} | {
             name: value for name, value in vars(self).items() if name != "kind"
         }
@@ -106,10 +95,6 @@ def first_failure(record: Mapping[str, Any], bar: Bar) -> Failure:
 
     The earliest failing turn decides. Of the failures of one turn, the one that comes first in :data:`KINDS` decides. A missing
     verdict of the scorer comes before all: without it nothing of the episode was judged.
-
-    Args:
-        record: the episode, with :data:`COLUMNS`.
-        bar: what counts as failed.
     """
     episode = record["episode"] or {}
     texts = _texts(record)

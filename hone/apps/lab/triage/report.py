@@ -46,8 +46,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Triage:
-    """Triage of a run."""
-
     run: str  # its name
     steps: list[int]  # steps that were read
     bar: Bar  # what counted as failed
@@ -58,11 +56,9 @@ class Triage:
 
     @property
     def failures(self) -> list[Failure]:
-        """Return the sorted failures of all tasks."""
         return [failure for task in self.tasks for failure in task.failures]
 
     def record(self) -> dict[str, Any]:
-        """Return the triage as plain data."""
         kinds = Counter(failure.kind for failure in self.failures)
         buckets = Counter(KINDS[failure.kind].bucket for failure in self.failures)
         return {
@@ -93,13 +89,9 @@ class Triage:
 def triage(
     run: Run, *, folder: str = "rollouts", steps: int = STEPS, step: int | None = None, per_task: int = PER_TASK
 ) -> Triage:
-    """Sort the failed episodes of a run.
+    """Sort the failed episodes of a run's newest stored steps, or of one ``step``, in ``rollouts`` or ``validation``.
 
-    Args:
-        folder: ``rollouts`` or ``validation``.
-        steps: number of newest stored steps to read.
-        step: the only step to read, instead.
-        per_task: most failed episodes of a task to sort; they are spread evenly over the failed ones.
+    Of more than ``per_task`` failed episodes of a task, some at even distances are sorted.
     """
     archive = require_archive(run.path / folder)
     read = archive.steps()[-steps:] if step is None else [step]

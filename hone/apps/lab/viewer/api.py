@@ -28,15 +28,7 @@ from hone.rewards.scorers import SCORERS
 
 
 class Workspace:
-    """The runs of one viewer, by name.
-
-    Args:
-        runs: name to run directory.
-        rewards: functions that score stored answers again, as ``FILE:NAME``.
-
-    Raises:
-        HoneError: a file of ``rewards`` does not exist (code E-view-reward).
-    """
+    """The runs of one viewer, by name; ``rewards`` are functions that score stored answers again, as ``FILE:NAME``."""
 
     def __init__(self, runs: Mapping[str, Path], rewards: Sequence[str] = ()) -> None:
         self.rewards = {name: rescoring.reward_config(name) for name in rewards}
@@ -55,7 +47,6 @@ class Workspace:
 
 
 def integer(parameters: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return a parameter that is a whole number."""
     value = parameters.get(name)
     try:
         return default if value in (None, "") else int(value)  # type: ignore[arg-type]

@@ -42,15 +42,10 @@ def prepare() -> threading.Thread:
 
 
 def loss_factors(run: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the factors that the loss computes, for each token of a sequence.
+    """Return the factors that the loss computes, for each token of a sequence of the archive.
 
-    Args:
-        run: directory of the run.
-        record: the sequence, as the archive has it.
-
-    Returns:
-        ``name``, ``key``, ``values`` and, for ``share``, ``why`` of each factor; empty where the step is not stored whole, or its loss is
-        not a sum over tokens.
+    ``name``, ``key``, ``values`` and, for ``share``, ``why`` of each; empty where the step is not stored whole, or its loss is
+    not a sum over tokens.
     """
     file = run / "rollouts" / f"step_{record['step']}.parquet"
     try:

@@ -25,10 +25,9 @@ _PHRASES, _PAIRS = 24, 400
 def compare(first: Archived, first_query: str, second: Archived, second_query: str) -> dict[str, Any]:
     """Compare the answers that two queries leave.
 
-    Returns:
-        ``sides`` (numbers of each), ``stops``, ``tools`` and ``ends`` (shares by name, a pair each), ``phrases`` (``more`` and ``less``
-        frequent in the second), ``paired`` prompts with both means, the largest difference first, and ``same_seed``: how many answers were
-        drawn with the same seed, how many of their texts are equal, and the mean difference of their scores.
+    ``sides`` (numbers of each), ``stops``, ``tools`` and ``ends`` (shares by name, a pair each), ``phrases`` (``more`` and ``less``
+    frequent in the second), ``paired`` prompts with both means, the largest difference first, and ``same_seed``: how many
+    answers have the same seed, how many of their texts are equal, and the mean difference of their scores.
     """
     chosen = [_Side(first, first_query), _Side(second, second_query)]
     for side in chosen:
@@ -50,8 +49,6 @@ def compare(first: Archived, first_query: str, second: Archived, second_query: s
 
 
 class _Side:
-    """One side of the comparison."""
-
     def __init__(self, archived: Archived, query: str) -> None:
         self.archived, self.query = archived, query
         archived.rows()

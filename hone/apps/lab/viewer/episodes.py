@@ -17,12 +17,11 @@ _COLUMNS = (
 def one_episode(archived: Archived, step: int, uid: str, index: int) -> dict[str, Any]:
     """Return an episode.
 
-    Returns:
-        ``lanes``: conversations, the episode's own first, then those of sub-agents, each with ``name``, ``first`` (number of its first
-        turn), ``after`` (turn of the own lane that called it) and ``entries``; an entry is a message with its ``images`` (names), ``turn``, ``reward``,
-        ``value`` (of a forked turn) and ``calls``. ``segments``: number of tokens by segment, with the tokens that a segment shares with the one before (``shared``);
-        ``times``: seconds of the engine and of what is
-        outside; ``siblings``: numbers of the group's answers.
+    ``lanes``: conversations, the episode's own first, then those of sub-agents, each with ``name``, ``first`` (number of its first
+    turn), ``after`` (turn of the own lane that called it) and ``entries``; an entry is a message with its ``images`` (names),
+    ``turn``, ``reward``, ``value`` (of a forked turn) and ``calls``. ``segments``: number of tokens by segment, with the tokens
+    that it shares with the one before (``shared``). ``times``: seconds of the engine and of what is outside. ``siblings``:
+    numbers of the group's answers.
     """
     records = archived.records(step, uid, _COLUMNS)
     parts = [record for record in records if record["index"] == index]

@@ -26,14 +26,9 @@ _EXPORT_LIST = re.compile(r"export\s*\{([^}]*)\};?\s*$")
 
 
 def export(workspace: Workspace, path: Path, query: str = "") -> dict[str, int]:
-    """Write the file.
+    """Write groups of the first run to a file; return the number of ``groups`` and ``bytes``.
 
-    Args:
-        workspace: the runs; the first one is written.
-        query: which groups to write, see :mod:`hone.apps.lab.viewer.queries`; by default those of the newest step. At most :data:`GROUPS`.
-
-    Returns:
-        Number of ``groups`` and ``bytes``.
+    A query (:mod:`hone.apps.lab.viewer.queries`) chooses the groups, by default those of the newest step; at most :data:`GROUPS`.
     """
     run = next(iter(workspace.runs.values()))
     archived = run.archived("rollouts")

@@ -39,16 +39,9 @@ _BRIEF = (
 
 
 def group_list(archived: Archived, query: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-    """Return a page of the groups that have a row which the query leaves.
+    """Return a page of the groups that have a row which the query leaves: ``total`` groups and ``rows`` that match, and ``groups``.
 
-    Args:
-        archived: rollouts or validation samples.
-        query: see :mod:`hone.apps.lab.viewer.queries`.
-        sort: a name of :data:`GROUP_SORTS`, with ``-`` before it for descending order; empty: newest step first.
-        offset, limit: the page.
-
-    Returns:
-        ``total`` groups and ``rows`` that match, and ``groups`` of the page.
+    ``sort`` is a name of :data:`GROUP_SORTS`, with ``-`` before it for descending order; empty: newest step first.
     """
     rows = archived.rows()
     groups = archived.groups(rows)

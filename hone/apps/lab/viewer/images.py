@@ -29,7 +29,6 @@ class Picture:
 
 
 def picture(archived: Archived, name: str) -> Picture:
-    """Return the image of a name."""
     image = find_image(archived.index.archive.folder, int(name, 16)) if _NAME.fullmatch(name) else None
     if image is not None and image.suffix in TYPES:  # by its content: other files are never shown as images
         return Picture(image.content, TYPES[image.suffix])
@@ -49,9 +48,7 @@ def pictures_by_place(ids: Sequence[int]) -> dict[int, str]:
 def shown_message(message: Mapping[str, Any], of_prompt: Iterator[str]) -> tuple[dict[str, Any], list[str]]:
     """Return a message with a text, in which an image is a mark, and the names of its images.
 
-    Args:
-        message: parts of later messages name their image.
-        of_prompt: names of the images of the prompt, in order, for parts without one.
+    Parts of later messages name their image; ``of_prompt`` are the names for parts without one, in order.
     """
     content = message.get("content")
     if not isinstance(content, list):

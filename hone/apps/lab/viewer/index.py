@@ -76,11 +76,7 @@ class Rows:
 
 
 class RunIndex:
-    """Index of one archive; a live run's grows with :meth:`refresh`.
-
-    Args:
-        folder: ``rollouts`` or ``validation`` of a run directory.
-    """
+    """Index of one archive; a live run's grows with :meth:`refresh`."""
 
     def __init__(self, folder: Path) -> None:
         self.archive: Archive = open_archive(folder)  # the archive
@@ -123,7 +119,6 @@ class RunIndex:
                 self._start_reader()
 
     def rows(self) -> Rows:
-        """Return a snapshot of all rows."""
         with self._lock:
             if self._snapshot is None:
                 steps = [self._steps[step] for step in sorted(self._steps)]

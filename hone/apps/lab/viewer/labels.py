@@ -60,7 +60,6 @@ def label_list(run: ViewedRun, kind: str) -> dict[str, Any]:
 
 
 def add_label(run: ViewedRun, kind: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Append a label to the file and return it."""
     label, comment = (str(entry.get(name) or "").strip()[:_LONGEST] for name in ("label", "comment"))
     if not label and not comment:
         raise HoneError("a label needs a name or a comment", code="E-view-label")

@@ -138,13 +138,7 @@ def _prompt_json(archived: Archived, rows: Rows, prompts: Prompts, place: int) -
 
 
 def one_prompt(archived: Archived, source: str, row: int, uid: str) -> dict[str, Any]:
-    """Return all visits of a prompt, in order of steps.
-
-    Args:
-        archived: rollouts or validation samples.
-        source, row: dataset and row.
-        uid: group, for sequences without a row (``row`` below 0).
-    """
+    """Return all visits of a prompt, in order of steps; a sequence without a row (below 0) has its group's uid."""
     rows = archived.rows()
     groups, prompts = archived.groups(rows), prompts_of(archived, rows)
     texts = archived.index.texts

@@ -70,7 +70,6 @@ class Condition:
 
 
 def parse(query: str) -> list[Condition]:
-    """Parse a query."""
     try:
         words = shlex.split(query)
     except ValueError:  # a quote that is still open while the query is typed
@@ -104,11 +103,7 @@ def _condition(word: str) -> Condition:
 
 
 class Search:
-    """Text search in an archive; the texts of recent steps are kept in memory.
-
-    Args:
-        index: index of the archive.
-    """
+    """Text search in an archive; the texts of recent steps are kept in memory."""
 
     def __init__(self, index: RunIndex) -> None:
         self._index = index
@@ -149,12 +144,7 @@ class Search:
 def matching(
     index: RunIndex, search: Search, rows: Rows, query: str, masks: Callable[[str, str], np.ndarray]
 ) -> np.ndarray:
-    """Return which rows a query leaves.
-
-    Args:
-        index: index of the archive.
-        masks: function from a column of :data:`MASKS` and a value to the rows that have it.
-    """
+    """Return which rows a query leaves; ``masks`` gives the rows with a value in a column of :data:`MASKS`."""
     mask = np.ones(len(rows), bool)
     conditions = sorted(parse(query), key=lambda condition: not condition.column)  # texts last, in fewer rows
     for condition in conditions:

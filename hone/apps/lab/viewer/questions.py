@@ -18,8 +18,6 @@ from hone.errors import HoneError
 
 @dataclass(frozen=True)
 class Question:
-    """One ready question."""
-
     name: str  # name in addresses
     title: str  # the question
     about: str  # what an answer means

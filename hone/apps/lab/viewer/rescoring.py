@@ -14,11 +14,7 @@ SHOWN = 200
 
 
 def reward_config(named: str) -> RewardConfig:
-    """Return the configuration of a reward that `hone view --reward` names.
-
-    Args:
-        named: ``FILE:NAME`` of a function.
-    """
+    """Return the configuration of a reward ``FILE:NAME`` that `hone view --reward` names."""
     file, _, name = named.strip().rpartition(":")
     path = Path(file).expanduser()
     if not file or not path.is_file():
@@ -27,14 +23,9 @@ def reward_config(named: str) -> RewardConfig:
 
 
 def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> dict[str, Any]:
-    """Score all stored answers again, as `hone reward diff stored REWARD` does.
+    """Score all stored answers again, as `hone reward diff stored REWARD` does, by one of ``named`` or a built-in scorer.
 
-    Args:
-        reward: one of ``named``, or the name of a built-in scorer.
-        named: functions that `hone view` was started with.
-
-    Returns:
-        ``episodes``, ``groups``, shares of what would be different, and ``differences``, the largest change first.
+    ``episodes``, ``groups``, shares of what would be different, and ``differences``, the largest change first.
     """
     from hone.apps.lab.rewards.comparison import compare
     from hone.apps.lab.rewards.rescoring import rescore_run

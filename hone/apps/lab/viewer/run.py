@@ -29,12 +29,7 @@ _HELD, _HELD_GROUPS = 128, 8
 
 
 class Archived:
-    """Rollouts or validation samples of a run, with their index.
-
-    Args:
-        run_path: directory of the run.
-        kind: a name of :data:`KINDS`.
-    """
+    """Rollouts or validation samples (``kind``) of a run, with their index."""
 
     def __init__(self, folder: Path, run_path: Path, kind: str) -> None:
         self.run_path, self.kind = run_path, kind
@@ -100,7 +95,6 @@ class Archived:
         return _kept(self._prompts, (step, self.index.stamp(step)), read, held=2048)
 
     def records(self, step: int, uid: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the sequences of a group."""
         key = (step, uid, tuple(columns), self.index.stamp(step))
         records = _kept(
             self._records, key, lambda: list(self.index.archive.records(step, columns, uid)), held=_HELD_GROUPS
@@ -132,12 +126,7 @@ class Archived:
 
 
 class ViewedRun:
-    """One run of the viewer.
-
-    Args:
-        path: run directory, or a folder with an archive alone.
-        name: name in addresses.
-    """
+    """One run of the viewer: a run directory, or a folder with an archive alone; ``name`` is that in addresses."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name

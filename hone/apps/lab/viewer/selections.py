@@ -33,8 +33,6 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Download:
-    """A file that the browser saves."""
-
     name: str  # its name
     text: str  # its contents
 

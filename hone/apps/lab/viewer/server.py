@@ -56,12 +56,7 @@ class SafeHeaders:
 
 
 class Viewer:
-    """The viewer as an ASGI application (:attr:`app`).
-
-    Args:
-        workspace: the runs and what can be asked about them.
-        token: access token.
-    """
+    """The viewer as an ASGI application (:attr:`app`)."""
 
     def __init__(self, workspace: Workspace, token: str) -> None:
         self._workspace, self._token = workspace, token
@@ -91,7 +86,6 @@ class Viewer:
         return _file_response(PAGE / "index.html")
 
     def file(self, request: Request) -> Response:
-        """Return a file of the page."""
         file = self._files.get(request.url.path)
         if not self._allowed(request):
             return _refusal()

@@ -16,16 +16,11 @@ MOST_SPANS = 3000
 
 
 def step_timeline(run: Path, step: int | None) -> dict[str, Any]:
-    """Return what every process did during a step.
+    """Return what every process did during a step, the newest without one.
 
-    Args:
-        run: run directory.
-        step: number of the step; None for the newest.
-
-    Returns:
-        ``steps`` (all recorded ones), ``step``, ``seconds`` (length of the step), ``left_out`` (spans that are too many to show) and ``processes``:
-        ``name`` and ``rows``, each a list of spans ``[what, begin, end, waits]`` in seconds since the step began. Each
-        span of a row was begun within the one above it.
+    ``steps`` (all recorded ones), ``step``, ``seconds`` (length of the step), ``left_out`` (spans that are too many to show) and
+    ``processes``: ``name`` and ``rows``, each a list of spans ``[what, begin, end, waits]`` in seconds since the step began. Each
+    span of a row was begun within the one above it.
     """
     processes = read_timeline(run)
     spans_of_steps = {

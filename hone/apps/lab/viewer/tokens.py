@@ -25,9 +25,9 @@ KEYS = {
 def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: int, part: int) -> dict[str, Any]:
     """Return the tokens of a sequence.
 
-    Returns:
-        ``prompt`` (texts of the prompt's tokens), ``texts`` and ``ids`` of the response, ``pictures`` and ``prompt_pictures`` (names of
-        images by the place in the texts), ``columns`` (name to one value per token), and ``chain``: factors with ``name``, ``key``, ``config`` (value of the key) and ``values``.
+    ``prompt`` (texts of the prompt's tokens), ``texts`` and ``ids`` of the response, ``pictures`` and ``prompt_pictures`` (names of
+    images by the place in the texts), ``columns`` (name to one value per token), and ``chain``: factors with ``name``, ``key``,
+    ``config`` (value of the key) and ``values``.
     """
     record = archived.record(step, uid, index, part)
     vocabulary = archived.vocabulary()

@@ -11,11 +11,7 @@ Row = dict[str, Any]
 
 
 def question(row: Row) -> str:
-    """Return the last message of a row's prompt.
-
-    Raises:
-        ValueError: the prompt is not a chat.
-    """
+    """Return the last message of a row's prompt; ValueError if that is not a chat."""
     try:
         return str(row["prompt"][-1]["content"])
     except (KeyError, IndexError, TypeError):

@@ -18,7 +18,6 @@ _OLD_SFT_KEYS = {
 
 
 def complete(translation: Translation) -> None:
-    """Add settings for defaults of verl that differ from Hone's."""
     if translation.command == "sft":
         _complete_sft(translation)
         return

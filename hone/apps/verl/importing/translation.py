@@ -53,7 +53,6 @@ class Translation:
                 self.lines[at] = Line(line.number, line.text, reported)
 
     def add(self, key: str, value: Any, why: str) -> None:
-        """Set a value that no line sets."""
         self.values[key] = value
         self.additions.append(Addition(key, value, why))
 

@@ -69,11 +69,7 @@ class Variables:
         return _joined(self._parts(word)) if word is not None else ""
 
     def arithmetic(self, node: Node) -> str:
-        """Return the value of ``$((...))`` or ``((...))``, as a mark when it depends on something open.
-
-        Raises:
-            ValueError: it has no value.
-        """
+        """Return the value of ``$((...))`` or ``((...))``, as a mark when it depends on something open."""
         try:
             return str(int(self._number(node.named_children[-1])))
         except _OpenNumber as name:

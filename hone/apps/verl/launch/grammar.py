@@ -44,7 +44,6 @@ def _substitution(backquoted: re.Match[str]) -> str:
 
 
 def text_of(node: Node | None) -> str:
-    """Return the source text of a node, empty without one."""
     return (node.text or b"").decode() if node is not None else ""
 
 

@@ -21,12 +21,7 @@ _SHELLS = ("bash", "sh", "zsh")
 
 
 def output_of(words: list[str], folder: str) -> str | None:
-    """Return the output of a command if its words alone determine it, else None.
-
-    Args:
-        words: words of the command.
-        folder: working directory after the script's changes.
-    """
+    """Return the output of a command if its words, and the folder that the script changed to, determine it; else None."""
     match words:
         case ["date", *arguments]:
             pattern = next((a[1:] for a in arguments if a.startswith("+")), "%c")
@@ -126,13 +121,7 @@ class _Exit(Exception):
 def follow(
     source: str, *, directory: str = ".", arguments: Iterable[str] = (), variables: Mapping[str, str] | None = None
 ) -> Trace:
-    """Follow a script and return the commands that it would start.
-
-    Args:
-        source: text of the script.
-        arguments: arguments of the script.
-        variables: variables of the environment in which it would run.
-    """
+    """Follow a script and return the commands that it would start, with these variables in the environment."""
     walk = _Walk(directory, list(arguments), dict(variables or {}))
     try:
         walk.script(source)
