@@ -62,7 +62,7 @@ def fork(
     request = ForkRequest(run, uid, root, turn, samples, step, index, model, content, temperature, seed)
     episode = play(request)
     if png is not None:
-        from hone.apps.lab.fork_chart import draw
+        from hone.apps.lab.forks import draw
 
         with disk_errors(png):
             draw([(f.turn, f.success, f.interval) for f in episode.forks], f"row {uid}, step {episode.step}", png)

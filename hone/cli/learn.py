@@ -25,7 +25,7 @@ def group() -> None:
 @app.command("list")
 def list_boxes(language: Language = "en") -> None:
     """List the entries, and every box with its part."""
-    from hone.apps.learn.entries import ENTRIES
+    from hone.apps.learn.progress import ENTRIES
     from hone.apps.learn.texts import PARTS, boxes
 
     for entry in ENTRIES.values():
@@ -40,8 +40,7 @@ def list_boxes(language: Language = "en") -> None:
 @app.command("start")
 def start(entry: Annotated[str, typer.Argument(help="new, sft or agents; see `hone learn list`")]) -> None:
     """Start the course in this folder, or change the entry; passed boxes stay passed."""
-    from hone.apps.learn.entries import find_entry
-    from hone.apps.learn.progress import FILE, FOLDER, Progress, read_progress, write_progress
+    from hone.apps.learn.progress import FILE, FOLDER, Progress, find_entry, read_progress, write_progress
 
     chosen = find_entry(entry)
     progress = read_progress() if (FOLDER / FILE).exists() else Progress(entry)
@@ -54,8 +53,7 @@ def start(entry: Annotated[str, typer.Argument(help="new, sft or agents; see `ho
 @app.command("next")
 def next_box(box: Name = None, language: Language = "en") -> None:
     """Show the text of the next box: two minutes of reading, and a task."""
-    from hone.apps.learn.entries import NEEDS
-    from hone.apps.learn.progress import read_progress
+    from hone.apps.learn.progress import NEEDS, read_progress
     from hone.apps.learn.texts import find_box
 
     progress = read_progress()
@@ -102,8 +100,8 @@ def check(
     """
     import sys
 
-    from hone.apps.learn.check import run_check
     from hone.apps.learn.progress import read_progress, write_progress
+    from hone.apps.learn.work import run_check
 
     progress = read_progress()
     name = box or progress.current

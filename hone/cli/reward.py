@@ -130,8 +130,7 @@ def diff(
     """
     import json
 
-    from hone.apps.lab.rewards.comparison import compare
-    from hone.apps.lab.rewards.rescoring import STORED, rescore_run
+    from hone.apps.lab.rewards.comparison import STORED, compare, rescore_run
     from hone.insight.run_files import disk_errors
 
     configs = [

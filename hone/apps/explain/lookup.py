@@ -1,27 +1,123 @@
 """Look a term up in every source: glossary, configuration keys, metrics, detectors, presets, codes and methods.
 
-Each source is where the thing is declared, so an explanation cannot differ from the page that is generated from it. Codes of
+The glossary and the codes of errors that are not preflight rules are read from ``glossary.yaml`` and ``error_codes.yaml``. Each
+source is where the thing is declared, so an explanation cannot differ from the page that is generated from it. Codes of
 rules and methods need torch, which takes seconds to import; they are read only if the term looks like one or if nothing else matches.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hone import methods as method_tables
 from hone.apps.explain import key_search
-from hone.apps.explain.error_codes import error_codes
-from hone.apps.explain.glossary import Term, glossary
 from hone.config.keys import documentation
 from hone.config.layers import PRESETS, preset_names
 from hone.config.trees import PRESET_KINDS, TREES
 from hone.errors import ConfigError
 from hone.insight.detectors import DETECTORS
 from hone.insight.metrics import METRICS, MetricSpec, find_metric
+from hone.text import replace_between
+
+_GLOSSARY_FILE = Path(__file__).with_name("glossary.yaml")
+_HEAD = """# Glossary
+
+<!-- Generated from hone/apps/explain/glossary.yaml by scripts/make_docs. Do not edit. -->
+
+The terms of the field as Hone uses them. Code, messages and pages use these words and no others for the same thing; `scripts/lint` runs
+[`scripts/vocabulary.py`](../scripts/vocabulary.py), which lists words to avoid with the standard one for each.
+
+`hone explain TERM` prints an entry of this page, and describes any configuration key, metric, code, detector or method:
+
+```bash
+hone explain staleness
+hone explain rollout.n
+hone explain actor/pg_clipfrac
+hone explain entropy_collapse
+```
+"""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the glossary."""
+
+    name: str  # the term; two terms that are explained together are separated by a comma
+    meaning: str  # one to three sentences
+    section: str  # heading of the page
+    also: tuple[str, ...] = ()  # other names
+    page: str = ""  # page below docs/, or empty
+    keys: tuple[str, ...] = ()  # configuration keys that belong to it
+    metrics: tuple[str, ...] = ()  # metrics that measure it
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The term and its other names."""
+        return (self.name, *self.also)
+
+
+@functools.cache
+def glossary() -> tuple[Term, ...]:
+    import yaml
+
+    sections: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(_GLOSSARY_FILE.read_text(encoding="utf-8"))
+    return tuple(
+        Term(
+            name,
+            entry["meaning"],
+            section,
+            **{part: tuple(entry.get(part, ())) for part in ("also", "keys", "metrics")},
+            page=entry.get("page", ""),
+        )
+        for section, entries in sections.items()
+        for name, entry in entries.items()
+    )
+
+
+def glossary_page() -> str:
+    """Return the page ``docs/glossary.md``."""
+    lines, section = [_HEAD], ""
+    for term in glossary():
+        if term.section != section:
+            section = term.section
+            lines += [
+                *([""] if len(lines) > 1 else []),
+                f"## {section}",
+                "",
+                "| Term | Meaning | See |",
+                "|---|---|---|",
+            ]
+        names = term.name + (f" ({', '.join(term.also)})" if term.also else "")
+        see = [f"[{term.page}]({term.page})"] if term.page else []
+        see += [f"`{name}`" for name in (*term.keys, *term.metrics)]
+        cells = (names, term.meaning, ", ".join(see))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_CODES_FILE = Path(__file__).with_name("error_codes.yaml")
+BEGIN = "<!-- Generated from hone/apps/explain/error_codes.yaml by scripts/make_docs: do not edit from here -->"
+END = "<!-- codes: to here -->"
+
+
+@functools.cache
+def error_codes() -> dict[str, str]:
+    import yaml
+
+    return yaml.safe_load(_CODES_FILE.read_text(encoding="utf-8"))
+
+
+def codes_page(existing: str) -> str:
+    """Return a page with a new table of the codes between the markers; the rest is unchanged."""
+    rows = [f"| {code} | {meaning} |" for code, meaning in error_codes().items()]
+    return replace_between(existing, BEGIN, END, "\n".join(["| Code | Raised for |", "|---|---|", *rows]))
+
 
 _CODE = re.compile(r"(?:R\d+|[ED]-[a-z-]+)", re.IGNORECASE)
 _SHOWN = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hone.apps.learn.entries import ENTRIES, NEEDS
+from hone.apps.learn.progress import ENTRIES, NEEDS
 from hone.apps.learn.texts import ENGLISH, PARTS, boxes, find_box
 from hone.text import replace_between
 

@@ -1,7 +1,8 @@
-"""The learner's work, as a check sees it: files, runs, and answers to the quiz."""
+"""The learner's work, as a check sees it: files, runs, and answers to the quiz; and the call of the check."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from typing import Any
 
 from hone.apps.lab.compare import Run, read_whole_run
 from hone.apps.learn.progress import FOLDER
+from hone.apps.learn.texts import find_box
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
 from hone.insight.run_files import RUN
+from hone.registry import Registry
 
 
 class Refused(HoneError):
@@ -157,3 +160,24 @@ class Work:
         if given.lower() not in {word.lower() for word in right}:
             raise self.refuse(f"answer {number}", f"{given!r} is wrong: {explain(given)}")
         return given
+
+
+Check = Callable[[Work], str]
+"""A check returns one sentence on what it measured, or raises :class:`hone.apps.learn.work.Refused`."""
+CHECKS: Registry[Check] = Registry("box")
+
+
+def run_check(
+    name: str, answers: Sequence[str] = (), ask: Callable[[str], str] | None = None, folder: Path = FOLDER
+) -> str:
+    """Check a box with answers to its quiz, in order, and return what was measured; ``ask`` gets an answer that is missing."""
+    box = find_box(name)
+    text = box.text()
+    importlib.import_module(f"hone.apps.learn.checks.{box.part}")
+    work = Work(name, " ".join(text.body("Hint").split()), text.questions, answers, ask, folder)
+    try:
+        return CHECKS.get(name)(work)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:  # files that the learner wrote
+        raise work.refuse(
+            "form", f"expected files as the text describes them; reading them ended with {error!r}"
+        ) from error

@@ -12,8 +12,7 @@ from support.messages import raises
 
 from hone.agents.replay import recorded_turns
 from hone.agents.tools.calculator import Calculator
-from hone.apps.lab.fork_chart import draw
-from hone.apps.lab.forks import Continuations, Fork
+from hone.apps.lab.forks import Continuations, Fork, draw
 from hone.data.types import Sample, Trajectory
 from hone.errors import ConfigError, EpisodeError
 from hone.generation.protocol import SamplingParams

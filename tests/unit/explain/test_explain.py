@@ -13,9 +13,8 @@ import pytest
 
 import hone
 from hone.apps.explain import explain
-from hone.apps.explain.error_codes import codes_page, error_codes
-from hone.apps.explain.glossary import glossary, glossary_page
 from hone.apps.explain.key_search import exact
+from hone.apps.explain.lookup import codes_page, error_codes, glossary, glossary_page
 from hone.cli.main import main
 from hone.config import TREES, documentation
 from hone.errors import ConfigError

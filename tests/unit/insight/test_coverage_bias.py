@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support.coverage_runs import Drop, changed, invented
 
-from hone.apps.lab.coverage.bias import Comparison, compare_dropped
-from hone.apps.lab.coverage.report import bias_words
+from hone.apps.lab.coverage.report import Comparison, bias_words, compare_dropped
 from hone.insight.coverage import EQUAL_ANSWERS
 from hone.insight.coverage.reading import EndedDraw
 

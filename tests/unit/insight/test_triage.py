@@ -9,8 +9,7 @@ import pytest
 from support.archives import archive
 
 from hone.apps.lab.compare import Run
-from hone.apps.lab.triage.episodes import Bar, first_failure, has_failed
-from hone.apps.lab.triage.kinds import KINDS, Bucket, Kind
+from hone.apps.lab.triage.episodes import KINDS, Bar, Bucket, Kind, first_failure, has_failed
 from hone.apps.lab.triage.report import Triage, markdown, triage
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"

@@ -9,11 +9,9 @@ import pytest
 from support.messages import raises
 
 from hone.apps.learn import texts
-from hone.apps.learn.check import CHECKS
-from hone.apps.learn.entries import ENTRIES, NEEDS
 from hone.apps.learn.pages import CHECK_BOXES, WEEKS
-from hone.apps.learn.progress import Progress, read_progress, write_progress
-from hone.apps.learn.work import Refused, Work
+from hone.apps.learn.progress import ENTRIES, NEEDS, Progress, read_progress, write_progress
+from hone.apps.learn.work import CHECKS, Refused, Work
 from hone.cli.main import main
 from hone.errors import HoneError
 

@@ -16,8 +16,7 @@ from support.examples import examples
 from typer.testing import CliRunner
 
 from hone.agents.tools.calculator import Calculator
-from hone.apps.lab.rewards.comparison import ScoredTwice, advantages, compare
-from hone.apps.lab.rewards.rescoring import scores_of
+from hone.apps.lab.rewards.comparison import ScoredTwice, advantages, compare, scores_of
 from hone.cli.reward import app
 from hone.config.reward import RewardConfig
 from hone.data.files import read_rows

@@ -3,12 +3,222 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
-from hone.apps.lab.coverage.bias import DROPPED, FEWEST_ROWS, BiasReport, Comparison, compare_dropped
-from hone.insight.coverage.ledger import Fate, Stage, shares
+import numpy as np
+
+from hone.insight.coverage.ledger import EQUAL_ANSWERS, Fate, Stage, shares
 from hone.insight.coverage.reading import Coverage, EndedDraw
+
+CHARACTERISTICS = ("prompt_tokens", "tokens", "reward", "source")
+PERMUTATIONS = 10_000
+SIGNIFICANT = 0.01
+"""Largest corrected p-value of a bias."""
+MODERATE_DELTA = 0.33
+"""Smallest |Cliff's delta| of a bias (Romano et al. 2006: medium)."""
+MODERATE_VARIATION = 0.2
+"""Smallest total variation of a bias in sources, beyond that of random drops."""
+DROPPED = "dropped"
+"""All fates but trained, together."""
+FEWEST_ROWS = 5
+"""Fewest dropped, and trained, rows for a test."""
+_PERIOD, _MOST_PERIODS = 64, 50  # draws per period at least; number of periods at most
+_MOST_DRAWS = 2_000  # draws of rows with and without a dropped draw, each, that a test uses
+_AT_A_TIME = 500  # permutations in memory at a time
+_ENOUGH_EXTREME = 100  # permutations as extreme as the data after which a test stops
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One characteristic of dropped and trained prompts."""
+
+    fate: str  # fate of the dropped draws compared; :data:`DROPPED` for all of them
+    characteristic: str  # ``prompt_tokens``, ``tokens``, ``reward`` or ``source``
+    dropped: int  # number of dropped draws compared
+    trained: int  # number of trained draws compared
+    dropped_mean: float | None  # mean of the dropped draws; None for sources
+    trained_mean: float | None  # mean of the trained draws; None for sources
+    # Cliff's delta, positive if dropped draws have larger values; for sources the total variation beyond chance
+    effect: float
+    p: float  # p-value after Holm's correction
+    biased: bool  # significant and at least of moderate size
+    # mean of the dropped draws by fate; for sources the share in dropped minus the share in trained draws
+    details: dict[str, float]
+
+
+@dataclass(frozen=True)
+class BiasReport:
+    """Result of all comparisons."""
+
+    dropped: int  # number of dropped draws
+    trained: int  # number of trained draws
+    comparisons: list[Comparison]  # characteristics with enough values for a test
+    by_design: int  # number of draws that dynamic sampling filtered by their reward
+
+
+def compare_dropped(draws: Sequence[EndedDraw], *, permutations: int = PERMUTATIONS, seed: int = 0) -> BiasReport:
+    """Compare dropped with trained draws in prompt length, response length, reward and source.
+
+    All dropped draws are compared together, and those of each fate alone: a bias of one fate can vanish among the others.
+    Three things make the permutation test safe on real runs:
+
+    - Values are compared within periods of consecutive draws, by rank. So a trend of the run, such as answers that grow while
+      fewer prompts fail, is not a difference.
+    - All draws of one row are permuted together. So a prompt that meets the same fate in every epoch counts once.
+    - A difference is a bias only if it is significant after Holm's correction and at least of moderate size.
+
+    The result is deterministic.
+    """
+    ordered = sorted(draws, key=lambda ended: ended.draw)
+    trained = sum(ended.fate == Fate.TRAINED for ended in ordered)
+    fates = sorted({ended.fate for ended in ordered} - {Fate.TRAINED.value})
+    by_design = [ended.reward for ended in ordered if ended.reason == EQUAL_ANSWERS]
+    # differences that dynamic sampling makes are by design: draws with the reward of a filtered one are left out
+    left_out = {"reward": set(by_design)}
+    tested: list[tuple[str, str, list[EndedDraw], float, float]] = []
+    for side, name in product([DROPPED, *fates] if len(fates) > 1 else [DROPPED], CHARACTERISTICS):
+        unusable = {None} | left_out.get(name, set())
+        sides = {Fate.TRAINED.value, *(fates if side == DROPPED else [side])}
+        chosen = [ended for ended in ordered if ended.fate in sides and getattr(ended, name) not in unusable]
+        table = _Table.build(name, chosen, np.random.default_rng([seed, len(tested)]))
+        if table is not None:
+            tested.append((side, name, chosen, *table.test(permutations)))
+    corrected = _holm([p for *_, p in tested])
+    comparisons = [
+        _comparison(side, name, chosen, effect, p)
+        for (side, name, chosen, effect, _), p in zip(tested, corrected, strict=True)
+    ]
+    return BiasReport(len(ordered) - trained, trained, comparisons, len(by_design))
+
+
+class _Table:
+    """Values of one characteristic, ready for permutations: one line per draw, the draws of a row together.
+
+    ``labels [N]`` are 1 for dropped draws. ``values [N, C]`` are the rank within its period, or one column per source, centred
+    in each period. ``starts`` is the first line of each row, then N.
+    """
+
+    def __init__(self, labels: np.ndarray, values: np.ndarray, starts: np.ndarray, rng: np.random.Generator) -> None:
+        self.labels, self.values, self.starts, self.rng = labels, values, starts, rng
+
+    @classmethod
+    def build(cls, name: str, chosen: list[EndedDraw], rng: np.random.Generator) -> _Table | None:
+        """Return the table; None if too few rows were dropped or trained, or all values are equal."""
+        labels = np.array([ended.fate != Fate.TRAINED for ended in chosen], dtype=bool)
+        rows = np.array([ended.row for ended in chosen], dtype=np.int64)
+        periods = np.arange(len(chosen)) * max(1, min(_MOST_PERIODS, len(chosen) // _PERIOD)) // max(1, len(chosen))
+        values = np.zeros((len(chosen), 1))
+        categories: np.ndarray | None = None
+        if name == "source":
+            categories = np.unique([ended.source for ended in chosen], return_inverse=True)[1]
+            values = np.eye(int(categories.max(initial=-1)) + 1)[categories]
+        else:
+            values[:, 0] = [getattr(ended, name) for ended in chosen]
+        kept = np.zeros(len(chosen), dtype=bool)
+        for period in np.unique(periods):
+            inside = periods == period
+            if labels[inside].any() and not labels[inside].all():
+                kept |= inside
+                values[inside] = _centred(values[inside], ranked=categories is None)
+        kept &= _sampled_rows(rows, labels, kept, rng)
+        if min(len(np.unique(rows[kept & side])) for side in (labels, ~labels)) < FEWEST_ROWS:
+            return None
+        if np.ptp(values[kept], axis=0).max(initial=0.0) == 0.0:
+            return None
+        order = np.flatnonzero(kept)[np.argsort(rows[kept], kind="stable")]
+        starts = np.flatnonzero(np.diff(rows[order], prepend=-1, append=-1))
+        return cls(labels[order], values[order], starts, rng)
+
+    def test(self, permutations: int) -> tuple[float, float]:
+        """Return effect and p-value; stop early once it is certain that p is not small (Besag and Clifford 1991)."""
+        observed = self._statistic(self.labels.astype(np.float64)[None] @ self.values)[0]
+        null = np.zeros(0)
+        extreme = 0
+        while len(null) < permutations and extreme < _ENOUGH_EXTREME:
+            sums = self._permuted_sums(min(_AT_A_TIME, permutations - len(null)))
+            null = np.concatenate([null, self._statistic(sums)])
+            extreme = int((np.abs(null) >= abs(observed) * (1 - 1e-9)).sum())  # equal up to rounding counts as well
+        p = extreme / len(null) if extreme >= _ENOUGH_EXTREME else (1 + extreme) / (1 + len(null))
+        chance = float(null.mean()) if self.values.shape[1] > 1 else 0.0
+        return float(observed) - chance, p
+
+    def _statistic(self, sums: np.ndarray) -> np.ndarray:
+        """Return the difference of the means, or the total variation, of sums over dropped draws. Shape [B, C] to [B]."""
+        count, total = int(self.labels.sum()), self.values.sum(axis=0)
+        difference = sums / count - (total - sums) / (len(self.labels) - count)
+        return difference[:, 0] if difference.shape[1] == 1 else np.abs(difference).sum(axis=1) / 2
+
+    def _permuted_sums(self, permutations: int) -> np.ndarray:
+        """Return the sums of the values under permuted labels.
+
+        Rows with the same number of draws exchange their labels, which are then shuffled within each row. Shape [B, C].
+        """
+        sums = np.zeros((permutations, self.values.shape[1]))
+        sizes = np.diff(self.starts)
+        for size in np.unique(sizes):
+            lines = self.starts[:-1][sizes == size][:, None] + np.arange(size)
+            labels, values = self.labels[lines].astype(np.uint8), self.values[lines.ravel()]
+            if size == 1:
+                exchanged = self.rng.permuted(np.tile(labels[:, 0], (permutations, 1)), axis=1)
+            else:
+                order = self.rng.permuted(np.tile(np.arange(len(lines), dtype=np.int32), (permutations, 1)), axis=1)
+                exchanged = self.rng.permuted(labels[order], axis=2)
+            sums += exchanged.reshape(permutations, -1).astype(np.float64) @ values
+        return sums
+
+
+def _centred(values: np.ndarray, *, ranked: bool) -> np.ndarray:
+    """Return values of a period minus their mean; ranked: mid-ranks scaled so that a difference of means is Cliff's delta."""
+    if ranked:
+        _, inverse, counts = np.unique(values[:, 0], return_inverse=True, return_counts=True)
+        middle = np.cumsum(counts) - (counts - 1) / 2
+        values = (2.0 * middle[inverse] / len(values))[:, None]
+    return values - values.mean(axis=0)
+
+
+def _sampled_rows(rows: np.ndarray, labels: np.ndarray, kept: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the lines of a random choice of whole rows: bounded numbers of rows with and without a dropped draw."""
+    with_dropped = np.unique(rows[kept & labels])
+    chosen = []
+    for group in (with_dropped, np.setdiff1d(rows[kept], with_dropped)):
+        shuffled = rng.permutation(group)
+        line_counts = np.unique(rows[kept & np.isin(rows, group)], return_counts=True)[1]
+        sizes = dict(zip(group.tolist(), line_counts.tolist(), strict=True))
+        total = np.cumsum([sizes[row] for row in shuffled.tolist()])
+        chosen.append(shuffled[: max(1, int(np.searchsorted(total, _MOST_DRAWS, side="right")))])
+    return np.isin(rows, np.concatenate(chosen))
+
+
+def _holm(p_values: Sequence[float]) -> list[float]:
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def _comparison(side: str, name: str, draws: Sequence[EndedDraw], effect: float, p: float) -> Comparison:
+    dropped = [ended for ended in draws if ended.fate != Fate.TRAINED]
+    trained = [ended for ended in draws if ended.fate == Fate.TRAINED]
+    moderate = MODERATE_VARIATION if name == "source" else MODERATE_DELTA
+    biased = p < SIGNIFICANT and abs(effect) >= moderate
+    if name == "source":
+        shares = [Counter(ended.source for ended in side) for side in (dropped, trained)]
+        excess = {
+            source: shares[0][source] / len(dropped) - shares[1][source] / len(trained)
+            for source in sorted(set(shares[0]) | set(shares[1]))
+        }
+        return Comparison(side, name, len(dropped), len(trained), None, None, effect, p, biased, excess)
+    by_fate: dict[str, list[float]] = {}
+    for ended in dropped:
+        by_fate.setdefault(ended.fate, []).append(getattr(ended, name))
+    means = [float(np.mean([getattr(ended, name) for ended in side])) for side in (dropped, trained)]
+    details = {fate: float(np.mean(values)) for fate, values in sorted(by_fate.items())}
+    return Comparison(side, name, len(dropped), len(trained), means[0], means[1], effect, p, biased, details)
+
 
 NAMES = {
     "prompt_tokens": "prompt length",

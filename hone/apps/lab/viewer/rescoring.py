@@ -27,8 +27,7 @@ def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> d
 
     ``episodes``, ``groups``, shares of what would be different, and ``differences``, the largest change first.
     """
-    from hone.apps.lab.rewards.comparison import compare
-    from hone.apps.lab.rewards.rescoring import rescore_run
+    from hone.apps.lab.rewards.comparison import compare, rescore_run
     from hone.rewards.scorers import SCORERS
 
     config = RewardConfig(scorer=reward) if reward in SCORERS else named.get(reward)

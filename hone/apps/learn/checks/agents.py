@@ -6,8 +6,7 @@ import json
 from statistics import mean
 from typing import Any
 
-from hone.apps.learn.check import CHECKS
-from hone.apps.learn.work import Work
+from hone.apps.learn.work import CHECKS, Work
 
 
 def calls_tool(row: dict[str, Any]) -> bool:

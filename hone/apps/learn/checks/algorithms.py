@@ -12,8 +12,7 @@ from hone.apps.lab.compare import Run, config_differences
 from hone.apps.lab.confidence import compare_pair
 from hone.apps.lab.run_scores import scores_in_common
 from hone.apps.lab.sweeps import TrialResult, read_sweep
-from hone.apps.learn.check import CHECKS
-from hone.apps.learn.work import Work
+from hone.apps.learn.work import CHECKS, Work
 
 _ACTOR = "actor_rollout_ref.actor"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.apps.learn.check import CHECKS
-from hone.apps.learn.work import Work
+from hone.apps.learn.work import CHECKS, Work
 
 Row = dict[str, Any]
 

@@ -8,8 +8,7 @@ from statistics import mean
 from hone import __version__
 from hone.apps.lab.compare import Run, config_differences
 from hone.apps.lab.run_sheet import read_notes
-from hone.apps.learn.check import CHECKS
-from hone.apps.learn.work import Work
+from hone.apps.learn.work import CHECKS, Work
 
 
 @CHECKS.register("install")

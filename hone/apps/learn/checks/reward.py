@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from hone.apps.learn.check import CHECKS
 from hone.apps.learn.checks.algorithms import close, shown
-from hone.apps.learn.work import Work
+from hone.apps.learn.work import CHECKS, Work
 
 RIGHT_NUMBERS = (
     ("#### 42", "42"),
@@ -292,8 +291,7 @@ def _places(text: str, truth: str) -> int:
 
 def _reordered(work: Work) -> float:
     """Return the share of pairs that the learner's reward orders in another way than the run's."""
-    from hone.apps.lab.rewards.comparison import compare
-    from hone.apps.lab.rewards.rescoring import rescore_run
+    from hone.apps.lab.rewards.comparison import compare, rescore_run
     from hone.config.reward import CustomRewardConfig, RewardConfig
 
     path = str(work.path("shaped.py"))

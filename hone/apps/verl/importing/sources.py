@@ -1,21 +1,201 @@
-"""Sources of a run of verl: a launch script, a YAML file, or override lines."""
+"""Translation of a run of verl from a launch script, a YAML file, or override lines: settings one by one, then defaults.
+
+Defaults of verl that differ from Hone's become explicit settings, so that a translation means the same.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.apps.verl.importing.completing import complete
-from hone.apps.verl.importing.settings import translate
 from hone.apps.verl.importing.translation import Line, Translation
-from hone.apps.verl.launch import Argument, End, Launch, Trace, Trouble, follow, launches, other_programs, shown
+from hone.apps.verl.launch import (
+    ALWAYS_SET,
+    UNDECIDED,
+    Argument,
+    End,
+    Launch,
+    Trace,
+    Trouble,
+    follow,
+    launches,
+    open_names,
+    opened,
+    other_programs,
+    shown,
+)
 from hone.config.check import yaml_value
-from hone.config.migration import LLAMA_FACTORY, Outcome, Reading, read_by
-from hone.config.overrides import parse_overrides
+from hone.config.keys import blocks, documentation
+from hone.config.migration import DEFAULTS, LLAMA_FACTORY, TABLES, Outcome, Reading, read_by, read_setting
+from hone.config.migration.entries import Foreign, Unsupported
+from hone.config.migration.reading import key_in_tree
+from hone.config.overrides import override_value, parse_overrides
 from hone.config.sft import SFTConfig
+from hone.config.suggest import nearest_keys
+from hone.config.trees import TREES
 from hone.errors import ConfigError, did_you_mean
+
+_OLD_SFT_KEYS = {
+    "model.partial_pretrain", "optim.lr_scheduler", "optim.warmup_steps_ratio",
+    "data.multiturn.enable", "data.multiturn.messages_key", "data.prompt_key", "data.response_key",
+}  # fmt: skip
+"""Keys that only the older of verl's two trainers for supervised fine-tuning has."""
+
+
+def complete(translation: Translation) -> None:
+    if translation.command == "sft":
+        _complete_sft(translation)
+        return
+    values = translation.values
+    _defaults(translation, DEFAULTS["train"])
+    batch, mini = values["data.train_batch_size"], values["actor_rollout_ref.actor.ppo_mini_batch_size"]
+    if isinstance(batch, int) and isinstance(mini, int) and mini > batch:
+        translation.add("actor_rollout_ref.actor.ppo_mini_batch_size", batch, f"{mini} is more than a batch has")
+    _placement(translation)
+    _token_budgets(translation)
+    if values.get("trainer.test_freq", -1) == -1:
+        translation.remarks.append(Trouble(0, "trainer.test_freq=-1 validates once, at the end; 0 never does"))
+    if values.get("trainer.save_freq", -1) == -1:
+        translation.remarks.append(Trouble(0, "trainer.save_freq=-1 saves once, at the end; 0 never does"))
+
+
+def _defaults(translation: Translation, defaults: dict[str, Any]) -> None:
+    for key, value in defaults.items():
+        if key not in translation.values:
+            translation.add(key, value, "verl's default")
+
+
+def _complete_sft(translation: Translation) -> None:
+    """Complete a translation for supervised fine-tuning, whose two trainers in verl have different defaults."""
+    requested = {line.reading.key: line.reading.value for line in translation.lines}
+    _defaults(translation, DEFAULTS["fsdp_sft" if requested.keys() & _OLD_SFT_KEYS else "sft"])
+    _several_processes(translation)
+    values, budget = translation.values, "data.max_token_len_per_gpu"
+    longest = values.get("data.max_length", 1024)
+    if not isinstance(longest, int):
+        return
+    micro = requested.get("data.micro_batch_size_per_gpu")
+    if (
+        isinstance(micro, int)
+        and micro > 0
+        and budget not in values
+        and requested.get("data.use_dynamic_bsz") is not True
+    ):
+        translation.add(budget, micro * longest, f"{micro} conversations of at most {longest} tokens")
+    present = values.get(budget, longest)
+    if isinstance(present, int) and present < longest:
+        translation.add(budget, longest, f"{present} tokens are less than the longest conversation has, {longest}")
+
+
+def _placement(translation: Translation) -> None:
+    """Select Ray for several devices or a separate pool for generation."""
+    values, rollout = translation.values, "actor_rollout_ref.rollout"
+    if f"{rollout}.nnodes" in values:
+        translation.add(f"{rollout}.enable_resource_pool", True, "generation has separate nodes")
+    elif f"{rollout}.n_gpus_per_node" in values:
+        translation.leave_out(f"{rollout}.n_gpus_per_node", f"{rollout}.enable_resource_pool=false")
+    pools = any(key.endswith(".enable_resource_pool") and value is True for key, value in values.items())
+    _several_processes(translation, pools=pools)
+
+
+def _several_processes(translation: Translation, *, pools: bool = False) -> None:
+    """Select Ray for several devices, or where a role has separate ones."""
+    values = translation.values
+    sizes = [values.get(f"trainer.{name}", 1) for name in ("nnodes", "n_gpus_per_node")]
+    if "trainer.runtime" not in values and (pools or any(size != 1 for size in sizes)):
+        translation.add("trainer.runtime", "ray", "several devices are several processes")
+    if "ray.address" not in values and sizes[0] != 1:
+        translation.add("ray.address", "auto", "several nodes need a running cluster")
+
+
+def _token_budgets(translation: Translation) -> None:
+    """Set every token budget to at least the longest sequence, and to the size of a micro-batch of verl."""
+    values = translation.values
+    defaults = {key.path: key.default for key in documentation(TREES["train"])}
+    prompt, response = (
+        values.get(key, defaults[key]) for key in ("data.max_prompt_length", "data.max_response_length")
+    )
+    if not isinstance(prompt, int) or not isinstance(response, int):
+        return
+    longest, actor = prompt + response, "actor_rollout_ref.actor"
+    by_tokens = any(
+        line.reading.key == f"{actor}.use_dynamic_bsz" and line.reading.value is True for line in translation.lines
+    )
+    micro, budget = values.get(f"{actor}.ppo_micro_batch_size_per_gpu"), f"{actor}.ppo_max_token_len_per_gpu"
+    if isinstance(micro, int) and not by_tokens:
+        translation.add(budget, max(1, micro) * longest, f"{micro} sequences of at most {longest} tokens")
+    for key in (budget, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"):
+        present = values.get(key, defaults[key])
+        if isinstance(present, int) and present < longest:
+            translation.add(key, longest, f"{present} tokens are less than the longest sequence has, {longest}")
+
+
+def translate(lines: list[Argument], translation: Translation) -> None:
+    settings = [setting for line in lines for setting in _settings(line, translation)]
+    others = {key: value for _, key, value, _ in settings}
+    schema = TREES[translation.command]
+    for line, key, value, removed in settings:
+        reading = _removal(key, schema) if removed else read_setting(key, value, others, schema)
+        if reading.outcome is Outcome.UNKNOWN:
+            near = [candidate.path for candidate in nearest_keys(key, schema)]
+            meant = f"; did you mean {', '.join(near)}?" if near else ""
+            translation.not_understood.append(Trouble(line.line, f"{opened(line.text)}: unknown key {key}{meant}"))
+            continue
+        translation.lines.append(Line(line.line, opened(line.text), reading))
+        for path, item in reading.sets.items():
+            translation.values[path] = _typed(path, item, schema)
+    for name in dict.fromkeys(name for line in lines for name in open_names(line.text)):
+        if name in UNDECIDED:
+            translation.remarks.append(Trouble(0, f"the output of a command is unknown: write it instead of {name}"))
+        elif name not in ALWAYS_SET:
+            translation.remarks.append(
+                Trouble(0, f"the script does not set {name}: give it as an environment variable")
+            )
+
+
+def _settings(line: Argument, translation: Translation) -> Iterator[tuple[Argument, str, Any, bool]]:
+    """Yield ``(line, key, value, removed)`` of an override, which may set several keys of a block."""
+    overrides, problems = parse_overrides([_without_tilde(opened(line.text))])
+    if problems:
+        translation.not_understood.append(Trouble(line.line, f"{opened(line.text)}: {problems[0].what}"))
+        return
+    (override,) = overrides
+    path = override.key_or_group
+    if override.is_delete():
+        yield line, path, None, True
+        return
+    for key, value in _spread(path, override_value(override), TREES[translation.command]):
+        yield line, key, value, False
+
+
+def _without_tilde(text: str) -> str:
+    """Replace ``~`` in ``key=~/data`` by the home directory, because Hydra cannot read the tilde."""
+    return re.sub(r"^([^=]+=['\"]?)~/", r"\1${oc.env:HOME}/", text)
+
+
+def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
+    whole = key_in_tree(path, schema) is not None or isinstance(TABLES[schema].find(path), Foreign | Unsupported)
+    if isinstance(value, dict) and value and not whole:
+        for name, item in value.items():
+            yield from _spread(f"{path}.{name}", item, schema)
+    else:
+        yield path, value
+
+
+def _removal(key: str, schema: type) -> Reading:
+    known = key_in_tree(key, schema) is not None or key in blocks(schema) or TABLES[schema].find(key) is not None
+    return Reading(key, None, Outcome.SETTLED if known else Outcome.UNKNOWN, says="left at its default")
+
+
+def _typed(path: str, value: Any, schema: type) -> Any:
+    """Return the value; a number from an environment variable gets the key's default as fallback."""
+    key = key_in_tree(path, schema)
+    if key is None or not isinstance(value, str) or "string" in key.type or "path" in key.type:
+        return value
+    return re.sub(r"\$\{oc\.env:(\w+),\1\}", lambda m: f"${{oc.env:{m[1]},{yaml_value(key.default)}}}", value)
+
 
 _DEFAULTS: dict[str, Any] = {
     "data.max_length": 2048,

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from tree_sitter import Node
 
-from hone.apps.verl.launch.ending import End, names_around
 from hone.apps.verl.launch.expansion import Variables
-from hone.apps.verl.launch.grammar import faults, line_of, parse, text_of, words_of
+from hone.apps.verl.launch.grammar import End, faults, line_of, names_around, parse, text_of, words_of
 from hone.apps.verl.launch.words import UNDECIDED, Argument, Started, Trouble, is_open, is_setting, mark, open_names
 
 _SHELLS = ("bash", "sh", "zsh")
