@@ -19,11 +19,7 @@ from hone.generation.remote.engine import TOKEN_VARIABLE
 
 
 def run_server(plan: LaunchPlan, options: Sequence[str]) -> None:
-    """Start an engine, print its address, and wait for a signal.
-
-    Raises:
-        ProcessError: the engine died.
-    """
+    """Start an engine, print its address, and wait for a signal."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not _loopback(plan.host):
         raise ConfigError(

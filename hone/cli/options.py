@@ -34,8 +34,6 @@ class Kind(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Compute dtypes, and the choice by device."""
-
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"

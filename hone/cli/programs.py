@@ -25,11 +25,7 @@ def checked_config(
     config_path: str | None,
     config_name: str | None,
 ) -> tuple[Tree, Downloads]:
-    """Load the configuration, check it, and print the plan of its batches.
-
-    Returns:
-        The configuration with local paths, and a record of each download by key.
-    """
+    """Load the configuration, check it, and print the plan of its batches; also return a record of each download by key."""
     from hone.cluster.torchrun.ranks import follows
     from hone.preflight import check
 
@@ -58,11 +54,7 @@ def local_config(
     *,
     weights: bool = True,  # download weights, too
 ) -> tuple[Tree, Downloads]:
-    """Load the configuration, and download what it names on the hub.
-
-    Returns:
-        The configuration with local paths, and a record of each download by key.
-    """
+    """Load the configuration, and download what it names on the hub; also return a record of each download by key."""
     from hone.config import load_with_provenance
     from hone.hub.resolve import resolve_names
 

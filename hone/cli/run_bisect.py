@@ -58,7 +58,6 @@ def _plain(item: Divergence | None) -> dict[str, Any] | None:
 
 
 def bisection_lines(result: Bisection) -> list[str]:
-    """Return the result of a bisection as lines of text."""
     compared = f"{len(result.steps)} steps in common, {result.with_samples} with samples of both runs"
     if result.first is None:
         lines = [f"no difference: {compared}"]

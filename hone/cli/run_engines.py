@@ -64,7 +64,6 @@ def engines(
 
 
 def _check(run: Run) -> None:
-    """Check that a run has engines in separate processes, and is running."""
     from hone.config.engines import SERVED
     from hone.errors import HoneError
 

@@ -75,7 +75,6 @@ def command(
 
 
 def _wait(paths: list[Path], request: StopRequest, seconds: float) -> None:
-    """Wait until the runs have ended."""
     from hone.errors import HoneError
     from hone.insight.run_files import read_run
     from hone.insight.run_lock import is_held

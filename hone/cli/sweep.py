@@ -80,7 +80,6 @@ def command(
 
 
 def _checked(program: Kind, line: Sequence[str], source: Mapping[str, str]) -> str:
-    """Return the hash of a trial's configuration."""
     from hone.apps.lab.sweeps import config_hash
     from hone.config.environment import written_leaves
     from hone.config.load import load_config

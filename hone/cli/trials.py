@@ -17,8 +17,6 @@ _SHOWN = 12  # last lines of a failed run's output in the error
 
 @dataclass(frozen=True)
 class Trial:
-    """A run to train."""
-
     words: tuple[str, ...]  # arguments of the `hone` command
     directory: Path  # run directory
     cwd: Path | None = None  # directory in which the command runs; None means the current one
@@ -33,12 +31,7 @@ class Trial:
 
 
 def settings_of(program: str, directory: Path, overrides: Mapping[str, Any]) -> list[str]:
-    """Return overrides of a trial: its directory, resuming, all validation answers, and the given keys.
-
-    Args:
-        program: training command.
-        overrides: further keys.
-    """
+    """Return overrides of a trial: its directory, resuming, all validation answers, and the given keys."""
     from hone.config.overrides import hydra_value
 
     keys: dict[str, Any] = {"trainer.default_local_dir": str(directory), "trainer.resume_mode": "auto"}
@@ -48,11 +41,7 @@ def settings_of(program: str, directory: Path, overrides: Mapping[str, Any]) -> 
 
 
 def run_trial(trial: Trial) -> None:
-    """Train a run to its end, its output in ``output.log`` of the run directory; a run that was cut off is resumed.
-
-    Raises:
-        KeyboardInterrupt: interrupted; the run has saved a checkpoint.
-    """
+    """Train a run to its end, its output in ``output.log`` of the run directory; a run that was cut off is resumed."""
     from hone.errors import HoneError
 
     trial.directory.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,6 @@ def command(
 
 
 def _config(program: Kind, file: Path, preset: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Return a configuration, dotted key to value."""
     from hone.config.environment import written_leaves
     from hone.config.load import load_config
     from hone.config.trees import TREES
@@ -91,7 +90,6 @@ def _config(program: Kind, file: Path, preset: str | None, overrides: list[str])
 
 
 def _train(program: Kind, file: Path, preset: str | None, overrides: list[str], seed: int, directory: Path) -> None:
-    """Train one run of a pair, unless it is finished."""
     from hone.cli import trials
 
     keys = trials.settings_of(program.value, directory, {"trainer.seed": seed})

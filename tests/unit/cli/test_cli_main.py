@@ -15,7 +15,7 @@ import typer
 from support.patience import SOON
 
 from hone.cli import main as cli
-from hone.cli.lazy import Entry, load
+from hone.cli.main import Entry, load
 from hone.errors import ConfigError
 
 HEAVY = ("torch", "transformers", "hydra", "omegaconf", "numpy", "pyarrow", "ray", "matplotlib")
@@ -52,7 +52,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
         f"heavy = [name for name in {HEAVY} if name in sys.modules]\n"
         "assert not heavy, heavy\n"
         "loaded = [n for n in sys.modules if n.startswith('hone.') and n not in"
-        " ('hone.cli', 'hone.cli.main', 'hone.cli.lazy', 'hone.errors', 'hone.startup')]\n"
+        " ('hone.cli', 'hone.cli.main', 'hone.errors', 'hone.startup')]\n"
         "assert not loaded, loaded\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=False)

@@ -10,7 +10,7 @@ from support.fake_trials import FakeTrials
 from support.messages import raises
 
 from hone.cli import trials
-from hone.cli.lazy import load
+from hone.cli.main import load
 from hone.errors import HoneError
 
 pytestmark = pytest.mark.application("hone/insight", "hone/apps/lab", "hone/cli")
