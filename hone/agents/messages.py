@@ -24,7 +24,7 @@ class ToolCall:
     id: str  # unique within the conversation
     name: str  # name of the tool; empty if a malformed call has none
     arguments: dict[str, Any] | None  # arguments by name; None for a malformed call
-    raw: str  # the text of the call
+    raw: str
     error: str | None = None  # error message for the model if the call is malformed, else None
 
     def as_openai(self) -> dict[str, Any]:

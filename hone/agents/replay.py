@@ -26,7 +26,7 @@ class RecordedTurn:
     """One turn of the policy."""
 
     prompt_ids: list[int]  # all tokens before it
-    token_ids: list[int]  # its tokens
+    token_ids: list[int]
     log_probs: list[float]  # of its tokens
 
 

@@ -18,7 +18,7 @@ _SHOWN = 12  # last lines of a failed run's output in the error
 @dataclass(frozen=True)
 class Trial:
     words: tuple[str, ...]  # arguments of the `hone` command
-    directory: Path  # run directory
+    directory: Path
     cwd: Path | None = None  # directory in which the command runs; None means the current one
 
     @property

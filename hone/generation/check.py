@@ -29,7 +29,7 @@ class EngineCheck:
     gap_after_update: float  # the same after new weights
     update_seconds: float  # duration of the weight sync
     tokens_per_second: float  # sampled by 16 requests at once
-    device: str  # of the engine
+    device: str
     version: str  # of the engine, if it reports one
 
     @property

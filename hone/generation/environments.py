@@ -76,8 +76,8 @@ class Verified:
     """A conformance run that passed."""
 
     version: str  # of the engine
-    date: str  # of the run
-    machine: str  # of the run
+    date: str
+    machine: str
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class EngineRow:
     """One engine of the engine table."""
 
     name: str  # as in ``rollout.name``
-    place: str  # where it runs
+    place: str
     installed: str  # its version here, or the command that installs it
     verified: str  # versions and machines that passed the conformance suite
 

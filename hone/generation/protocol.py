@@ -164,7 +164,7 @@ class EngineDescription:
     name: str  # as in ``rollout.name``
     shares_weights: bool  # whether it reads the parameters that the trainer updates
     dtype: str  # compute dtype
-    device: str  # of the engine
+    device: str
     # counters since start. Common names are ``prefill_tokens`` (computed prompt tokens), ``cached_tokens`` (prompt
     # tokens read from the cache), ``decode_tokens`` and ``preemptions``.
     stats: dict[str, Any] = field(default_factory=dict)

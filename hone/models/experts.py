@@ -44,10 +44,10 @@ class ExpertRouters:
     """The routers of one model, which record or follow choices."""
 
     modules: Sequence[nn.Module]  # the routers, in the order of the layers
-    layers: Sequence[int]  # the layer of each router
+    layers: Sequence[int]
     num_layers: int  # layers of the model, those without experts included
     top_k: int  # experts of a token in each
-    experts: int  # number of experts of each
+    experts: int
     _followed: Tensor | None = None
     _recorded: list[Tensor] | None = None
     _counts: list[RouterCounts] = field(default_factory=list)

@@ -62,7 +62,7 @@ class RandomInit:
 class CacheSize:
     """Numbers that a model's KV cache holds, summed over its layers."""
 
-    per_token: int  # for every cached token
+    per_token: int
     per_sequence: int = 0  # for every sequence, whatever its length (the state of linear attention)
 
 

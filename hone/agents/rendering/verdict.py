@@ -52,7 +52,7 @@ class Check:
 class TemplateReport:
     """All answers about one template."""
 
-    renderer: str  # name of the renderer
+    renderer: str
     parser: str  # format of its tool calls
     checks: tuple[Check, ...]  # checks in the order in which they ran
 

@@ -21,7 +21,7 @@ class Heading:
     id: str  # id of the answer
     object: str  # ``object`` of a complete answer, ``chat.completion`` or ``text_completion``
     chunk_object: str  # ``object`` of a chunk
-    model: str  # name of the model
+    model: str
     created: int  # start of the answer, in seconds since the epoch
 
     @classmethod

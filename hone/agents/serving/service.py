@@ -92,7 +92,7 @@ class Service:
     """Model, tokenizer and engine of an endpoint."""
 
     model: str  # name of the model in requests
-    tokenizer: PreTrainedTokenizerBase  # tokenizer of the model
+    tokenizer: PreTrainedTokenizerBase
     gateway: Gateway  # gateway to the engine
     max_model_len: int  # maximum tokens of a prompt plus its reply
     vocabulary: int | None = None  # number of tokens of the model; None leaves the check of token ids to the engine

@@ -83,7 +83,7 @@ class ServedApp:
 class Opened:
     """Service of a release that was loaded."""
 
-    service: Service  # the service
+    service: Service
     close: Callable[[], Awaitable[None]]  # frees the engine of the service
 
 

@@ -46,7 +46,7 @@ DONE = "done"
 class BookOptions:
     """Options of the task."""
 
-    pages: int = 6  # pages of a book
+    pages: int = 6
     words: int = 8  # words of a page
     window: int = 3  # most pages that a demonstration reads before its summary
     # percent of the summaries in demonstrations that do not say how far the book is read, so that the next part begins

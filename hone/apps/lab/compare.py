@@ -179,7 +179,7 @@ class Summary:
     """One metric of one run."""
 
     count: int  # number of steps that have it
-    first: float  # first value
+    first: float
     last: float  # latest value
     # largest, or smallest where less is better (losses, error rates, times); None if neither is better, as for KL
     best: float | None

@@ -19,9 +19,9 @@ class ArmComparison:
     """One arm compared with the first by one score."""
 
     score: str  # what was measured
-    first: tuple[str, ...]  # names of the runs of the first arm
+    first: tuple[str, ...]
     second: tuple[str, ...]  # names of the runs of the other arm
-    result: Comparison  # the comparison
+    result: Comparison
     paired_by_seed: bool  # True if the runs of a pair share their seed
 
     def record(self) -> dict[str, Any]:

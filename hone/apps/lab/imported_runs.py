@@ -23,7 +23,7 @@ class Imported:
     """Result of an import."""
 
     out: Path  # run directory that was written
-    format: str  # name of the format
+    format: str
     files: list[Path]  # files that were read
     rows: dict[int, int]  # sequences by step, those of validations left out
     validation: dict[int, int]  # sequences of validations by step

@@ -27,10 +27,10 @@ class SampleQuery:
 class SamplesOfStep:
     """Samples of one step."""
 
-    step: int  # the step
+    step: int
     shown: list[dict[str, Any]]  # chosen samples, as :func:`hone.insight.records.trajectory_record` has them
     matching: int  # number of samples that ``contains`` and ``uid`` leave
-    total: int  # number of samples of the step
+    total: int
 
 
 def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:

@@ -30,7 +30,7 @@ RECORD = "sweep.json"
 class TrialResult:
     """A trial of a sweep."""
 
-    directory: Path  # run directory
+    directory: Path
     values: Mapping[str, str]  # swept key to value
     status: str  # status of the run; ``not started`` without one
     score: float | None  # mean score; None while the run is not finished

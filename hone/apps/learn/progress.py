@@ -107,7 +107,7 @@ _VERSION = 1
 class Progress:
     """Entry of a learner, and the boxes passed."""
 
-    entry: str  # name of the entry
+    entry: str
     # name of each passed box to ``at`` (ISO 8601, UTC) and ``measured``, what its check saw
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 

@@ -48,7 +48,7 @@ print(json.dumps(results))
 
 @dataclass
 class Work:
-    box: str  # name of the box
+    box: str
     hint: str = ""  # what a refusal shows as the fix
     questions: Sequence[str] = ()  # questions of the quiz
     answers: Sequence[str] = ()  # answers of the command line, in order

@@ -31,7 +31,7 @@ LEVEL = 0.95
 class Condition:
     """A condition with what was measured."""
 
-    check: str  # name of the check
+    check: str
     name: str  # ``at_least``, ``no_worse_by``, ``every``, ``verdicts`` or a metric
     measured: float  # number that is compared; NaN if the model did not report it
     bound: float  # number that it is compared with

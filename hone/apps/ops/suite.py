@@ -26,7 +26,7 @@ class Bounds:
 class Check:
     """One check: a dataset that the model answers, and what its scores must be."""
 
-    name: str  # of the check
+    name: str
     data: tuple[str, ...]  # dataset files with held-out rows
     # the mean score must be above it with confidence: the lower end of the interval of 95 %
     at_least: float | None = None

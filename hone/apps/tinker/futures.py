@@ -41,7 +41,7 @@ class Failure:
 class TrainedModel:
     """An adapter in training."""
 
-    adapter: str  # its name in the model
+    adapter: str
     rank: int  # of the adapter
     used: float  # when it, or its session, was last heard of
     following: int = 1  # number of the next operation

@@ -28,7 +28,7 @@ from hone.models.images import images_by_key, rope_positions
 class PromptImages:
     """Images of the prompts of one forward pass."""
 
-    by_key: Mapping[int, ImageData]  # the images
+    by_key: Mapping[int, ImageData]
     positions: Tensor | None  # ``[3, 1, N]`` rotary positions of the new tokens; None where a token has one position
 
 

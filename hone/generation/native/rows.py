@@ -65,7 +65,7 @@ class CacheLimits:
 class RowStore(Protocol):
     """The running rows and their KV cache."""
 
-    running: list[Job]  # the job of each row
+    running: list[Job]
     steps: int  # number of decode steps so far
     # jobs that lost their row because the cache was full; the caller puts them back into the queue
     preempted: list[Job]

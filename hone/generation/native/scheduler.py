@@ -28,7 +28,7 @@ class Job:
     """A request in the queue or in the batch."""
 
     request: GenerationRequest  # what to generate
-    answer: asyncio.Queue[Completion | BaseException]  # queue for its completion
+    answer: asyncio.Queue[Completion | BaseException]
     prompt: bytes  # the prompt as bytes; jobs with equal bytes can share it in the cache
     arrived: int = 0  # version of the weights when it was requested
     version: int = 0  # of the weights when it entered

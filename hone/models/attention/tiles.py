@@ -135,7 +135,7 @@ class PaddedTile:
 class PaddedTiles:
     """All sequences of a packed row as padded tiles."""
 
-    tiles: list[PaddedTile]  # the tiles
+    tiles: list[PaddedTile]
     slot_of: Tensor  # ``[N]`` slot, counted over all tiles, that holds each packed token
 
     @classmethod

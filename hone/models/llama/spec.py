@@ -20,7 +20,7 @@ from hone.models.registry import family_of
 class LlamaLayer:
     """A decoder layer of a Hugging Face model, seen as a Llama-shaped layer."""
 
-    module: Any  # the layer
+    module: Any
 
     @property
     def attention(self) -> Any:

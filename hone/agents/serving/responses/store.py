@@ -22,7 +22,7 @@ MAX_BYTES = 64 * 2**20
 class Stored:
     """Response with the conversation that it ends."""
 
-    response: dict[str, Any]  # the response
+    response: dict[str, Any]
     messages: tuple[Message, ...]  # its conversation without instructions
     owner: str | None  # name of the session that it belongs to; None without a session
     size: int  # bytes that it counts for

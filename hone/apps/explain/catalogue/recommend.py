@@ -41,7 +41,7 @@ def model_memory(role: str, parameters: int, how: str) -> Model:
 class Recommendation:
     """A method with the reasons for it."""
 
-    method: str  # recommended method
+    method: str
     command: str  # command to start from; the user adds the paths of model and data
     fits: bool  # whether its models fit into the memory
     models: tuple[Model, ...]  # models in memory

@@ -108,7 +108,7 @@ class RunTrace:
 class Divergence:
     """A value that differs."""
 
-    stage: Stage  # stage of the value
+    stage: Stage
     step: int | None  # its step; None for the configuration
     sample: str | None  # ``uid/index`` of the sample; None for values of a whole step
     what: str  # name of the value, such as ``response token 5``

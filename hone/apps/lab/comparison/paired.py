@@ -123,7 +123,7 @@ class Comparison:
     high: float  # upper end of the interval
     level: float  # level of the interval
     seeds: int  # number of pairs of runs
-    prompts: int  # number of prompts
+    prompts: int
     verdict: Verdict  # the better arm, or within noise
     # pairs of runs that find a difference of this size with 80 % power; None if it cannot be estimated
     seeds_needed: int | None

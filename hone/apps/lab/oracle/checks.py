@@ -206,7 +206,7 @@ class Check:
 class Comparison:
     """All checks of a micro-batch."""
 
-    saved: SavedMicroBatch  # the micro-batch
+    saved: SavedMicroBatch
     checks: list[Check] = field(default_factory=list)  # in the order of the computation
     misplaced: int = 0  # tokens whose position in the run differs from that in their sequence
     mask_shift: int = 0  # shift of the response mask that reproduces the run's gradient of the loss; 0 if none does

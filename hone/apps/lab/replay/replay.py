@@ -93,7 +93,7 @@ def replay(run: Path, step: int, first: str | None = None, overrides: Sequence[s
 class ReplayTrainer(RLTrainer):
     """Trainer of one stored step."""
 
-    stored: StoredStep  # the step
+    stored: StoredStep
     first: str | None  # first stage to run; None runs all
     ran: list[str]  # names of the stages that ran
 

@@ -42,8 +42,8 @@ TOKEN_COLUMNS = {
 @dataclass(frozen=True)
 class StoredStep:
     run: Path  # directory of the run
-    step: int  # number of the step
-    config: RLConfig  # configuration of the run
+    step: int
+    config: RLConfig
     batch: Batch  # sequences that the step trained on, in the order of the trainer, with every column that is stored
 
 

@@ -28,7 +28,7 @@ _COLUMNS = (
 class MinedPairs:
     """Pairs that were built, and counts of their sources."""
 
-    train: list[dict[str, Any]] = field(default_factory=list)  # training pairs, one object per pair
+    train: list[dict[str, Any]] = field(default_factory=list)
     val: list[dict[str, Any]] = field(default_factory=list)  # held-out pairs, of other prompts
     samples: int = 0  # number of answers read
     prompts: int = 0  # number of different prompts among them

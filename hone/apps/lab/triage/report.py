@@ -181,7 +181,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Triage:
-    run: str  # its name
+    run: str
     steps: list[int]  # steps that were read
     bar: Bar  # what counted as failed
     judged_by: str  # the same in words

@@ -19,7 +19,7 @@ from hone.errors import HoneError
 @dataclass(frozen=True)
 class Question:
     name: str  # name in addresses
-    title: str  # the question
+    title: str
     about: str  # what an answer means
     view: str  # ``answers`` or ``groups``
     query: str  # query of :mod:`hone.apps.lab.viewer.queries`

@@ -33,7 +33,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Download:
-    name: str  # its name
+    name: str
     text: str  # its contents
 
 

@@ -106,7 +106,7 @@ _CONDITIONS = {"if_statement": "condition", "elif_clause": "condition", "case_st
 class End:
     """The ``exit`` at which a script ends before its last line."""
 
-    line: int  # its line
+    line: int
     command: str  # its text, such as "exit 1"
     variables: tuple[str, ...]  # names in the conditions around it
 

@@ -76,11 +76,11 @@ def pages_for(tokens: int, size: int) -> int:
 class PageShape:
     """Sizes of a page."""
 
-    layers: int  # of the model
+    layers: int
     kv_heads: int  # of a layer
     head_dim: int  # width of keys, and of values
     dtype: torch.dtype  # of both
-    tokens: int = PAGE  # of a page
+    tokens: int = PAGE
 
     @property
     def bytes(self) -> int:

@@ -12,7 +12,7 @@ from hone.generation.native.scheduler import Job
 class DraftRow(NamedTuple):
     """A row that a drafter continues."""
 
-    job: Job  # of the row
+    job: Job
     ids: list[int]  # prompt and sampled tokens; the drafter must not change them
     most: int  # maximum of drafts, at least 1
     sampled: int = 0  # number of tokens sampled so far
