@@ -108,15 +108,7 @@ def _install_vllm(install: Installer, cpu: bool) -> None:
 
 _FOR_CUDA = (
     "cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "nvidia-cutlass-dsl", "nvidia-mathdx",
-    *(
-        "nvidia-ml-py",
-        "nvshmem4py-cu13",
-        "quack-kernels",
-        "sgl-deep-ep",
-        "sgl-deep-gemm",
-        "sgl-flash-mla",
-        "sglang-kernel",
-    ),
+    "nvidia-ml-py", "nvshmem4py-cu13", "quack-kernels", "sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel",
     "tilelang", "torch", "torch_memory_saver", "torchaudio", "torchcodec", "torchvision",
 )  # fmt: skip
 _NOT_FOR_TEXT = ("deepseek-recipe", "modelscope", "smg-grpc-servicer", "timm", "tml-renderers")

@@ -23,14 +23,8 @@ ABSENT = "(absent)"
 _DEPTH = 4  # levels of folders below the root that are searched for runs
 _MORE_IS_BETTER = ("val-core/", "val-aux/", "critic/rewards/", "critic/score/", "reward/", "perf/throughput")
 _LESS_IS_BETTER = (
-    *(
-        "train/loss",
-        "val/loss",
-        "critic/vf_loss",
-        "reward/no_verdict_rate",
-        "training/no_verdict_groups",
-        "val-aux/no_verdict_rate",
-    ),
+    "train/loss", "val/loss", "critic/vf_loss",
+    "reward/no_verdict_rate", "training/no_verdict_groups", "val-aux/no_verdict_rate",
     "reward/zero_std_group_ratio", "timing_s/", "perf/time_per_step",
 )  # fmt: skip
 

@@ -19,20 +19,7 @@ PAGE = 200
 EXCERPT = 220
 """Characters of a prompt in a list."""
 _BRIEF = (
-    *(
-        "step",
-        "uid",
-        "index",
-        "part",
-        "fate",
-        "data_source",
-        "row",
-        "seed",
-        "prompt",
-        "messages",
-        "text",
-        "ground_truth",
-    ),
+    "step", "uid", "index", "part", "fate", "data_source", "row", "seed", "prompt", "messages", "text", "ground_truth",
     "stop_reason", "seconds", "score", "unshaped", "terms", "extra", "error", "cause", "episode",
     "prompt_ids", "response_ids", "response_mask", "advantages",
 )  # fmt: skip
