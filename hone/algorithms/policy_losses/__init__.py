@@ -3,12 +3,11 @@
 ==============  ==========================================================================================
 ``base``        interface of a loss; masking, weights, aggregation and metric names; the mini-batch contract
 ``parts``       ratios and clip rules
-``selection``   selection of tokens of a batch, independent of its order
 ``ppo``         vanilla, sapo
 ``sequence``    gspo, geo_mean
 ``reinforce``   gpg, cispo, topr, dro
 ``divergence``  dppo_tv, dppo_kl, m2po
-``covariance``  clip_cov, kl_cov
+``covariance``  clip_cov, kl_cov; selection of tokens of a batch, independent of its order
 ``bypass``      bypass_mode
 ==============  ==========================================================================================
 """
