@@ -45,8 +45,8 @@ def export(
 
     Example: hone archive export runs/hone/demo --step 10 --out step_10.jsonl
     """
-    from hone.apps.lab.archive_export import export_records
     from hone.apps.lab.compare import find_run
+    from hone.apps.lab.importers.jsonl import export_records
 
     folder = find_run(run, root).path / ("validation" if validation else "rollouts")
     typer.echo(f"{out}: {export_records(folder, out, step)} sequences")

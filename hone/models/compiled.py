@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from hone.models.attention import varlen
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
-from hone.models.dtypes import compute_dtype
+from hone.models.devices import compute_dtype
 from hone.models.inputs import PackedSequences
 from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train

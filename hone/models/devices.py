@@ -7,8 +7,15 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from hone.config.dtypes import resolve_dtype
+
+
+def compute_dtype(states: Tensor) -> torch.dtype:
+    """Return the dtype of autocast where it is enabled for the device of ``states``, and their own elsewhere."""
+    device_type = states.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
 
 
 def run_device(choice: str) -> torch.device:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hone.algorithms.masked import wide
-from hone.models.dtypes import compute_dtype
+from hone.models.devices import compute_dtype
 from hone.models.kernels import cuda
 from hone.models.kernels.cuda import matmuls, vocabulary  # noqa: F401  registers the operators
 

@@ -3,7 +3,7 @@
 ================  ==================================================================================================
 ``intake``        bounds on a body: bytes, time, values; threads that decode, render and tokenize, so that the event loop does not
 ``wire``          request bodies and their validation
-``errors``        error answers in OpenAI's form
+``errors``        error answers in OpenAI's and in Anthropic's form
 ``session``       conversations of one client as tokens, and all sessions by name and key
 ``chat_prompt``   validation of messages, tools and template arguments; messages as the prompt of a chat
 ``gateway``       access to the engine from the endpoint's thread

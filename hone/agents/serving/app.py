@@ -19,11 +19,10 @@ from starlette.routing import Mount, Route
 from hone import __version__
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.delivery import Call, as_api_error, events, while_connected
-from hone.agents.serving.errors import ApiError, bad_request
+from hone.agents.serving.errors import ApiError, bad_request, error_body, is_messages_path, status_of
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.intake import Workers, check_structure, max_request_bytes, read_body
 from hone.agents.serving.messages import CountBody, MessagesBody, MessagesCall, count_tokens
-from hone.agents.serving.messages.errors import error_body, is_messages_path, status_of
 from hone.agents.serving.metrics import CONTENT_TYPE, CountedApp
 from hone.agents.serving.responses import ResponsesBody, ResponsesCall, ResponseStore
 from hone.agents.serving.service import Service

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hone.models.attention.context import Scoring
 from hone.models.attention.tiles import Sequences
-from hone.models.dtypes import compute_dtype
+from hone.models.devices import compute_dtype
 from hone.models.gather import Gather
 
 log = logging.getLogger("hone.models.attention")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention.context import AttentionContext, Scoring
-from hone.models.dtypes import compute_dtype
+from hone.models.devices import compute_dtype
 from hone.models.kernels import cuda
 from hone.models.kernels.cuda.gates import swiglu
 from hone.models.kernels.cuda.heads import split_heads

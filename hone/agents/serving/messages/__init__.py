@@ -3,7 +3,6 @@
 ==============  ===========================================================================================
 ``request``     body of a request, and its translation to a chat
 ``call``        content blocks as messages, a reply as content blocks; the call: a complete message, or its events
-``errors``      error answers in Anthropic's form
 ==============  ===========================================================================================
 """
 

@@ -11,8 +11,7 @@ from typing import Any
 from hone.agents.messages import Message
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.chat_prompt import chat_prompt, ending_of, template_kwargs
-from hone.agents.serving.errors import ApiError, bad_request
-from hone.agents.serving.messages.errors import error_body
+from hone.agents.serving.errors import ApiError, bad_request, error_body
 from hone.agents.serving.messages.request import CountBody, MessagesBody, chat_body, renamed
 from hone.agents.serving.replies import first_stop
 from hone.agents.serving.service import Service

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,22 @@ from hone.apps.lab.importers.base import (
     split_values,
 )
 from hone.errors import DataError
+from hone.insight.archive.read import require_archive
 from hone.insight.archive.schema import BY_NAME, COLUMNS
+from hone.insight.run_files import atomic_file, jsonable
+
+
+def export_records(folder: Path, out: Path, step: int | None = None) -> int:
+    """Write the sequences of a step, or of all without one, as JSON lines; return their number."""
+    archive, rows = require_archive(folder), 0
+    with atomic_file(out) as file:
+        for number in archive.steps() if step is None else [step]:
+            for record in archive.records(number):
+                line = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False)
+                file.write(f"{line}\n".encode())
+                rows += 1
+    return rows
+
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "messages", "input", "question", "query", "instruction"),

@@ -27,7 +27,7 @@ from hone.models.attention import partial, varlen
 from hone.models.attention.context import Scoring
 from hone.models.attention.partial import Incoming, Totals
 from hone.models.attention.tiles import Sequences
-from hone.models.dtypes import compute_dtype
+from hone.models.devices import compute_dtype
 from hone.training.backends.fsdp2.ring_division import NONE, RingPlan, divide_row
 
 BLOCK = "actor_rollout_ref.actor"
