@@ -200,11 +200,11 @@ def add_part(
 def add_part_gradients(
     grads: tuple[Tensor, Tensor, Tensor],  # of the shapes of ``query``, ``key`` and ``value``, in float32 or better
     incoming: Incoming,  # gradient and results of the whole
-    query: Tensor,  # see :func:`add_part`, and the next four too
-    key: Tensor,  # see ``query``
-    value: Tensor,  # see ``query``
-    scoring: Scoring,  # see ``query``
-    runs: Runs,  # see ``query``
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
+    runs: Runs,
     *,
     fused: bool,  # as in the forward pass
 ) -> None:
