@@ -119,7 +119,7 @@ class Episode:
 
     def __init__(
         self,
-        sample: Sample,  # the dataset row
+        sample: Sample,
         index: int,  # index of the episode within its prompt group
         client: EngineClient,
         # sampling parameters of each turn; their ``max_tokens`` bounds a turn, ``limits.tokens`` the episode

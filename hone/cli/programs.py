@@ -47,7 +47,7 @@ def announce(config: AnyConfig) -> None:
 
 def local_config(
     tree: type[Tree],  # root of the configuration
-    overrides: list[str] | None,  # the command line
+    overrides: list[str] | None,
     preset: str | None,
     config_path: str | None,
     config_name: str | None,

@@ -75,7 +75,7 @@ class Installer:
 class Verified:
     """A conformance run that passed."""
 
-    version: str  # of the engine
+    version: str
     date: str
     machine: str
 
@@ -84,7 +84,7 @@ class Verified:
 class Recipe:
     """Recipe of an engine's environment."""
 
-    name: str  # of the engine
+    name: str
     package: str  # whose version is that of the engine; ``cpu_package`` for the build for CPUs
     cpu_package: str
     # installs the packages, called with the installer and whether the build is for CPUs

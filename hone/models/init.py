@@ -73,7 +73,7 @@ class ImageInit:
     vision: Callable[[int, int, int], dict[str, Any]]
     # settings of the decoder's rotary positions, from half the width of its heads; empty for plain ones
     rotary: Callable[[int], dict[str, Any]]
-    processor: Callable[[], Any]  # makes the image processor
+    processor: Callable[[], Any]
     outer: Callable[[PreTrainedTokenizerBase], dict[str, Any]]  # further settings of the whole model
     decoder: dict[str, Any] = field(default_factory=dict)  # further settings of the decoder
 

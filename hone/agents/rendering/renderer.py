@@ -333,7 +333,7 @@ class Renderer:
     def split_reason(
         self,
         messages: Sequence[Message],  # the conversation, the last assistant turn included
-        new_messages: Sequence[Message],  # messages to append
+        new_messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,  # function schemas
         *,
         history_ids: Sequence[int],  # all token ids of the conversation so far
@@ -353,7 +353,7 @@ class Renderer:
     def sanity_check(
         self,
         ids: Sequence[int],  # all token ids of the conversation
-        messages: Sequence[Message],  # the conversation
+        messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,  # function schemas
         mode: str = "strict",  # ``strict``, ``ignore_strippable`` (ignores white space and end marks) or ``disable``
     ) -> Difference | None:

@@ -156,10 +156,10 @@ class Endpoint:
 
     def __init__(
         self,
-        service: Service,  # service that answers
+        service: Service,
         *,
         token: str | None = None,  # access token that callers must send; None allows every caller
-        sessions: Sessions | None = None,  # recorded sessions
+        sessions: Sessions | None = None,
         # loads a release of the shelf that the model belongs to; None for another model
         open_release: Callable[[int, Service], Awaitable[Opened]] | None = None,
         close: Callable[[], Awaitable[None]] = _nothing,  # frees the engine of ``service`` after a swap

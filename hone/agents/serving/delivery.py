@@ -24,8 +24,8 @@ class Call(Protocol):
     """Request that the engine answers."""
 
     streams: bool  # True if the caller wants chunks
-    headers: dict[str, str]  # headers of the answer
-    requests: list[GenerationRequest]  # requests to the engine
+    headers: dict[str, str]
+    requests: list[GenerationRequest]
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer as one object."""

@@ -18,7 +18,7 @@ from hone.generation.protocol import Alternatives, Completion
 class Heading:
     """Fields that every chunk of an answer repeats."""
 
-    id: str  # id of the answer
+    id: str
     object: str  # ``object`` of a complete answer, ``chat.completion`` or ``text_completion``
     chunk_object: str  # ``object`` of a chunk
     model: str

@@ -93,7 +93,7 @@ class Service:
 
     model: str  # name of the model in requests
     tokenizer: PreTrainedTokenizerBase
-    gateway: Gateway  # gateway to the engine
+    gateway: Gateway
     max_model_len: int  # maximum tokens of a prompt plus its reply
     vocabulary: int | None = None  # number of tokens of the model; None leaves the check of token ids to the engine
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a reply

@@ -35,7 +35,7 @@ class Turn:
 
     parent: Turn | None  # turn that it continues; None begins a conversation
     given_ids: list[int]  # tokens between the parent's reply and this one: the complete prompt without a parent
-    completion: Completion  # sampled reply
+    completion: Completion
     ids: list[int]  # all tokens up to the end of this reply
     calls: int  # tool calls made in the conversation up to this reply
     messages: list[Message]  # the conversation up to this reply, which is the last message, as the client received it

@@ -92,7 +92,7 @@ class ReleaseRoutes:
 
     def __init__(
         self,
-        services: Services,  # services of the endpoint
+        services: Services,
         check: Callable[[Request], None],  # function that raises if the caller has no access
         # loads the release of a number; None if the model belongs to no shelf
         open_release: Callable[[int, Service], Awaitable[Opened]] | None,

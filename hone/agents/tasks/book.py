@@ -47,7 +47,7 @@ class BookOptions:
     """Options of the task."""
 
     pages: int = 6
-    words: int = 8  # words of a page
+    words: int = 8
     window: int = 3  # most pages that a demonstration reads before its summary
     # percent of the summaries in demonstrations that do not say how far the book is read, so that the next part begins
     # it again. A model that imitates them forgets equally often, and a reward can teach it what a summary must contain.

@@ -60,7 +60,7 @@ class Search(Tool):
         self,
         files: str | Sequence[str],  # parquet, json or jsonl files of documents
         *,
-        text_key: str = "text",  # column of the text
+        text_key: str = "text",
         title_key: str = "title",  # column of the title; optional
         k: int = 3,  # documents per query
         stopwords: str | None = "en",  # language of the ignored words (``en``), or None

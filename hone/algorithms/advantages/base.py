@@ -166,11 +166,11 @@ class AdvantageEstimator:
     """A registered estimator: callable, with a declaration of its inputs."""
 
     name: str  # first registered name
-    compute: Callable[..., Result]  # the registered function
+    compute: Callable[..., Result]
     needs: frozenset[str]  # keys of :data:`INPUTS` that it requires
     options: frozenset[str]  # plain-number options it takes, named as the configuration keys under ``algorithm``
     formula: str  # formula in one line
-    paper: str  # source
+    paper: str
     group_of_one: str = ""  # treatment of a group with a single response; empty if there are no groups
     uses: frozenset[str] = frozenset()  # keys of :data:`INPUTS` that it uses if they are given
     min_group: int = 1  # smallest number of responses of a group

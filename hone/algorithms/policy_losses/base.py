@@ -69,7 +69,7 @@ class PolicyLoss:
     # mask, a boolean mask, and float32 or better. With ``across_batch`` it also takes ``prepared=``.
     per_token: Callable[..., TokenLoss]
     formula: str  # formula of the per-token loss, in one line
-    paper: str  # source
+    paper: str
     # ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> Prepared``, the constants of the whole
     # mini-batch; None if every token or sequence is independent. A random selection also takes ``keys=``, see
     # :meth:`prepare`.

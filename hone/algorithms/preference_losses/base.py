@@ -106,7 +106,7 @@ class PreferenceLoss:
     needs: frozenset[str]  # keys of :data:`NEEDS`
     options: frozenset[str]  # plain-number options, named as the configuration keys under ``loss``
     formula: str  # formula in one line
-    paper: str  # source
+    paper: str
 
     def __call__(
         self,

@@ -164,7 +164,7 @@ class Continuations:
         self,
         engine: Engine,
         context: EpisodeContext,  # context of the run's episodes
-        sample: Sample,  # dataset row
+        sample: Sample,
         sampling: SamplingParams,
         turns: Sequence[RecordedTurn],
         seed: int,

@@ -114,11 +114,11 @@ class MismatchRequest:
 class Mismatch:
     """Result of the comparison."""
 
-    request: MismatchRequest  # request of the comparison
+    request: MismatchRequest
     tokens: int  # number of compared sampled tokens
     metrics: dict[str, float]  # metrics by name, as in a training run
-    verdict: Verdict  # verdict on the metrics
-    reasons: list[str]  # reasons of the verdict
+    verdict: Verdict
+    reasons: list[str]
 
 
 def measure(request: MismatchRequest) -> Mismatch:

@@ -30,7 +30,7 @@ _QUESTION = re.compile(r"^(\d)\. (.*?)(?=^\d\. |\Z)", re.M | re.S)
 class Text:
     """Text of a box in one language."""
 
-    title: str  # heading of the box
+    title: str
     # English name of each section to its heading in this language and its Markdown
     sections: dict[str, tuple[str, str]]
     language: str = ENGLISH  # language of the text, such as ``zh``

@@ -50,11 +50,11 @@ print(json.dumps(results))
 class Work:
     box: str
     hint: str = ""  # what a refusal shows as the fix
-    questions: Sequence[str] = ()  # questions of the quiz
+    questions: Sequence[str] = ()
     answers: Sequence[str] = ()  # answers of the command line, in order
     # how to get the answers that the command line does not give; None where no one can answer
     ask: Callable[[str], str] | None = None
-    folder: Path = FOLDER  # folder of the course
+    folder: Path = FOLDER
     _given: dict[int, str] = field(default_factory=dict)
 
     def refuse(self, field: str, what: str) -> Refused:

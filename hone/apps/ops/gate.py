@@ -43,7 +43,7 @@ class Condition:
 class Verdict:
     model: str  # that was checked
     against: str | None  # released model, or None
-    conditions: tuple[Condition, ...]  # of all checks
+    conditions: tuple[Condition, ...]
     data: dict[str, str]  # SHA-256 of each dataset file
     model_digest: str  # SHA-256 of the model's files (:func:`hone.training.releases.model_digest`)
     against_digest: str | None  # of the released model's files, or None
@@ -70,7 +70,7 @@ class Verdict:
 
 def run_gate(
     model: str,  # model directory, adapter directory or checkpoint
-    checks: Sequence[Check],  # of a suite
+    checks: Sequence[Check],
     *,
     against: str | None = None,  # model that was released last, for ``no_worse_by``
     dtype: str = "auto",  # compute dtype

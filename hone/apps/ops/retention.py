@@ -37,7 +37,7 @@ class Rules:
 class Surplus:
     """Files of one run that the rules do not keep."""
 
-    run: Path  # its directory
+    run: Path
     kept_because: str = ""  # reason why everything stays; empty otherwise
     checkpoints: tuple[int, ...] = ()  # steps of checkpoints
     rollouts: tuple[Path, ...] = ()  # files with samples

@@ -40,8 +40,8 @@ class HostWork:
 class End(NamedTuple):
     """A row that ends."""
 
-    row: int  # its index
-    reason: StopReason  # why it ends
+    row: int
+    reason: StopReason
     error: Exception | None = None  # why it failed, or None
 
 

@@ -113,7 +113,7 @@ class Runner:
         *,
         device: torch.device,
         dtype: str,  # compute dtype: float32, bfloat16 or float16
-        limits: CacheLimits,  # of the KV cache
+        limits: CacheLimits,
         report_experts: bool = False,  # whether completions have the experts of each token
         speculation: Speculation | None = None,  # drafts tokens; None for one token a step
     ) -> None:

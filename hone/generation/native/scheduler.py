@@ -27,7 +27,7 @@ class Sampled(NamedTuple):
 class Job:
     """A request in the queue or in the batch."""
 
-    request: GenerationRequest  # what to generate
+    request: GenerationRequest
     answer: asyncio.Queue[Completion | BaseException]
     prompt: bytes  # the prompt as bytes; jobs with equal bytes can share it in the cache
     arrived: int = 0  # version of the weights when it was requested

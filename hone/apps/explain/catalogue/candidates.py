@@ -52,8 +52,8 @@ class Situation:
 class Candidate:
     """A way to train, with its reason."""
 
-    name: str  # name of the method
-    preset: str  # preset of its command
+    name: str
+    preset: str
     why: str  # reason why it suits the situation
     lora: bool = False  # whether adapters are trained instead of all weights
     command: str = "train"  # ``train`` or ``prefer``

@@ -67,17 +67,17 @@ class Method:
 
     kind: str  # a key of :data:`KINDS`
     name: str  # the first registered name
-    aliases: tuple[str, ...]  # its other names
+    aliases: tuple[str, ...]
     formula: str  # formula in one line
-    paper: str  # source
+    paper: str
     description: str  # first part of the docstring
     needs: tuple[Need, ...]  # required inputs
-    knobs: tuple[Knob, ...]  # options
-    cost: Cost  # cost of a step
+    knobs: tuple[Knob, ...]
+    cost: Cost
     select: str  # ``key=value`` or a call that selects it
     presets: tuple[str, ...] = ()  # presets of `hone train` (of `hone prefer` for preference losses) that use it
     remarks: dict[str, str] = field(default_factory=dict)  # further facts, label to text (``group of one``)
-    entry: Any = field(default=None, compare=False, repr=False)  # the registered object
+    entry: Any = field(default=None, compare=False, repr=False)
 
     @property
     def page(self) -> str:

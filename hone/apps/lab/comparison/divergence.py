@@ -98,7 +98,7 @@ class RunTrace:
     samples: Mapping[int, Callable[[], Sequence[Record]]] = field(default_factory=dict)
     # reader of the facts of the saved micro-batch of a step, by name
     micro_batches: Mapping[int, Callable[[], Mapping[str, Any]]] = field(default_factory=dict)
-    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # metrics of each step
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     # reader of the tensors of each checkpoint: name to hash and L2 norm
     weights: Mapping[int, Callable[[], Mapping[str, tuple[str, float]]]] = field(default_factory=dict)
     partial: Collection[int] = ()  # steps with some of their samples: one that is absent there means nothing

@@ -31,7 +31,7 @@ def inspect_row(
     row: Row,  # row of a dataset file
     tokenizer: PreTrainedTokenizerBase,  # tokenizer, with a chat template if the row holds messages
     *,
-    prompt_key: str = "prompt",  # column of the prompt
+    prompt_key: str = "prompt",
     messages_key: str = "messages",  # column of the conversation
     tools_key: str = "tools",  # column of the conversation's function schemas
     conversation: bool = False,  # show the conversation; implied if the row has no prompt

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 class Importer:
     """Importer of one format."""
 
-    name: str  # name of the format
+    name: str
     about: str  # program that writes it, and its files
     # function of a file or folder that returns the files of the format in it, in order of their steps; none if it is
     # not of the format

@@ -187,7 +187,7 @@ class Check:
 
     kind: str  # router, hidden, log_probs, entropy, loss, loss_gradient or gradient
     layer: int | None  # index of the layer; None outside layers
-    error: float  # the largest error
+    error: float
     bound: float  # the error that rounding explains
     diverging: int  # number of tokens (or parameters) whose error exceeds it
     compared: int  # number of tokens (or parameters)

@@ -41,7 +41,7 @@ TOKEN_COLUMNS = {
 
 @dataclass(frozen=True)
 class StoredStep:
-    run: Path  # directory of the run
+    run: Path
     step: int
     config: RLConfig
     batch: Batch  # sequences that the step trained on, in the order of the trainer, with every column that is stored

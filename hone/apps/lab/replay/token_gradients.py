@@ -48,7 +48,7 @@ class TokenGradients:
     passes: Ragged  # factor of the loss beyond advantage, correction and ratio; 0 on clipped tokens
     normaliser: Ragged  # derivative of the aggregated loss by the token's loss
     kl: Ragged  # part of the KL loss
-    loss: tuple[float, ...]  # loss of each mini-batch
+    loss: tuple[float, ...]
 
     @property
     def share(self) -> Ragged:

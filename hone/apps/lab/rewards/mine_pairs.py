@@ -36,7 +36,7 @@ class MinedPairs:
 
 
 def mine_pairs(
-    run: Path,  # run directory
+    run: Path,
     *,
     margin: float = 0.0,  # smallest difference of scores in a pair
     val_share: float = 0.1,  # share of the prompts that go to validation; above 0, at least one prompt

@@ -79,7 +79,7 @@ class RunIndex:
     """Index of one archive; a live run's grows with :meth:`refresh`."""
 
     def __init__(self, folder: Path) -> None:
-        self.archive: Archive = open_archive(folder)  # the archive
+        self.archive: Archive = open_archive(folder)
         self.texts: dict[str, list[str]] = {name: [""] for name in CODES}  # texts of the codes, by column
         self._codes: dict[str, dict[str, int]] = {name: {"": 0} for name in CODES}
         self._steps: dict[int, StepRows] = {}

@@ -34,7 +34,7 @@ _COLUMNS = (
 @dataclass(frozen=True)
 class Download:
     name: str
-    text: str  # its contents
+    text: str
 
 
 def selection(archived: Archived, query: str, form: str) -> Download:

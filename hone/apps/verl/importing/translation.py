@@ -34,11 +34,11 @@ class Translation:
     """A translated run of verl or LLaMA-Factory."""
 
     command: str = "train"  # command of the configuration: train or sft
-    lines: list[Line] = field(default_factory=list)  # translated settings
+    lines: list[Line] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)  # key to value, in Hone's tree
     additions: list[Addition] = field(default_factory=list)  # values that no line sets
     not_understood: list[Trouble] = field(default_factory=list)  # lines that could not be translated
-    remarks: list[Trouble] = field(default_factory=list)  # further remarks
+    remarks: list[Trouble] = field(default_factory=list)
     # names of variables that the launch sets for itself; they are not part of a configuration
     environment: tuple[str, ...] = ()
 

@@ -28,7 +28,7 @@ class Argument:
 class Started:
     """A command that the script would start."""
 
-    words: tuple[Argument, ...]  # the command's words
+    words: tuple[Argument, ...]
     environment: tuple[str, ...]  # names of variables set for this command alone
     line: int  # where the command begins
 
