@@ -150,7 +150,10 @@ def joined(parts: Sequence[Completion]) -> Completion:
 
 
 class LimitedClient(EngineClient):
-    """Client whose further requests wait, first come, first served, while as many as ``limit()`` are under way; None means none."""
+    """Client whose further requests wait, first come, first served, while as many as ``limit()`` are under way.
+
+    A limit of None admits all.
+    """
 
     def __init__(self, engine: Engine, limit: Callable[[], int | None]) -> None:
         super().__init__(engine)

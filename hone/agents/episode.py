@@ -107,15 +107,7 @@ T = TypeVar("T")
 
 
 class Episode:
-    """Episode driven by an :class:`~hone.agents.base.AgentLoop`.
-
-    Attributes:
-        ledger: tokens of the current segment.
-        session: name of the session KV cache in the engine, or None.
-        log: record of everything except tokens; loops fill in messages, calls and rewards.
-        shown: the images that the policy sees.
-        answer: text to be scored; None means all text that the policy wrote.
-    """
+    """Episode driven by an :class:`~hone.agents.base.AgentLoop`."""
 
     def __init__(
         self,
@@ -135,13 +127,14 @@ class Episode:
         self.name = f"{sample.uid}#{index}" + (f"~{attempt}" if attempt else "")
         self.started = time.perf_counter()
         self.budget = Budget(limits, self.started)
-        self.ledger = TokenLedger(sample.prompt_ids)
+        self.ledger = TokenLedger(sample.prompt_ids)  # tokens of the current segment
+        # record of everything except tokens; loops fill in messages, calls and rewards
         self.log = EpisodeLog(retries=attempt)
-        self.shown = EpisodeImages(sample.images, image_processor)
+        self.shown = EpisodeImages(sample.images, image_processor)  # the images that the policy sees
         self.sampling, self.client = sampling, client
-        self.session = self.name if keeps_session else None
+        self.session = self.name if keeps_session else None  # name of the session KV cache in the engine, or None
         self.segments: list[TokenLedger] = [self.ledger]
-        self.answer: str | None = None
+        self.answer: str | None = None  # text to be scored; None means all text that the policy wrote
         self._rewritten: list[dict[str, Any]] | None = None
         self._logged_before = 0
         self._relatives: list[Episode] = [self]

@@ -48,6 +48,7 @@ class AssistantTurn:
     calls: tuple[ToolCall, ...] = ()
 
     def message(self) -> Message:
+        """Return the turn as a message of the conversation."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

@@ -33,6 +33,7 @@ class Groups:
 
     @classmethod
     def from_numbers(cls, index: Tensor, size: int, member: Tensor) -> Groups:
+        """Build from group numbers below ``size``."""
         count = torch.bincount(index[member], minlength=size).double()
         return cls(index, member, count[index], size)
 
@@ -47,6 +48,7 @@ class Groups:
         return torch.where(self.singleton, values == 0, self.best_two(values)[0] == lowest)
 
     def total(self, values: Tensor) -> Tensor:
+        """Return the sum over the group's members."""
         values = torch.where(self.member, values.double(), 0.0)
         return values.new_zeros(self.size).index_add_(0, self.index, values)[self.index]
 

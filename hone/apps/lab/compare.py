@@ -31,21 +31,13 @@ _LESS_IS_BETTER = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run read from its directory.
+    """A run read from its directory."""
 
-    Attributes:
-        name: its path below the root.
-        path: its directory.
-        record: contents of ``run.json``.
-        metrics: rows of ``metrics.jsonl``.
-        config: ``config.yaml``, flat: dotted key to value.
-    """
-
-    name: str
-    path: Path
-    record: Mapping[str, Any]
-    metrics: Sequence[Mapping[str, float]]
-    config: Mapping[str, Any]
+    name: str  # its path below the root
+    path: Path  # its directory
+    record: Mapping[str, Any]  # contents of ``run.json``
+    metrics: Sequence[Mapping[str, float]]  # rows of ``metrics.jsonl``
+    config: Mapping[str, Any]  # ``config.yaml``, flat: dotted key to value
 
     @property
     def status(self) -> str:

@@ -195,11 +195,7 @@ _BUCKET_BYTES = 512 * 2**20
 
 
 class ServedEngine:
-    """Client of an engine's server.
-
-    Attributes:
-        server_info: description that the server sent at connection.
-    """
+    """Client of an engine's server."""
 
     def __init__(
         self,
@@ -212,7 +208,7 @@ class ServedEngine:
     ) -> None:
         self._connection, self.process = connection, process
         server_info: dict[str, Any] = connection.hello["description"]
-        self.server_info = server_info
+        self.server_info = server_info  # description that the server sent at connection
         self._limits = RequestLimits(
             server_info["max_model_len"],
             server_info.get("max_cache_tokens"),

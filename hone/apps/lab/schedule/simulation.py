@@ -62,17 +62,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the learner: times in seconds, in order; trained tokens, and their mean age in weight updates.
-
-    Attributes:
-        engine_busy: seconds with requests so far, summed over replicas.
-    """
+    """A step of the learner: times in seconds, in order; trained tokens, and their mean age in weight updates."""
 
     begun: float
     batch_complete: float
     updated: float
     published: float
-    engine_busy: float
+    engine_busy: float  # seconds with requests so far, summed over replicas
     tokens: int
     staleness: float
 

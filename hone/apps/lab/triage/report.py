@@ -162,21 +162,13 @@ EXAMPLES = 3
 
 @dataclass(frozen=True)
 class Task:
-    """Failures of one data source.
+    """Failures of one data source."""
 
-    Attributes:
-        name: data source.
-        episodes: episodes of the steps that were read.
-        failed: failed ones among them.
-        failures: what failed first, of the failed ones that were sorted.
-        hopeless: prompts of which every episode failed, and all prompts.
-    """
-
-    name: str
-    episodes: int
-    failed: int
-    failures: list[Failure]
-    hopeless: tuple[int, int]
+    name: str  # data source
+    episodes: int  # episodes of the steps that were read
+    failed: int  # failed ones among them
+    failures: list[Failure]  # what failed first, of the failed ones that were sorted
+    hopeless: tuple[int, int]  # prompts of which every episode failed, and all prompts
 
 
 @dataclass(frozen=True)

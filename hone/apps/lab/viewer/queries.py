@@ -194,19 +194,13 @@ GROUP_SORTS = ("step", "score", "spread", "tokens", "advantage", "ratio", "gap",
 
 @dataclass(frozen=True)
 class Groups:
-    """Prompt groups of a run, ordered by step, then as in the file.
+    """Prompt groups of a run, ordered by step, then as in the file."""
 
-    Attributes:
-        first: row of the first member of each group.
-        order: rows sorted by group; those of group g are ``order[starts[g]:starts[g + 1]]``.
-        starts: see ``order``; one more than groups.
-        columns: numbers by group: ``n``, ``score`` (mean), ``spread`` (standard deviation), ``lowest``, ``highest``, ``tokens`` (mean),
-            and the largest ``advantage`` (absolute), ``ratio``, ``gap``, ``influence``, and the sum of ``toolerrors``.
-    """
-
-    first: np.ndarray
-    order: np.ndarray
-    starts: np.ndarray
+    first: np.ndarray  # row of the first member of each group
+    order: np.ndarray  # rows sorted by group; those of group g are ``order[starts[g]:starts[g + 1]]``
+    starts: np.ndarray  # see ``order``; one more than groups
+    # numbers by group: ``n``, ``score`` (mean), ``spread`` (standard deviation), ``lowest``, ``highest``, ``tokens``
+    # (mean), and the largest ``advantage`` (absolute), ``ratio``, ``gap``, ``influence``, and the sum of ``toolerrors``
     columns: dict[str, np.ndarray]
 
     def __len__(self) -> int:

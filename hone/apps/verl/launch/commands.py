@@ -20,25 +20,15 @@ _OTHER_PROGRAMS = ("main_eval", "main_generation", "main_generation_server", "mo
 
 @dataclass(frozen=True)
 class Launch:
-    """One training command.
+    """One training command."""
 
-    Args:
-        program: the module or file that is run.
-        line: where the command begins.
-        settings: words that set keys.
-        options: ``--config-name`` and its kin: name to value.
-        strays: words that are neither.
-        environment: names of variables set for this command alone.
-        processes: how many of it the launcher starts on a node, as written; None where it does not say.
-    """
-
-    program: str
-    line: int
-    settings: tuple[Argument, ...]
-    options: dict[str, str]
-    strays: tuple[Argument, ...]
-    environment: tuple[str, ...]
-    processes: str | None = None
+    program: str  # the module or file that is run
+    line: int  # where the command begins
+    settings: tuple[Argument, ...]  # words that set keys
+    options: dict[str, str]  # ``--config-name`` and its kin: name to value
+    strays: tuple[Argument, ...]  # words that are neither
+    environment: tuple[str, ...]  # names of variables set for this command alone
+    processes: str | None = None  # how many of it the launcher starts on a node, as written; None where it does not say
 
     @property
     def command(self) -> str:

@@ -25,7 +25,7 @@ _FLOATS_OF_NONE = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
 class RowTable:
-    """The most rows, with the most pages of each, on the device; ``generation`` changes when tensors get other addresses."""
+    """At most ``rows`` rows of at most ``pages`` pages each, on the device; ``generation`` changes when tensors get other addresses."""
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
         self._rows, self._device, self.generation = rows, device, 0
