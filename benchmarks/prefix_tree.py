@@ -59,7 +59,7 @@ def serve(pipe: Any, plan: Plan, name: str) -> None:
     from hone.config.parallel import ParallelConfig
     from hone.data.prefixes import PrefixOrder
     from hone.models.heads import PolicyHead
-    from hone.training.backends.build import build_train_backend
+    from hone.training.backends.registry import build_train_backend
     from hone.training.engine import TrainSettings
     from hone.training.objectives import PolicyObjective
 

@@ -92,7 +92,7 @@ def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, name: str)
     from hone.config.parallel import FsdpConfig, ParallelConfig
     from hone.config.parallel_layout import Layout
     from hone.models.heads import PolicyHead
-    from hone.training.backends.build import build_train_backend
+    from hone.training.backends.registry import build_train_backend
     from hone.training.engine import TrainSettings
     from hone.training.layout import build_meshes
     from hone.training.objectives import imitation_objective

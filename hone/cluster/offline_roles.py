@@ -14,7 +14,7 @@ from hone.config.trees import OfflineConfig
 from hone.data.batch import Batch
 from hone.models.loading import saved_model
 from hone.models.padding import set_tokenizer_padding
-from hone.training.backends.build import build_train_backend
+from hone.training.backends.registry import build_train_backend
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import TrainSettings
 from hone.training.learners import learner_of

@@ -21,7 +21,7 @@ from hone.errors import ConfigError
 from hone.models.loading import load_reward_model
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.reward_model import ScoreHead, response_scores
+from hone.training.preferences import ScoreHead, response_scores
 
 log = logging.getLogger(__name__)
 

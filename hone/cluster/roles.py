@@ -25,9 +25,9 @@ from hone.data.seeding import derive_seed
 from hone.errors import ConfigError
 from hone.models.heads import PolicyHead, ValueHead
 from hone.models.loading import saved_model
-from hone.training.backends.build import build_train_backend
 from hone.training.backends.local import LocalBackend
 from hone.training.backends.protocol import TrainBackend
+from hone.training.backends.registry import build_train_backend
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import TrainSettings
 from hone.training.microbatches import MicroBatchTarget

@@ -21,8 +21,7 @@ from hone.insight.metrics import MetricStore
 from hone.trainers.attempts import supervised
 from hone.trainers.inputs import file_list
 from hone.trainers.offline import OfflineTrainer
-from hone.training.preferences import loss_and_options, measure, mismatched_rows
-from hone.training.reward_model import bradley_terry, last_scores
+from hone.training.preferences import bradley_terry, last_scores, loss_and_options, measure, mismatched_rows
 
 CHUNK = 1024
 """Rows per chunk when the reference is precomputed."""

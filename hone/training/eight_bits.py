@@ -18,12 +18,9 @@ from torch.optim import Optimizer
 
 from hone.errors import ConfigError
 
-NAME = "AdamW8bit"
-"""Value of ``optim.optimizer``."""
-CODES, SCALE = ".codes", ".scale"
-"""Suffixes of the two tensors of a moment in a checkpoint."""
-_UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
-"""Moments that are never negative, which have codes of their own."""
+NAME = "AdamW8bit"  # value of ``optim.optimizer``
+CODES, SCALE = ".codes", ".scale"  # suffixes of the two tensors of a moment in a checkpoint
+_UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")  # moments that are never negative, which have codes of their own
 
 
 def eight_bit_class(parameters: Iterable[nn.Parameter]) -> type[Optimizer]:
@@ -47,7 +44,6 @@ def eight_bit_class(parameters: Iterable[nn.Parameter]) -> type[Optimizer]:
 
 
 def sharded_error() -> ConfigError:
-    """Return the error for a model that is sharded."""
     return ConfigError(
         f"optim.optimizer={NAME} with a model that is sharded over several processes",
         why="a block of 256 numbers has one scale, and the blocks of other shards are others: no other layout could resume",

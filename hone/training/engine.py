@@ -28,8 +28,8 @@ from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
 from hone.models.offload import ActivationOffload
-from hone.training.loss_scale import LossScale
 from hone.training.microbatches import MicroBatchRecorder
+from hone.training.optimizer import LossScale
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
 from hone.training.updates import LossFn, Outputs, PartialLoss, Statistics, Totals
@@ -40,9 +40,6 @@ class DeviceClock:
 
     On CUDA the host only queues work, so its own clock would measure the launches. There a block is timed by two events on the
     current stream: from the moment at which the device reaches the block until it has computed all of it. Only :meth:`take` waits.
-
-    Args:
-        device: that computes; for all but CUDA the host's clock counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,29 +77,17 @@ Forward = Callable[[Head, PackedSequences, bool], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of forward and backward passes, the same for every backend.
-
-    Attributes:
-        device: for the computation.
-        optim: optimizer settings; None for a model that is never updated.
-        dtype: compute dtype; ``auto`` becomes the device's on creation. Parameters stay float32.
-        max_tokens: token budget of a micro-batch.
-        max_sequences: maximum of rows in a micro-batch, or None.
-        total_steps: horizon of the learning-rate schedule.
-        offload_activations: whether to keep them in host memory between forward and backward pass.
-        compile_layers: which layers torch compiles (:mod:`hone.models.compiled`).
-        deterministic: whether gradients have the same bits in every run, also on a GPU.
-    """
+    """Settings of forward and backward passes, the same for every backend."""
 
     device: torch.device
-    optim: OptimConfig | None = None
-    dtype: str = "float32"
-    max_tokens: int = 16384
-    max_sequences: int | None = None
-    total_steps: int = 1
-    offload_activations: bool = False
-    compile_layers: str = "auto"
-    deterministic: bool = False
+    optim: OptimConfig | None = None  # None for a model that is never updated
+    dtype: str = "float32"  # of the computation; ``auto`` becomes the device's on creation; parameters stay float32
+    max_tokens: int = 16384  # of a micro-batch
+    max_sequences: int | None = None  # rows of a micro-batch
+    total_steps: int = 1  # horizon of the learning-rate schedule
+    offload_activations: bool = False  # to host memory, between forward and backward pass
+    compile_layers: str = "auto"  # see :mod:`hone.models.compiled`
+    deterministic: bool = False  # gradients have the same bits in every run, also on a GPU
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_on(self.device, self.dtype))
@@ -112,11 +97,6 @@ class MicroBatchLoop:
     """Runs batches through a model, with or without gradient.
 
     Args:
-        forward: runs one micro-batch through the model.
-        settings: budget, device and dtype.
-        ranks: the data-parallel ranks that share each mini-batch.
-        cost: cost model of a sequence, for balanced micro-batches.
-        loss_scale: factor of the loss in the backward pass, or None.
         routers: of a mixture of experts, which ``forward`` lets follow the engine's choices; None for other models.
         reads_images: whether the model reads images; ranks agree then in which micro-batches they compute its vision tower.
 
@@ -174,10 +154,6 @@ class MicroBatchLoop:
 
         Args:
             batch: this rank's rows of one mini-batch.
-            head: computes the outputs for each response token.
-            loss_fn: returns a micro-batch's share of the mini-batch loss; shares add up.
-            with_entropy: whether the head also computes entropy.
-            outputs_seen: collects the head's outputs.
             on_totals: receives the totals over all ranks first.
 
         Returns:
@@ -248,7 +224,6 @@ class MicroBatchLoop:
                 self._routers.release()
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds of computation since the last call."""
         return self._clock.take()
 
     def micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch, bool]]:
@@ -282,15 +257,7 @@ class MicroBatchLoop:
 def micro_batch_loss(
     rows: list[int], micro: Batch, outputs: dict[str, Tensor], loss_fn: LossFn, totals: Totals
 ) -> tuple[Tensor, list[Statistics]]:
-    """Return the loss of a micro-batch with its statistics; a filler has a loss of zero and none.
-
-    Args:
-        rows: indices of the rows; none for a filler.
-        micro: the rows.
-        outputs: of the head, ``[R]`` each.
-        loss_fn: returns the micro-batch's share of the loss.
-        totals: of the mini-batch.
-    """
+    """Return the loss of a micro-batch with its statistics; a filler has a loss of zero and none."""
     if not rows:
         return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0, []
     lengths = micro.ragged("response_ids").lengths

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,16 +35,101 @@ from hone.models.tied import merge_adapter
 from hone.progress import progress
 from hone.training.checkpoints.checkpoint import MANIFEST, find_checkpoint, model_directory
 from hone.training.checkpoints.storage import Storage
-from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
+from hone.training.checkpoints.tensor_files import TensorFile, TensorSpec, write_tensors
 from hone.training.checkpoints.weights import LARGEST_FILE, FileLayout
 from hone.training.export_proof import fits_in_memory, prove_logits, prove_model, prove_tensors
-from hone.training.weight_files import PlainLora, WeightFolder
+
+_PREFIX = "base_model.model."
+
+
+class WeightFolder:
+    """Tensors of a model directory, read one at a time."""
+
+    def __init__(self, files: dict[str, TensorFile]) -> None:
+        self._files = files
+        self.specs: dict[str, TensorSpec] = {name: file.specs[name] for name, file in files.items()}
+
+    @classmethod
+    def open(cls, directory: Path, stack: contextlib.ExitStack) -> WeightFolder | None:
+        """Open the files until ``stack`` closes them; return None if the directory has no safetensors."""
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (directory / "model.safetensors").is_file():
+            names = ["model.safetensors"]
+        else:
+            return None
+        files: dict[str, TensorFile] = {}
+        for name in names:
+            file = TensorFile(stack.enter_context((directory / name).open("rb")), str(directory / name))
+            files |= dict.fromkeys(file.specs, file)
+        return cls(files)
+
+    def read(self, name: str) -> Tensor:
+        return self._files[name].read(name)
+
+
+@dataclass(frozen=True)
+class PlainLora:
+    """A LoRA adapter that only adds ``scaling * B @ A`` to linear layers (Hu et al. 2021)."""
+
+    sides: dict[str, tuple[Tensor, Tensor]]  # A and B of each adapted weight
+    scaling: float  # alpha / r, or alpha / sqrt(r) if rank-stabilised
+
+    @classmethod
+    def read(cls, directory: Path) -> PlainLora | None:
+        """Read the adapter of a PEFT directory; return None if it is not plain."""
+        config = json.loads((directory / "adapter_config.json").read_text())
+        file = directory / "adapter_model.safetensors"
+        if not _is_plain(config) or not file.is_file():
+            return None
+        layers: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in load_file(file).items():
+            layer, _, side = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            if side not in ("lora_A", "lora_B") or tensor.dim() != 2:
+                return None
+            layers.setdefault(f"{layer}.weight", {})[side] = tensor.float()
+        rank = config["r"]
+        scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        return cls({name: (sides["lora_A"], sides["lora_B"]) for name, sides in layers.items()}, scaling)
+
+    def fits(self, weights: WeightFolder) -> bool:
+        """Return whether the files have every adapted weight with its name and shape."""
+        shapes = {name: (up.shape[0], down.shape[1]) for name, (down, up) in self.sides.items()}
+        return all(name in weights.specs and weights.specs[name].shape == shape for name, shape in shapes.items())
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """Return the weight with its adapter, in float32; other weights unchanged."""
+        if name not in self.sides:
+            return weight
+        down, up = self.sides[name]
+        return weight.float() + (up @ down) * self.scaling
+
+
+def _is_plain(config: dict[str, Any]) -> bool:
+    others = (
+        "use_dora",
+        "use_qalora",
+        "fan_in_fan_out",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+        "lora_bias",
+    )
+    others += ("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens")
+    usual_start = config.get("init_lora_weights") in (True, False, "gaussian")
+    return (
+        config.get("peft_type") == "LORA"
+        and config.get("bias", "none") == "none"
+        and usual_start
+        and not any(config.get(name) for name in others)
+    )
+
 
 log = logging.getLogger("hone")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-AVERAGE = "actor_ema"
-"""Directory of a checkpoint with the average of the weights."""
+AVERAGE = "actor_ema"  # directory of a checkpoint with the average of the weights
 SIZES = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -114,18 +203,15 @@ def export(
     Its tensors are read back. Where ``out`` is local and a model fits in memory, logits are compared too.
 
     Args:
-        source: run, checkpoint or model directory, or its URL.
         out: directory or URL to write; must be empty or not exist.
         merge: for a LoRA run, merge the adapter into its base; otherwise copy the adapter.
-        dtype: of the weights written.
         largest_file: maximum of bytes in a safetensors file.
-        report: receives the proof in words.
 
     Returns:
         The path or URL of the written directory.
 
     Raises:
-        CheckpointError: ``source`` has no model, or ``out`` is not empty cannot be written, or is not the trained model.
+        CheckpointError: ``source`` has no model, or ``out`` is not empty, cannot be written, or is not the trained model.
         ConfigError: unknown dtype.
     """
     if dtype not in DTYPES:
@@ -272,7 +358,6 @@ def _classifier_of_adapter(actor: Path, base: Path, dtype: torch.dtype) -> Any:
 
 
 def _write_processing(actor: Path, base: Path | None, target: Storage) -> None:
-    """Write the tokenizer, and the image processor of a model that reads images."""
     with tempfile.TemporaryDirectory() as folder:
         load_tokenizer(str(actor)).save_pretrained(folder)
         copy_processor(base or actor, folder)

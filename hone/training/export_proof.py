@@ -17,8 +17,7 @@ from hone.models.tied import merge_adapter
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorFile
 
-TOLERANCE = 1e-3
-"""Largest difference of logits, as a share of the largest logit."""
+TOLERANCE = 1e-3  # largest difference of logits, as a share of the largest logit
 PROMPT_TOKENS = 16
 
 
@@ -61,10 +60,7 @@ def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtyp
     In a narrow dtype the written model is compared with the trained one whose merged weights are rounded.
 
     Args:
-        target: local directory.
         trained: loads the trained model in float32, its adapter not merged.
-        factory: class of transformers that loads ``target``.
-        dtype: of the written weights.
 
     Raises:
         CheckpointError: they differ, or the directory lacks weights.

@@ -89,7 +89,6 @@ def _delta(layer: LoraLayer, adapter: str, bucket_bytes: int) -> Tensor:
 def _cast(
     named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, but: Container[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices in ``dtype``, except those that are named in ``but``."""
     for name, tensor in named:
         yield name, tensor if name in but else in_dtype(tensor.detach(), dtype)
 
@@ -151,7 +150,6 @@ def _gather(shards: dict[str, tuple[Tensor, DTensor]], dimension: int) -> dict[s
 
 
 def _padded(shard: Tensor, parameter: DTensor, dimension: int) -> Tensor:
-    """Pad a shard to the length of the longest shard over its mesh dimension."""
     dim, size = _sharded_size(parameter, dimension)
     _, longest = piece(size, parameter.device_mesh.size(dimension), 0)
     padding = shard.new_zeros(*shard.shape[:dim], longest - shard.shape[dim], *shard.shape[dim + 1 :])
@@ -178,4 +176,3 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 STREAMS = {"all": whole_weights, "adapter": adapter_weights, "merged": merged_weights}
-"""Export functions by the name of the weights."""

@@ -23,17 +23,13 @@ from hone.config.parallel_layout import Layout
 
 @dataclass(frozen=True)
 class Meshes:
-    """A layout with its process groups (see the module's docstring for the grids).
-
-    Attributes:
-        row_group: ranks that share a row's tokens, by context and by sequence parallelism.
-    """
+    """A layout with its process groups (see the module's docstring for the grids)."""
 
     layout: Layout
     data: DeviceMesh
     parameters: DeviceMesh
     experts: DeviceMesh | None
-    row_group: ProcessGroup
+    row_group: ProcessGroup  # ranks that share a row's tokens, by context and by sequence parallelism
 
     @property
     def data_group(self) -> ProcessGroup:

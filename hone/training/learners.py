@@ -11,33 +11,22 @@ from hone.config.trees import OfflineConfig
 from hone.models.heads import Head, PolicyHead
 from hone.training.backends.protocol import ModelKind
 from hone.training.objectives import imitation_objective
-from hone.training.preferences import loss_and_options, preference_objective
-from hone.training.reward_model import ScoreHead, bradley_terry_objective
+from hone.training.preferences import ScoreHead, bradley_terry_objective, loss_and_options, preference_objective
 from hone.training.teacher import teacher_distance
 from hone.training.updates import LossFn
 
 
 @dataclass(frozen=True)
 class Learner:
-    """Model and objective of a run.
-
-    Attributes:
-        kind: kind of the model.
-        head: computes the outputs for each response token: ``log_probs``, or ``scores`` of a reward model.
-        objective: loss of an update.
-    """
+    """Model and objective of a run."""
 
     kind: ModelKind
-    head: Head
+    head: Head  # computes ``log_probs``, or ``scores`` of a reward model
     objective: LossFn
 
 
 def learner_of(config: OfflineConfig, device: torch.device) -> Learner:
     """Return the model and the objective of `hone sft`, `hone prefer` or `hone reward-model`.
-
-    Args:
-        config: of the run.
-        device: where the model will be.
 
     Raises:
         ConfigError: the loss is unknown, or the logits of a teacher cannot be computed from its hidden states.

@@ -43,26 +43,19 @@ from hone.training.updates import Totals
 FOLDER = "microbatches"
 MAX_TOKENS = 2048
 """Tokens whose hidden states are saved; from a longer row the ends of its segments, and others evenly spaced."""
-MAX_ELEMENTS = 65536
-"""Parameters up to this size have their whole gradient saved, larger ones its norm."""
+MAX_ELEMENTS = 65536  # parameters up to this size have their whole gradient saved, larger ones its norm
 _ABOUT, _COMPUTED, _CONFIG = "about.json", "computed.safetensors", "config.yaml"
 
 
 @dataclass(frozen=True)
 class MicroBatchTarget:
-    """Destination of a saved micro-batch.
-
-    Attributes:
-        config: of the run.
-        step: of training, from 1 on.
-    """
+    """Destination of a saved micro-batch."""
 
     config: RLConfig
-    step: int
+    step: int  # of training, from 1 on
 
     @property
     def directory(self) -> Path:
-        """Return the directory to write."""
         return Path(self.config.trainer.default_local_dir) / FOLDER / f"step_{self.step}"
 
 
@@ -71,8 +64,6 @@ class MicroBatchRecorder:
 
     Args:
         model: the trained module, its parameters without gradients.
-        dtype: compute dtype of the run.
-        target: destination.
     """
 
     def __init__(self, model: nn.Module, dtype: str, target: MicroBatchTarget) -> None:
@@ -109,10 +100,6 @@ class MicroBatchRecorder:
         """Write the directory after the backward pass; it replaces an older one of this step.
 
         Args:
-            micro: columns of the micro-batch.
-            outputs: of the head.
-            loss: that was differentiated, times ``factor``.
-            totals: by which it is normalised.
             factor: scale of the loss. The gradients that are written do not have it.
 
         Raises:
@@ -165,25 +152,16 @@ class MicroBatchRecorder:
 
 @dataclass(frozen=True)
 class SavedMicroBatch:
-    """A micro-batch that :class:`MicroBatchRecorder` wrote.
-
-    Attributes:
-        directory: of the files.
-        about: content of ``about.json``.
-        config: of the run.
-        batch: columns of the micro-batch.
-        computed: tensors that the run computed.
-    """
+    """A micro-batch that :class:`MicroBatchRecorder` wrote."""
 
     directory: Path
-    about: dict[str, Any]
+    about: dict[str, Any]  # content of ``about.json``
     config: RLConfig
     batch: Batch
     computed: dict[str, Tensor]
 
     @property
     def totals(self) -> Totals:
-        """Return the totals by which the loss is normalised."""
         return Totals(**self.about["totals"])
 
     @property

@@ -22,10 +22,8 @@ from hone.errors import ConfigError
 from hone.models.devices import computes_bfloat16
 from hone.models.loading import causal_lm, layers_of
 
-NAME = "Muon"
-"""Value of ``optim.optimizer``."""
-ORTHOGONAL = "orthogonal"
-"""Key of a parameter group: whether its parameters are matrices for Muon."""
+NAME = "Muon"  # value of ``optim.optimizer``
+ORTHOGONAL = "orthogonal"  # key of a parameter group: whether its parameters are matrices for Muon
 _EPS = 1e-7
 
 
@@ -55,7 +53,6 @@ def layer_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether a module has the matrices of several experts in one parameter."""
     return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
@@ -64,16 +61,10 @@ class Muon(Optimizer):
 
     Args:
         params: parameter groups; with Muon each parameter is a matrix ``[rows, columns]`` or a stack ``[n, rows, columns]``.
-        lr: learning rate.
-        betas: decay rates of AdamW.
-        eps: of AdamW.
-        momentum: decay rate of Muon's momentum.
         nesterov: whether the step looks ahead by one update of the momentum.
-        ns_steps: Newton-Schulz iterations.
         ns_coefficients: of the polynomial of an iteration.
         adjust_lr_fn: factor of the step of a matrix with A rows and B columns: ``match_rms_adamw``, 0.2 x sqrt(max(A, B)), the
             size of AdamW's steps; or ``original``, sqrt(max(1, A / B)).
-        fused: whether AdamW uses its fused kernel.
     """
 
     def __init__(
@@ -148,17 +139,13 @@ class Muon(Optimizer):
 
 
 def orthogonalised(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return matrices of the same singular vectors, with singular values near 1, by Newton-Schulz iterations.
+    """Return float32 matrices of the same singular vectors, with singular values near 1, by Newton-Schulz iterations.
 
     Computed in bfloat16 where the device has it, else in float32.
 
     Args:
         matrices: ``[rows, columns]`` or ``[n, rows, columns]``.
         coefficients: a, b, c of an iteration ``X <- a X + (b G + c G^2) X`` with ``G = X X^T``.
-        steps: number of iterations.
-
-    Returns:
-        A float32 tensor of the same shape.
     """
     if matrices.dim() == 2:
         return _newton_schulz(matrices[None], coefficients, steps)[0]

@@ -56,7 +56,6 @@ def _row_hashes(column: Ragged) -> Tensor:
 
 
 def _positions(column: Ragged) -> Tensor:
-    """Return the position of each value in its row, from 1 on."""
     return torch.arange(1, len(column.values) + 1) - column.offsets[:-1].repeat_interleave(column.lengths)
 
 
@@ -67,8 +66,7 @@ def _mixed(values: Tensor) -> Tensor:
     return values
 
 
-PREPARED = "prepared/"
-"""Name prefix of columns that a policy loss prepared over the whole mini-batch."""
+PREPARED = "prepared/"  # name prefix of columns that a policy loss prepared over the whole mini-batch
 
 
 def _single_rank(batch: Batch) -> GatheredRows:
@@ -83,7 +81,6 @@ class PolicyObjective:
     Without old log-probs the ratio is 1, with the gradient of the log-probs.
 
     Args:
-        actor: configuration block ``actor_rollout_ref.actor``.
         correction: all keys of ``algorithm.rollout_correction``; the loss uses those that are its options.
         max_response_length: divisor of seq-mean-token-sum-norm if the actor sets none.
         distillation: block ``distillation`` if the distance from a teacher is a loss; the policy loss then has ``task_weight``.
@@ -111,13 +108,7 @@ class PolicyObjective:
         return self.loss.needs_preparation
 
     def prepare(self, batch: Batch, log_probs: Ragged, gather: GatherRows = _single_rank) -> Batch:
-        """Add the columns that the loss computes over a whole mini-batch.
-
-        Args:
-            batch: this rank's rows of the mini-batch.
-            log_probs: of the current policy.
-            gather: returns the rows of all data-parallel ranks (:meth:`TrainBackend.gather_rows`).
-        """
+        """Add the columns that the loss computes over a whole mini-batch."""
         keys = token_keys(batch.ragged("prompt_ids"), batch.ragged("response_ids"))
         compared = batch.select("old_log_probs", "advantages", "response_mask").with_columns(
             log_probs=log_probs, keys=keys
@@ -316,6 +307,5 @@ def _masked_gradient(log_probs: Tensor, mask: Tensor) -> Statistics:
 
 
 def declared_metrics(statistics: Statistics) -> Statistics:
-    """Return the statistics that are metrics, without those that only invariants read."""
     checked = (RATIO_MAX, RATIO_MEAN, MASKED_GRADIENT)
     return {name: value for name, value in statistics.items() if name not in checked}

@@ -5,39 +5,104 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hone.config.model import OptimConfig
 from hone.config.param_groups import ParamGroup, assign_groups, read_param_groups
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import imported
 from hone.training import eight_bits, muon
-from hone.training.loss_scale import LossScale
 from hone.training.updates import Statistics, UpdateResult
-from hone.training.weight_average import WeightAverage
+
+
+class WeightAverage:
+    """Average of parameters after each update: ``decay * average + (1 - decay) * weights``, from the initial weights on.
+
+    Args:
+        parameters: names and parameters, which may be shards; the average of a shard is sharded alike.
+
+    Attributes:
+        values: float32 averages by the name of the parameter.
+
+    >>> weights = nn.Parameter(torch.zeros(1))
+    >>> average = WeightAverage([("w", weights)], decay=0.75)
+    >>> weights.data.fill_(4.0), average.update(), average.values["w"]
+    (tensor([4.]), None, tensor([1.]))
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        self._parameters = dict(parameters)
+        self._averaged = get_ema_multi_avg_fn(decay)
+        self.values: dict[str, Tensor] = {
+            name: parameter.detach().clone(memory_format=torch.contiguous_format).float()
+            for name, parameter in self._parameters.items()
+        }
+
+    def update(self) -> None:
+        averages, weights = ([_local(t) for t in part.values()] for part in (self.values, self._parameters))
+        self._averaged(averages, weights, 0)
+
+    def move(self, device: torch.device) -> None:
+        self.values = {name: value.to(device) for name, value in self.values.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+INITIAL, GROWTH_INTERVAL = 2.0**16, 2000
+"""Those of ``torch.amp.GradScaler``, whose rule this is. Its own search for infinities is not needed: every update has the gradient's norm,
+the same on all ranks."""
+
+
+@dataclass
+class LossScale:
+    """The factor of the loss in the backward pass of float16 (Micikevicius et al. 2018, arXiv:1710.03740).
+
+    It is a power of two, so that no gradient within range is rounded differently.
+
+    >>> scale = LossScale()
+    >>> scale.explains_overflow(), scale.update(finite=False), scale.value
+    (True, None, 32768.0)
+    """
+
+    value: float = INITIAL
+    streak: int = 0  # finite updates in succession
+
+    def explains_overflow(self) -> bool:
+        """Return whether a smaller scale may make the gradient finite."""
+        return self.value > 1.0
+
+    def update(self, *, finite: bool) -> None:
+        """Halve after an overflow, to 1 at the least; double after ``GROWTH_INTERVAL`` finite updates in succession."""
+        if not finite:
+            self.value, self.streak = max(1.0, self.value / 2), 0
+            return
+        self.streak += 1
+        if self.streak == GROWTH_INTERVAL:
+            self.value, self.streak = self.value * 2, 0
+
 
 KEY = "optim.optimizer"
-LR_MULT = "lr_mult"
-"""Key of a parameter group of every optimizer: the factor of its learning rate."""
+LR_MULT = "lr_mult"  # key of a parameter group of every optimizer: the factor of its learning rate
 
 
 class ScheduledOptimizer:
     """An optimizer over the trainable parameters of a module, stepped by the learning-rate schedule.
 
     Args:
-        module: its parameters may be shards.
-        config: optimizer settings.
-        total_steps: horizon of the schedule.
         scaled: whether the loss is scaled, for a backward pass in float16.
         names: of the trained parameters of a model of which ``module`` is a part; None if it is all.
 
     Attributes:
-        inner: the optimizer of torch.
-        parameters: the trainable parameters, in the module's order.
+        parameters: in the module's order.
         loss_scale: factor of the loss, or None. Gradients have it until :meth:`scale`.
         average: moving average of the parameters, or None.
     """
@@ -59,7 +124,6 @@ class ScheduledOptimizer:
         self.average = None if config.ema_decay is None else WeightAverage(trained, config.ema_decay)
 
     def begin(self) -> None:
-        """Clear the gradients."""
         self.inner.zero_grad(set_to_none=True)
 
     def scale(self, factor: float) -> None:
@@ -72,7 +136,6 @@ class ScheduledOptimizer:
                     parameter.grad.mul_(factor)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of schedule position ``step``."""
         return learning_rate(self.config, step, self.total_steps)
 
     def step(self, step: int, grad_norm: float) -> bool:
@@ -101,7 +164,6 @@ class ScheduledOptimizer:
         return finite
 
     def update(self, step: int, grad_norm: float, statistics: list[Statistics]) -> UpdateResult:
-        """Call :meth:`step` and return the result of the update with the statistics of its micro-batches."""
         scale, overflow = None, False
         if self.loss_scale is not None:
             scale = self.loss_scale.value
@@ -109,7 +171,6 @@ class ScheduledOptimizer:
         return UpdateResult(grad_norm, statistics, self.step(step, grad_norm), scale, overflow)
 
     def move_state(self, device: torch.device) -> None:
-        """Move the optimizer's state and the average to a device."""
         if self.average is not None:
             self.average.move(device)
         for state in self.inner.state.values():
@@ -123,7 +184,6 @@ def build_optimizer(module: nn.Module, config: OptimConfig, names: Collection[st
 
     Args:
         module: its parameters may be shards, or without storage.
-        config: optimizer settings.
         names: of the trained parameters of the whole model, if ``module`` is a part of it.
 
     Raises:
@@ -169,9 +229,7 @@ def group_parameters(
     """Return torch's parameter groups of parameters with these settings.
 
     Args:
-        trained: parameters by name.
         settings: entries of ``param_groups`` by the name of their parameters.
-        config: optimizer settings.
         matrices: parameters that Muon orthogonalises.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -41,8 +41,6 @@ def pack(batch: Batch, device: torch.device, *, sees: bool = False) -> PackedSeq
     Every prompt and every response has at least one token.
 
     Args:
-        batch: the rows.
-        device: of the result.
         sees: whether the vision tower is computed even if no row has an image, because another rank has one.
     """
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
@@ -109,9 +107,6 @@ def _experts_of(batch: Batch, index: Ragged, length: int, device: torch.device) 
 
     Args:
         batch: with ``expert_ids``, or without.
-        index: of each row's tokens in the packed row.
-        length: tokens of the packed row.
-        device: of the result.
     """
     column = batch.ragged("expert_ids") if "expert_ids" in batch else None
     if column is None or not len(column.values):
@@ -161,7 +156,6 @@ def packed_rows(prompts: Ragged, responses: Ragged, device: torch.device | str =
 
 
 def _is_response(prompts: Ragged, responses: Ragged) -> Tensor:
-    """Return whether each token of the rows, prompts and responses alternating, is one of a response."""
     lengths = torch.stack([prompts.lengths, responses.lengths], 1).flatten()
     return (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths)
 
@@ -186,10 +180,6 @@ def plan_micro_batches(
     ``count``. Then the work is balanced, so that ranks do not wait for each other.
 
     Args:
-        prompts: of each row.
-        responses: of each row.
-        max_tokens: budget of a micro-batch.
-        max_sequences: maximum of rows in a micro-batch, or None.
         together: ``[B]``, neighbours with equal numbers share a micro-batch (the two sides of a preference); None for no
             such constraint.
         count: exact number of micro-batches, at least that of a plan without it.
@@ -259,5 +249,4 @@ def _fewest(lengths: Lengths, max_tokens: int, max_sequences: int | None) -> lis
 
 
 def _runs(values: Tensor) -> Tensor:
-    """Return ``[B]`` numbers from 0 on, equal for neighbours with equal values."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), (values.diff() != 0).long().cumsum(0)])

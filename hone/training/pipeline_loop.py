@@ -23,7 +23,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import Head
 from hone.training.engine import Forward, MicroBatchLoop, TrainSettings, micro_batch_loss
-from hone.training.loss_scale import LossScale
+from hone.training.optimizer import LossScale
 from hone.training.ranks import RankGroup
 from hone.training.updates import LossFn, Outputs, Statistics, Totals
 
@@ -33,15 +33,8 @@ LossOf = Callable[[list[int], Batch, dict[str, Tensor]], Tensor]
 
 
 class PipelineLoop(MicroBatchLoop, ABC):
-    """Runs batches through a pipeline of stages, with or without gradient.
-
-    Args:
-        forward: runs one micro-batch through the last stage and its head.
-        settings: budget, device and dtype.
-        pipeline: one rank of every stage.
-        ranks: the data-parallel ranks that share each mini-batch.
-        cost: cost model of a sequence.
-        loss_scale: factor of the loss in the backward pass, or None.
+    """Runs batches through a pipeline of stages, with or without gradient; ``forward`` is that of the last stage and
+    its head.
     """
 
     def __init__(
@@ -61,16 +54,13 @@ class PipelineLoop(MicroBatchLoop, ABC):
     def run(
         self, micro_batches: list[MicroBatch], head: Head, with_entropy: bool, loss_of: LossOf, *, train: bool
     ) -> None:
-        """Take the micro-batches through the stages; the last stage passes the head's outputs to ``loss_of``. Collective.
-
-        Args:
-            train: whether gradients of the losses accumulate in the parameters.
+        """Take the micro-batches through the stages; the last stage passes the head's outputs to ``loss_of``.
+        Collective. With ``train``, gradients of the losses accumulate in the parameters. Collective.
         """
 
     def infer(
         self, batch: Batch, head: Head, *, with_entropy: bool = False, max_tokens: int | None = None
     ) -> dict[str, Ragged]:
-        """Run the forward pass without gradient; every stage returns the columns."""
         outputs = Outputs(batch.ragged("response_ids"))
 
         def keep(rows: list[int], micro: Batch, values: dict[str, Tensor]) -> Tensor:
@@ -114,7 +104,6 @@ class PipelineLoop(MicroBatchLoop, ABC):
         return [(rows, micro) for rows, micro, _ in self.micro_batches(batch, max_tokens)]
 
     def _from_last(self, value: Any) -> Any:
-        """Return the value of the last stage on every stage."""
         values = [value]
         dist.broadcast_object_list(
             values, group=self._pipeline, group_src=self._pipeline.size() - 1, device=self._device

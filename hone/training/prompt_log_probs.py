@@ -20,13 +20,6 @@ def prompt_log_probs(
 ) -> list[list[tuple[int, float]]]:
     """Return the log-prob of each token after the first, followed by the likeliest tokens at its place.
 
-    Args:
-        model: a causal language model with Hone's attention.
-        ids: of the text, two tokens or more.
-        top: number of likeliest tokens, 0 for none.
-        device: where the model is.
-        dtype: compute dtype.
-
     Returns:
         For each token after the first: its id with its log-prob, then ``top`` ids with theirs, the likeliest first.
     """

@@ -17,11 +17,7 @@ from hone.training.updates import GatheredRows, Statistics, Totals
 
 
 class RankGroup(Protocol):
-    """The data-parallel ranks, from the view of one of them.
-
-    Attributes:
-        size: number of ranks with different rows.
-    """
+    """The data-parallel ranks, from the view of one of them; ``size`` of them have different rows."""
 
     @property
     def size(self) -> int: ...
@@ -53,23 +49,18 @@ class SingleRank:
     size = 1
 
     def sum_totals(self, totals: Totals) -> Totals:
-        """Return the same totals."""
         return totals
 
     def largest(self, count: int) -> int:
-        """Return the same count."""
         return count
 
     def any_rank(self, flags: list[bool]) -> list[bool]:
-        """Return the same flags."""
         return flags
 
     def gather_statistics(self, statistics: list[Statistics]) -> list[Statistics]:
-        """Return the same statistics."""
         return statistics
 
     def gather_rows(self, local: Batch) -> GatheredRows:
-        """Return the same rows, all of which are this rank's."""
         return GatheredRows(local, range(len(local)))
 
 
@@ -77,7 +68,6 @@ class ProcessRanks:
     """Ranks that are processes of a ``torch.distributed`` group.
 
     Args:
-        group: one process of each data-parallel rank.
         device: for the reduced tensors; must fit the group's backend.
     """
 
@@ -86,31 +76,26 @@ class ProcessRanks:
         self.size = dist.get_world_size(group)
 
     def sum_totals(self, totals: Totals) -> Totals:
-        """See :meth:`RankGroup.sum_totals`."""
         counts = torch.tensor([totals.tokens, totals.sequences], dtype=torch.int64, device=self._device)
         dist.all_reduce(counts, group=self._group)
         tokens, sequences = counts.tolist()
         return Totals(tokens, sequences)
 
     def largest(self, count: int) -> int:
-        """See :meth:`RankGroup.largest`."""
         largest = torch.tensor(count, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return int(largest)
 
     def any_rank(self, flags: list[bool]) -> list[bool]:
-        """See :meth:`RankGroup.any_rank`."""
         largest = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in largest.tolist()]
 
     def gather_statistics(self, statistics: list[Statistics]) -> list[Statistics]:
-        """See :meth:`RankGroup.gather_statistics`."""
         local = [{name: (float(value), float(weight)) for name, (value, weight) in one.items()} for one in statistics]
         return [one for rank_statistics in self._gather(local) for one in rank_statistics]
 
     def gather_rows(self, local: Batch) -> GatheredRows:
-        """See :meth:`RankGroup.gather_rows`."""
         batches: list[Batch] = self._gather(local)
         first = sum(len(batch) for batch in batches[: dist.get_rank(self._group)])
         return GatheredRows(Batch.concat([batch for batch in batches if len(batch)]), range(first, first + len(local)))

@@ -37,27 +37,17 @@ _STEP = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True)
 class Release:
-    """One release of a shelf.
-
-    Attributes:
-        path: its directory.
-        record: content of its ``release.json``.
-    """
+    """One release of a shelf."""
 
     path: Path
     record: Mapping[str, Any]
 
     @property
     def number(self) -> int:
-        """Number of the release, from 1."""
         return int(self.path.name)
 
     def check(self) -> None:
-        """Check that the files are those that passed the gate, those of an adapter's base model too.
-
-        Raises:
-            ConfigError: they are not.
-        """
+        """Raise ConfigError unless the files are those that passed the gate, those of an adapter's base model too."""
         base = self.record.get("base")
         parts = [(self.path, self.record["digest"]), *([(Path(base["path"]), base["digest"])] if base else [])]
         for path, digest in parts:
@@ -71,11 +61,7 @@ class Release:
 
 
 class Shelf:
-    """All releases of one model.
-
-    Args:
-        path: directory of the shelf; created by the first release.
-    """
+    """All releases of one model; the first creates the directory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -95,7 +81,6 @@ class Shelf:
 
     @property
     def current(self) -> Release | None:
-        """Current release; None for an empty shelf."""
         link = self.path / CURRENT
         return _read(link.resolve()) if link.exists() else None
 
@@ -126,7 +111,6 @@ class Shelf:
         Args:
             model: run, checkpoint, model or adapter directory.
             report: report of `hone gate` for these weights.
-            note: reason of the release.
 
         Raises:
             ConfigError: the report refuses the model, or is about other weights.
@@ -276,11 +260,6 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def _check_report(verdict: Mapping[str, Any], digest: str, report: Path, model: str) -> None:
-    """Check that a verdict allows the release of the weights with this digest.
-
-    Raises:
-        ConfigError: it does not.
-    """
     refused = [f"{one['check']}.{one['name']}" for one in verdict["conditions"] if not one["passed"]]
     if not verdict["passed"] or refused or not verdict["conditions"]:
         raise ConfigError(

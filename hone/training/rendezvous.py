@@ -17,8 +17,6 @@ def meeting_store(address: str, rank: int, world: int) -> Store:
 
     Args:
         address: ``HOST:PORT``; rank 0 listens there.
-        rank: of this process.
-        world: number of ranks.
 
     Raises:
         DistNetworkError: rank 0 cannot listen at the address, or another rank cannot reach it.
@@ -32,12 +30,6 @@ def join_ranks(device: torch.device, store: Store, rank: int, world: int) -> Non
 
     On CUDA tensors of the device travel by NCCL, whose communicators are made at once for this process's GPU, and tensors of the host
     by gloo.
-
-    Args:
-        device: of the run.
-        store: at which the ranks meet.
-        rank: of this process.
-        world: number of ranks.
 
     Raises:
         ConfigError: two ranks have the same GPU.
@@ -57,12 +49,6 @@ def gpu_identity(device: torch.device) -> str:
 
 def require_separate_gpus(store: Store, rank: int, world: int, identity: str) -> None:
     """Check that every rank has a GPU of its own. Collective.
-
-    Args:
-        store: that all ranks share.
-        rank: of this process.
-        world: number of ranks.
-        identity: of this process's GPU.
 
     Raises:
         ConfigError: another rank has the same GPU; all ranks raise the same error.

@@ -26,10 +26,8 @@ from hone.errors import HoneError
 from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS
 from hone.rewards.http import JsonService, ServiceError
 
-_PROBED = 256
-"""Tokens whose text is compared with that of the server's tokenizer."""
-_REPLACEMENT = "\ufffd"
-"""Text of a part of a character."""
+_PROBED = 256  # tokens whose text is compared with that of the server's tokenizer
+_REPLACEMENT = "\ufffd"  # text of a part of a character
 
 
 class TeacherError(HoneError):
@@ -40,15 +38,10 @@ class TeacherError(HoneError):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model of a server.
-
-    Attributes:
-        name: of the model at the server.
-        max_model_len: most tokens of a request; None if the server does not say.
-    """
+    """A model of a server."""
 
     name: str
-    max_model_len: int | None = None
+    max_model_len: int | None = None  # most tokens of a request; None if the server does not say
 
 
 class ServedTeacher:
@@ -56,7 +49,6 @@ class ServedTeacher:
 
     Args:
         address: URL up to ``/v1``, with ``#NAME`` for one of several models.
-        config: block ``distillation.server``.
     """
 
     def __init__(self, address: str, config: TeacherServerConfig) -> None:
@@ -67,11 +59,7 @@ class ServedTeacher:
         self._config, self._model = config, None
 
     async def model(self) -> ServedModel:
-        """Return the model of the address.
-
-        Raises:
-            TeacherError: the server does not answer, or has no such model.
-        """
+        """Return the model of the address; raise TeacherError if the server does not answer, or has no such model."""
         if self._model is None:
             try:
                 cards = [dict(card) for card in (await self.service.get("/models"))["data"]]
@@ -96,8 +84,6 @@ class ServedTeacher:
         """Return what the teacher says about the tokens of a response.
 
         Args:
-            prompt: token ids.
-            response: token ids.
             top: number of likeliest tokens, 0 for none.
 
         Raises:
@@ -118,10 +104,8 @@ class ServedTeacher:
         return Scored(sampled, ids, log_probs)
 
     async def check(self, tokenizer: PreTrainedTokenizerBase, top: int, needed: int) -> None:
-        """Check that the server has the policy's tokenizer, gives ``top`` log-probs and reads ``needed`` tokens.
-
-        Raises:
-            TeacherError: it does not.
+        """Raise TeacherError unless the server has the policy's tokenizer, gives ``top`` log-probs and reads ``needed``
+        tokens.
         """
         model = await self.model()
         length = model.max_model_len
@@ -201,16 +185,10 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probs of a response under a teacher.
-
-    Attributes:
-        log_probs: of its tokens.
-        top_ids: the likeliest tokens at each, the likeliest first; empty if none are wanted.
-        top_log_probs: of these tokens.
-    """
+    """Log-probs of a response under a teacher."""
 
     log_probs: list[float]
-    top_ids: list[list[int]]
+    top_ids: list[list[int]]  # the likeliest tokens at each, the likeliest first; empty if none are wanted
     top_log_probs: list[list[float]]
 
 
@@ -218,7 +196,6 @@ class ServedTeachers:
     """All served teachers of a run.
 
     Args:
-        distillation: block ``distillation``.
         vocabulary: size of the policy's output layer; a teacher's tokens have smaller ids.
     """
 
@@ -231,9 +208,6 @@ class ServedTeachers:
 
     async def columns(self, batch: Batch) -> Batch:
         """Return the columns of :meth:`~hone.cluster.teacher.TeacherWorker.teach`, with the rows of served teachers filled in.
-
-        Args:
-            batch: prompts, responses, with several teachers the teacher of each row, and what other teachers said.
 
         Raises:
             TeacherError: a server gives no usable log-probs.

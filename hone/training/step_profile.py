@@ -27,10 +27,7 @@ def profiled_update(trainer: RunConfig, step: int, process: str, device: torch.d
     """Profile the body if ``trainer.profile_steps`` names the step; it computes the same numbers.
 
     Args:
-        trainer: configuration block ``trainer``.
-        step: of training, from 1 on.
         process: name of the model and the rank, such as ``actor-0``.
-        device: device of the model.
 
     Raises:
         HoneError: the files cannot be written.

@@ -19,7 +19,6 @@ from hone.models.teacher import HiddenHead, TopKHead, output_layer
 
 
 def token_loss_options(distillation: TeacherConfig) -> dict[str, Any]:
-    """Return the options of :func:`~hone.algorithms.distillation.distillation_token_loss`."""
     return {
         "beta": distillation.beta,
         "tail_bucket": distillation.tail_bucket,

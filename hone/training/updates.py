@@ -15,15 +15,12 @@ from hone.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over a whole mini-batch. Every micro-batch normalises by them, so the division into micro-batches has no effect.
-
-    Attributes:
-        tokens: response tokens with mask 1.
-        sequences: rows with at least one such token.
+    """Counts over a whole mini-batch. Every micro-batch normalises by them, so the division into micro-batches has no
+    effect.
     """
 
-    tokens: int
-    sequences: int
+    tokens: int  # response tokens with mask 1
+    sequences: int  # rows with at least one such token
 
     @classmethod
     def from_batch(cls, batch: Batch) -> Totals:
@@ -35,8 +32,7 @@ class Totals:
         return cls(int(sums.sum()), int((sums > 0).sum()))
 
 
-Statistics = dict[str, tuple[Tensor | float, float]]
-"""Metric name to (value, weight) of one micro-batch."""
+Statistics = dict[str, tuple[Tensor | float, float]]  # metric name to (value, weight) of one micro-batch
 
 LossFn = Callable[[dict[str, Ragged], Batch, Totals], tuple[Tensor, Statistics]]
 """(outputs of the head, micro-batch, totals) to (this micro-batch's share of the loss, statistics)."""
@@ -49,11 +45,7 @@ class PartialLoss:
     those of the whole mini-batch, times a known factor.
 
     Args:
-        loss_fn: loss function of a mini-batch.
         count: function of totals that returns the number by which the loss is divided; None if it is a sum.
-
-    Attributes:
-        statistics: of the micro-batches of all parts.
     """
 
     def __init__(self, loss_fn: LossFn, count: Callable[[Totals], int] | None) -> None:
@@ -62,7 +54,6 @@ class PartialLoss:
         self._first = self._part = self._total = 0
 
     def begin_part(self, totals: Totals) -> None:
-        """Begin a part with these totals over all ranks."""
         if self._count is not None:
             self._part = self._count(totals)
             self._first = self._first or self._part
@@ -81,46 +72,28 @@ class PartialLoss:
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """The rows of a mini-batch from all data-parallel ranks.
+    """The rows of a mini-batch from all data-parallel ranks."""
 
-    Attributes:
-        batch: all rows, in the order of the ranks.
-        local: indices of this rank's rows.
-    """
-
-    batch: Batch
-    local: Sequence[int]
+    batch: Batch  # all rows, in the order of the ranks
+    local: Sequence[int]  # indices of this rank's rows
 
 
-GatherRows = Callable[[Batch], GatheredRows]
-"""Function from this rank's rows to the rows of all ranks. Collective."""
+GatherRows = Callable[[Batch], GatheredRows]  # function from this rank's rows to the rows of all ranks. Collective
 
 
 @dataclass
 class UpdateResult:
-    """Result of one optimizer update.
+    """Result of one optimizer update."""
 
-    Attributes:
-        grad_norm: before clipping.
-        statistics: of each micro-batch, in order; those of all data-parallel ranks.
-        applied: False if the gradient was not finite and the update was skipped.
-        loss_scale: factor of the loss in the backward pass, or None.
-        overflow: whether the update was skipped because the scaled gradient left float16's range; the next scale is smaller.
-    """
-
-    grad_norm: float
-    statistics: list[Statistics]
-    applied: bool
-    loss_scale: float | None = None
-    overflow: bool = False
+    grad_norm: float  # before clipping
+    statistics: list[Statistics]  # of each micro-batch of all data-parallel ranks, in order
+    applied: bool  # False if the gradient was not finite and the update was skipped
+    loss_scale: float | None = None  # factor of the loss in the backward pass
+    overflow: bool = False  # skipped because the scaled gradient left float16's range; the next scale is smaller
 
 
 class Outputs:
-    """The head's outputs for the response tokens of a batch, collected micro-batch by micro-batch.
-
-    Args:
-        responses: column ``response_ids`` of the batch.
-    """
+    """The head's outputs for the response tokens of a batch, collected micro-batch by micro-batch."""
 
     def __init__(self, responses: Ragged) -> None:
         self._positions = responses.with_values(torch.arange(len(responses.values)))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long(
     "hone/trainers/sft.py",
     "hone/trainers/preference.py",
     "hone/cluster/offline_roles.py",
-    "hone/training/reward_model.py",
+    "hone/training/preferences.py",
 )
 
 STEPS = 4

@@ -21,9 +21,8 @@ from hone.errors import ConfigError
 from hone.models.heads import Head, PolicyHead
 from hone.models.loading import adapter_off, load_policy, load_value_model
 from hone.training.backends import BACKENDS, BackendEntry
-from hone.training.backends.build import build_train_backend
 from hone.training.backends.protocol import ModelKind, TrainBackend, Weights
-from hone.training.backends.registry import backend_of
+from hone.training.backends.registry import backend_of, build_train_backend
 from hone.training.checkpoints.model_state import ModelStager
 from hone.training.engine import MicroBatchLoop, TrainSettings
 from hone.training.export_stream import STREAMS

@@ -25,8 +25,8 @@ from hone.config.parallel_layout import Layout
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import PolicyHead, ValueHead
-from hone.training.backends.build import build_train_backend
 from hone.training.backends.protocol import ModelKind, TrainBackend
+from hone.training.backends.registry import build_train_backend
 from hone.training.engine import TrainSettings
 from hone.training.layout import build_meshes
 from hone.training.objectives import PolicyObjective, value_objective

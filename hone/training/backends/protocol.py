@@ -48,11 +48,6 @@ class TrainBackend(Protocol):
         """Load a model and create its backend. Collective.
 
         Args:
-            kind: use of the model.
-            model: configuration of the model.
-            head: computes the outputs for each response token.
-            settings: device, dtype, optimizer and the budget of a micro-batch.
-            parallel: configuration of the parallelism.
             meshes: the process groups; None if one process has the whole model.
             seed: of the run; new adapters are initialised from it.
 
@@ -97,10 +92,7 @@ class TrainBackend(Protocol):
         gradient is not finite.
 
         Args:
-            batch: this rank's rows of the mini-batch; may be empty.
-            loss_fn: returns a micro-batch's share of the mini-batch loss; shares add up.
             step: position in the learning-rate schedule (0 is the first).
-            with_entropy: whether the head also computes entropy.
             outputs_seen: collects the head's outputs, with the weights before the update.
 
         Returns:
@@ -125,10 +117,7 @@ class TrainBackend(Protocol):
         """Run forward and backward passes over a part of a mini-batch; gradients add up. Collective.
 
         Args:
-            batch: this rank's rows of the part; may be empty.
             loss: loss of the mini-batch, which also collects the statistics.
-            with_entropy: whether the head also computes entropy.
-            outputs_seen: collects the head's outputs.
         """
         ...
 
@@ -145,9 +134,8 @@ class TrainBackend(Protocol):
         ...
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds of forward, backward and optimizer since the last call, as the device computed them.
-
-        On CUDA it waits until they have been computed.
+        """Return the seconds of forward, backward and optimizer since the last call; on CUDA, wait until they were
+        computed.
         """
         ...
 
@@ -187,9 +175,7 @@ class TrainBackend(Protocol):
         """Copy weights and optimizer state for a checkpoint (docs/checkpoints.md has the format). Collective.
 
         Args:
-            location: directory or URL of the new checkpoint.
             name: "actor" or "critic".
-            tokenizer: saved with the model.
 
         Returns:
             A function that writes the files, without collectives, in any thread and during training.

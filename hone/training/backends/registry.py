@@ -1,7 +1,8 @@
-"""Training backends by name; cheap to import, for checks before a run."""
+"""Training backends by name, and their construction; cheap to import, for checks before a run."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,11 @@ from hone.errors import ConfigError
 from hone.registry import Registry, imported
 
 if TYPE_CHECKING:
-    from hone.training.backends.protocol import TrainBackend
+    from hone.config.model import ModelConfig
+    from hone.models.heads import Head
+    from hone.training.backends.protocol import ModelKind, TrainBackend
+    from hone.training.engine import TrainSettings
+    from hone.training.layout import Meshes
 
 KEY = "actor_rollout_ref.actor.strategy"
 _PLANNED = ("torchtitan",)
@@ -19,25 +24,15 @@ _PLANNED = ("torchtitan",)
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A registered backend.
+    """A registered backend."""
 
-    Attributes:
-        path: ``module:Class``, imported at the first use.
-        fewest_processes: with fewer processes ``local`` is used instead.
-        most_processes: maximum of processes that share a model; None for any number.
-        pipelines: whether it divides layers into pipeline stages.
-        package: optional package that it imports, as the name of a distribution; its module is ``module``.
-        module: top-level module of ``package``.
-        extra: extra of Hone that installs ``package``.
-    """
-
-    path: str
-    fewest_processes: int = 1
-    most_processes: int | None = None
-    pipelines: bool = False
-    package: str = ""
-    module: str = ""
-    extra: str = ""
+    path: str  # ``module:Class``, imported at the first use
+    fewest_processes: int = 1  # with fewer, ``local`` is used instead
+    most_processes: int | None = None  # that share a model; None for any number
+    pipelines: bool = False  # divides layers into pipeline stages
+    package: str = ""  # optional distribution that it imports
+    module: str = ""  # top-level module of ``package``
+    extra: str = ""  # of Hone that installs ``package``
 
     def load(self) -> type[TrainBackend]:
         """Import the class.
@@ -49,11 +44,7 @@ class BackendEntry:
         return imported(self.path, KEY)
 
     def require_package(self, key: str = KEY) -> None:
-        """Check that the optional package is installed.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Raise ConfigError if the optional package is not installed."""
         if self.package and find_spec(self.module) is None:
             raise ConfigError(
                 f"{key} names a training backend that needs the package {self.package}, which is not installed",
@@ -63,7 +54,6 @@ class BackendEntry:
 
 
 def _entry(backend: Any, path: str) -> BackendEntry:
-    """Return the entry of a class given by its import path."""
     if not hasattr(backend, "build") or not hasattr(backend, "train_batch"):
         raise TypeError("a backend is a class with the methods of hone.training.backends.protocol.TrainBackend")
     return BackendEntry(path)
@@ -105,3 +95,35 @@ def backend_of(config: ParallelConfig, processes: int) -> BackendEntry:
             fix=f"{key}=fsdp2, or {stages_key}=1",
         )
     return BACKENDS.get("local") if processes < entry.fewest_processes else entry
+
+
+def build_train_backend(
+    kind: ModelKind,
+    model: ModelConfig,
+    head: Head,
+    settings: TrainSettings,
+    *,
+    parallel: ParallelConfig,
+    meshes: Meshes | None,
+    seed: int,
+) -> TrainBackend:
+    """Build the backend of ``parallel.strategy``; for the arguments see :meth:`TrainBackend.build`. Collective.
+
+    Raises:
+        ConfigError: the backend is unknown, or does not divide rows according to the layout.
+        ModelError: the model cannot be loaded or sharded with this layout.
+    """
+    processes, ranks = (1, 1) if meshes is None else (meshes.layout.world, meshes.layout.dp_size)
+    settings = dataclasses.replace(
+        settings, offload_activations=model.enable_activation_offload, compile_layers=model.compile_layers
+    )
+    cls = backend_of(parallel, processes).load()
+    backend = cls.build(kind, model, head, settings, parallel=parallel, meshes=meshes, seed=seed)
+    if backend.data_parallel_size != ranks:
+        raise ConfigError(
+            f"the layout has {ranks} data-parallel ranks, but {cls.__name__} has {backend.data_parallel_size}",
+            why="rows would be counted twice or not at all",
+            where=parallel.key("strategy"),
+            fix="parallel sizes that the backend supports, or another strategy",
+        )
+    return backend

@@ -41,20 +41,14 @@ class _Damage(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        storage: its directory.
-        step: after which it was saved.
-        state: state of the trainer.
-        value: of the metric that selects the best checkpoint, at that step; None if it was not measured.
-        checksums: SHA-256 of each file; None in a checkpoint of a version that recorded none.
-    """
+    """A complete checkpoint."""
 
     storage: Storage
     step: int
-    state: dict[str, Any]
+    state: dict[str, Any]  # of the trainer
+    # of the metric that selects the best checkpoint, at that step; None if it was not measured
     value: float | None = None
+    # SHA-256 of each file; None in a checkpoint of a version that recorded none
     checksums: dict[str, str] | None = None
 
     def __str__(self) -> str:
@@ -62,11 +56,7 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Configuration of its run.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
+        """Configuration of its run; reading a damaged file raises CheckpointError."""
         try:
             config = yaml.safe_load(self.storage.read_text("config.yaml"))
         except (yaml.YAMLError, ValueError) as error:
@@ -127,13 +117,7 @@ class Checkpoint:
 
     @classmethod
     def _opened(cls, storage: Storage) -> Checkpoint:
-        """Open a checkpoint.
-
-        Raises:
-            _Damage: it is incomplete or edited.
-            CheckpointError: it is not a checkpoint, or has another format.
-            OSError: it cannot be read.
-        """
+        """Open a checkpoint; raise _Damage if it is incomplete or edited."""
         numbered = _STEP_FOLDER.fullmatch(storage.name)
         try:
             manifest = json.loads(storage.read_text(MANIFEST))
@@ -276,7 +260,6 @@ def model_directory(location: str | Path, name: str) -> Path:
 
 
 def _configured_folder(run: Storage) -> Storage | None:
-    """Return the trainer.checkpoint_dir of a run, if it has one."""
     if not run.is_file("config.yaml"):
         return None
     config = yaml.safe_load(run.read_text("config.yaml"))
@@ -294,11 +277,7 @@ def _listed(steps: Iterable[int]) -> str:
 
 
 def _state(storage: Storage, step: int) -> dict[str, Any]:
-    """Return the state of the trainer.
-
-    Raises:
-        _Damage: it is missing, cannot be parsed, or is of another step.
-    """
+    """Return the state of the trainer; raise _Damage if it is missing, cannot be parsed, or is of another step."""
     try:
         state = json.loads(storage.read_text(STATE))
     except FileNotFoundError as error:

@@ -17,8 +17,7 @@ from hone.insight import activity
 from hone.training.checkpoints.storage import Storage
 
 FOLDER = "checksums"
-SEAL = "sha256_of_manifest"
-"""Key of the manifest with the checksum of its other keys."""
+SEAL = "sha256_of_manifest"  # key of the manifest with the checksum of its other keys
 
 _CHUNK = 4 << 20
 _MAX_THREADS = 16
@@ -30,7 +29,6 @@ def leave_checksums(checkpoint: Storage, part: str, rank: int) -> None:
     Args:
         checkpoint: from :meth:`Storage.recording`.
         part: name that no other writer of this rank uses ("actor").
-        rank: of this process.
     """
     recorded = dict(checkpoint.recorded)
     checkpoint.write_text(f"{FOLDER}/{part}_{rank:05d}.json", json.dumps(recorded))
@@ -65,12 +63,10 @@ def file_checksums(directory: Storage, names: Iterable[str]) -> dict[str, str]:
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with the checksum of its content."""
     return {**manifest, SEAL: _manifest_checksum(manifest)}
 
 
 def seal_is_whole(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest is as it was written."""
     return manifest.get(SEAL) == _manifest_checksum(manifest)
 
 

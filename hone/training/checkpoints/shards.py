@@ -35,7 +35,6 @@ Values = dict[str, Any]
 
 
 def shard_file(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -56,7 +55,6 @@ class ShardStager:
         Args:
             tensors: by name; DTensors, and plain tensors that are equal on all ranks.
             values: plain values for the index, equal on all ranks.
-            storage: directory for the state.
 
         Returns:
             A function that writes the files, in any thread and without communication.
@@ -112,7 +110,6 @@ def stage_whole(named: Iterable[tuple[str, Tensor]], values: Values, storage: St
     Args:
         named: the same names and tensors on all ranks; each tensor is kept by one of them, in balanced amounts.
         values: plain values for the index, equal on all ranks.
-        storage: directory for the state.
 
     Returns:
         A function that writes the files, in any thread and without communication.
@@ -144,11 +141,6 @@ def stage_whole(named: Iterable[tuple[str, Tensor]], values: Values, storage: St
 
 def load_shards(tensors: Mapping[str, Tensor], storage: Storage, index: ShardIndex | None = None) -> None:
     """Load ``tensors`` in place by their names, from any layout and without communication.
-
-    Args:
-        tensors: by name.
-        storage: directory of the state.
-        index: its index, if it has been read.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or the files are damaged.
@@ -183,22 +175,14 @@ def load_shards(tensors: Mapping[str, Tensor], storage: Storage, index: ShardInd
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Contents of ``index.json``.
+    """Contents of ``index.json``."""
 
-    Attributes:
-        tensors: dtype and whole shape of each tensor.
-        chunks: offsets and sizes of each tensor's chunks.
-        files: file of each chunk, by tensor name and offsets.
-        values: the plain values.
-    """
-
-    tensors: dict[str, TensorSpec]
-    chunks: dict[str, list[ChunkStorageMetadata]]
-    files: dict[tuple[str, tuple[int, ...]], str]
-    values: Values
+    tensors: dict[str, TensorSpec]  # dtype and whole shape of each
+    chunks: dict[str, list[ChunkStorageMetadata]]  # offsets and sizes, by tensor
+    files: dict[tuple[str, tuple[int, ...]], str]  # of each chunk, by tensor name and offsets
+    values: Values  # the plain values
 
     def as_metadata(self) -> Metadata:
-        """Return the index as metadata for the planner."""
         return Metadata(
             {
                 name: TensorStorageMetadata(TensorProperties(spec.dtype), torch.Size(spec.shape), self.chunks[name])
@@ -262,7 +246,6 @@ def _chunk(item: WriteItem) -> ChunkStorageMetadata:
 
 
 def dist_rank() -> int:
-    """Return the rank in the default process group, 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -26,9 +26,6 @@ class Storage:
 
     A local file is on the disk when :meth:`create` returns (fsync). All errors of a remote store are raised as OSError.
 
-    Args:
-        location: path or URL.
-
     Attributes:
         recorded: SHA-256 of the files created, by their path below the directory of :meth:`recording`.
 
@@ -61,24 +58,20 @@ class Storage:
 
     @property
     def is_local(self) -> bool:
-        """True for a directory in this machine's file system."""
         return isinstance(self.files, LocalFileSystem)
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
         return self.path.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> Storage:
-        """Parent directory."""
         parent = Storage(self)
         parent.path = self.path.rstrip("/").rsplit("/", 1)[0]
         return parent
 
     @property
     def local_path(self) -> Path:
-        """Path of a local directory."""
         if not self.is_local:
             raise ValueError(f"{self} is not local")
         return Path(self.path)
@@ -92,12 +85,11 @@ class Storage:
     # reading ---------------------------------------------------------------------------------------------------------
 
     def is_file(self, name: str) -> bool:
-        """Return whether the directory has a file of this name."""
         with self._translated():
             return self.files.isfile(f"{self.path}/{name}")
 
     def names(self) -> list[str]:
-        """Return the names of files and directories in the directory, none if it does not exist."""
+        """Return the names of files and directories, none if the directory does not exist."""
         with self._translated():
             self.files.invalidate_cache(self.path)
             if not self.files.isdir(self.path):
@@ -113,7 +105,6 @@ class Storage:
         return {path[start:]: int(about["size"]) for path, about in sorted(files.items())}
 
     def read_text(self, name: str) -> str:
-        """Return the text of a file."""
         with self.open(name) as file:
             return file.read().decode()
 
@@ -158,7 +149,6 @@ class Storage:
             remote.close()
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file."""
         with self.create(name) as file:
             file.write(text.encode())
 
@@ -172,7 +162,6 @@ class Storage:
             self.files.mv(f"{self.path}/{name}.new", f"{self.path}/{name}")
 
     def put(self, directory: Path) -> None:
-        """Copy the files of a local directory to this one."""
         for file in sorted(directory.iterdir()):
             with file.open("rb") as source, self.create(file.name) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
@@ -198,7 +187,6 @@ class Storage:
             self.files.invalidate_cache()
 
     def remove_file(self, name: str) -> None:
-        """Delete one file, if it exists."""
         with self._translated():
             if self.files.isfile(f"{self.path}/{name}"):
                 self.files.rm_file(f"{self.path}/{name}")

@@ -40,9 +40,7 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        root: folder of the checkpoints, a path or a URL.
         keep: number of newest checkpoints to keep; None keeps all. The best one is kept in addition.
-        best: "max" or "min", the best value of the metric.
         background: whether :meth:`publish` returns at once.
         always: steps that are kept in addition.
     """
@@ -62,15 +60,12 @@ class CheckpointStore:
         self._failure: BaseException | None = None
 
     def steps(self) -> list[int]:
-        """Return the steps with a checkpoint, ascending."""
         return complete_steps(self.root)
 
     def open(self, step: int) -> Checkpoint:
-        """Return the checkpoint of a step."""
         return Checkpoint.open(self.root / f"step_{step}")
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint, or None."""
         steps = self.steps()
         return self.open(steps[-1]) if steps else None
 
@@ -112,9 +107,7 @@ class CheckpointStore:
         """Complete checkpoint ``step`` after ``write()``, which fills the directory that :meth:`begin` returned.
 
         Args:
-            step: the same as for :meth:`begin`.
             state: of the trainer; copied now.
-            config: the resolved configuration.
             write: writes the weights; called in the background.
             metric: name of the metric that selects the best checkpoint.
             value: of this metric at this step; None if it was not measured.
@@ -132,11 +125,6 @@ class CheckpointStore:
 
     def rate(self, step: int, metric: str, value: float) -> None:
         """Set the metric of a published checkpoint, which was measured after :meth:`publish`.
-
-        Args:
-            step: step of the latest checkpoint.
-            metric: name of the metric that selects the best checkpoint.
-            value: of this metric at this step.
 
         Raises:
             CheckpointError: without ``background``, the manifest cannot be written.
@@ -168,7 +156,6 @@ class CheckpointStore:
             raise failure
 
     def _run(self, step: int, texts: dict[str, str], manifest: dict[str, Any], write: Callable[[], object]) -> None:
-        """Save the checkpoint in the thread; an error is kept for :meth:`check`."""
         try:
             try:
                 write()
@@ -301,7 +288,6 @@ class CheckpointStore:
         return [] if self.keep is None else [step for step in self.steps()[: -self.keep] if step not in kept]
 
     def retire(self) -> None:
-        """Delete the checkpoints of :meth:`surplus`."""
         for step in self.surplus():
             self._remove(step)
 
@@ -317,7 +303,6 @@ class CheckpointStore:
             renamed.remove()
 
     def _clear_leftovers(self) -> None:
-        """Delete incomplete checkpoints of killed processes."""
         for name in self.root.names():
             directory = self.root / name
             incomplete = re.fullmatch(r"step_\d+", name) and not self.root.is_local and not directory.is_file(MANIFEST)

@@ -40,29 +40,21 @@ _LONGEST_HEADER = 100 * 2**20  # limit of the safetensors library
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Dtype and shape of a tensor in a file.
-
-    Attributes:
-        dtype: of the elements.
-        shape: of the tensor, or of its chunk in this file.
-    """
+    """Dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor, or of its chunk in this file
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> TensorSpec:
-        """Return the spec of a tensor."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
     @classmethod
     def named(cls, dtype: str, shape: Sequence[int]) -> TensorSpec:
-        """Return the spec of a header's entry."""
         return cls(_BY_NAME[dtype], tuple(shape))
 
 
@@ -75,10 +67,8 @@ def write_tensors(
     """Write a whole safetensors file.
 
     Args:
-        file: open for writing.
         specs: of the tensors, in this order except that wide elements come first, so that all are aligned.
         value: returns the tensor of a name; called once for each.
-        metadata: strings for the header.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -100,10 +90,6 @@ def write_tensors(
 
 class TensorFile:
     """A safetensors file open for reading any rectangular chunk of any tensor.
-
-    Args:
-        file: open for reading, seekable.
-        name: for messages.
 
     Raises:
         CheckpointError: it is not a safetensors file.

@@ -45,8 +45,6 @@ def stage_weights(
 
     Args:
         model: a Hugging Face model with or without adapters; parameters are plain tensors or DTensors.
-        storage: directory for the model.
-        tokenizer: saved with the model.
         values: to save instead of the parameters of these names, sharded like them.
         largest_file: maximum of bytes in a safetensors file, unless a single tensor is larger.
 
@@ -65,16 +63,10 @@ def stage_layers(
     largest_file: int = LARGEST_FILE,
 ) -> Callable[[], None]:
     """Copy the tensors that this rank writes; every rank of the default process group calls it with the same tensors.
+    See :func:`stage_weights`.
 
     Args:
         layers: whole tensors of one layer after the other, by their names in files.
-        model: its settings are saved.
-        storage: directory for the model.
-        tokenizer: saved with the model.
-        largest_file: maximum of bytes in a safetensors file, unless a single tensor is larger.
-
-    Returns:
-        A function that writes the files, in any thread and without communication.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     adapter = isinstance(model, PeftModel)
@@ -122,10 +114,7 @@ def _write_end_of_turn(model: nn.Module, tokenizer: PreTrainedTokenizerBase, dir
 
 
 def whole_layers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the whole tensors of the model's checkpoint by their names in files, one layer at a time.
-
-    Args:
-        values: instead of the parameters of these names.
+    """Yield the whole tensors (or ``values``) of the model's checkpoint by their names in files, one layer at a time.
 
     Collective for DTensors: every rank iterates to the end. Tied weights come once. Weights that transformers fuses at
     loading (the experts of a layer) are split again.
@@ -139,24 +128,13 @@ def whole_layers(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dic
 
 
 def in_layers(named: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors of a model by their names in files, one layer at a time.
-
-    Args:
-        named: whole parameters by their names in the module, in the module's order.
-        model: of the parameters.
-    """
+    """Yield whole parameters, in the module's order, by their names in files, one layer at a time."""
     for _, layer in itertools.groupby(named, lambda pair: _layer_of(pair[0])):
         yield revert_weight_conversion(model, dict(layer))
 
 
 class FileLayout:
-    """Assignment of tensors to files and ranks; all ranks add the same tensors and get the same assignment.
-
-    Args:
-        stem: prefix of the file names ("model").
-        ranks: number of ranks that write.
-        largest_file: maximum of bytes in a file.
-    """
+    """Assignment of tensors to files and ranks; all ranks add the same tensors and get the same assignment."""
 
     def __init__(self, stem: str, ranks: int, largest_file: int = LARGEST_FILE) -> None:
         self.stem, self._largest = stem, largest_file
@@ -174,7 +152,6 @@ class FileLayout:
         return rank
 
     def files_of(self, rank: int) -> dict[str, dict[str, TensorSpec]]:
-        """Return the files that a rank writes, with their tensors."""
         return {name: specs for name, (owner, specs) in self._named().items() if owner == rank}
 
     def index(self) -> dict[str, object] | None:

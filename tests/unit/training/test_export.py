@@ -138,7 +138,7 @@ def test_an_export_of_another_model_is_refused_and_removed(adapted, tmp_path, mo
         monkeypatch.setattr("hone.training.export.merge_adapter", lambda model: model.merge_and_unload())
     elif fault == "a delta lost":
         adapted()
-        monkeypatch.setattr("hone.training.weight_files.PlainLora.merged", lambda self, name, weight: weight)
+        monkeypatch.setattr("hone.training.export.PlainLora.merged", lambda self, name, weight: weight)
     else:
         adapted()
 

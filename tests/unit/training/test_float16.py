@@ -15,8 +15,8 @@ from hone.models.routing import use_hone_attention
 from hone.trainers.reporting import update_metrics
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from hone.training.objectives import imitation_objective
+from hone.training.optimizer import GROWTH_INTERVAL, INITIAL, LossScale
 
 CPU = torch.device("cpu")
 

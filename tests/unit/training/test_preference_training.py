@@ -37,8 +37,16 @@ from hone.models.routing import use_hone_attention
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.packing import plan_micro_batches
-from hone.training.preferences import measure, mismatched_rows, online_objective, own_pairs, preference_objective
-from hone.training.reward_model import ScoreHead, bradley_terry_objective, response_scores
+from hone.training.preferences import (
+    ScoreHead,
+    bradley_terry_objective,
+    measure,
+    mismatched_rows,
+    online_objective,
+    own_pairs,
+    preference_objective,
+    response_scores,
+)
 
 CPU = torch.device("cpu")
 NAMES = ["dpo", "ipo", "hinge", "robust", "sppo", "orpo", "simpo", "cpo", "kto"]

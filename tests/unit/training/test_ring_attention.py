@@ -20,9 +20,8 @@ from hone.errors import ModelError
 from hone.models.attention import partial
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
-from hone.training.backends.fsdp2 import ring_division
-from hone.training.backends.fsdp2.ring import RingContext, ring_attention
-from hone.training.backends.fsdp2.ring_division import NONE, divide_row
+from hone.training.backends.fsdp2 import ring
+from hone.training.backends.fsdp2.ring import NONE, RingContext, divide_row, ring_attention
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 6, 3, 8, 5
 
@@ -109,7 +108,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 @examples(60)
 def test_any_ranks_compute_attention_of_the_whole_row(case: Case, longest: int, most_keys: int) -> None:
     states = states_of(case.context)
-    with patch.object(ring_division, "LONGEST_TILE", longest), patch.object(partial, "MOST_KEYS", most_keys):
+    with patch.object(ring, "LONGEST_TILE", longest), patch.object(partial, "MOST_KEYS", most_keys):
         found = on_ranks(case, states)
     assert_equal(found, by_definition(case, states), 1e-10)
 

@@ -87,14 +87,7 @@ def _empty(kind: ModelKind, config: ModelConfig, seed: int) -> tuple[nn.Module, 
 
 
 class Fsdp2Backend:
-    """This rank's shards of a model and its optimizer; see :class:`~hone.training.backends.protocol.TrainBackend`.
-
-    Args:
-        sharded: this rank's shards, with weights.
-        head: computes the outputs for each response token.
-        settings: device, dtype, optimizer and the budget of a micro-batch.
-        fsdp: configuration of FSDP and offloading.
-    """
+    """This rank's shards of a model and its optimizer; see :class:`~hone.training.backends.protocol.TrainBackend`."""
 
     def __init__(self, sharded: Sharded, head: Head, settings: TrainSettings, *, fsdp: FsdpConfig) -> None:
         self.model, self.head, self.settings, self.fsdp = sharded.computation.model, head, settings, fsdp
@@ -141,7 +134,6 @@ class Fsdp2Backend:
         meshes: Meshes | None,
         seed: int,
     ) -> Self:
-        """Load this rank's shards of a model. Collective."""
         if meshes is None:
             raise RuntimeError("fsdp2 needs the meshes of a layout")
         fsdp = parallel.fsdp_config
@@ -150,13 +142,11 @@ class Fsdp2Backend:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks with different rows of a batch."""
         return self._ranks.size
 
     def infer_batch(
         self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
     ) -> dict[str, Ragged]:
-        """Run the forward pass without gradient; every rank gets the columns of its rows. Collective."""
         with self._in_use():
             self.model.eval()
             columns = self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
@@ -172,7 +162,6 @@ class Fsdp2Backend:
         with_entropy: bool = False,
         outputs_seen: Outputs | None = None,
     ) -> UpdateResult:
-        """Run one optimizer update; ``batch`` has this rank's rows of the mini-batch (possibly none). Collective."""
         with self._in_use():
             self.begin_update()
             self.model.train()
@@ -182,7 +171,6 @@ class Fsdp2Backend:
             return self._apply(step, statistics)
 
     def begin_update(self) -> None:
-        """Begin an update without gradients."""
         if self.optimizer is None:
             raise RuntimeError("this backend was built without an optimizer")
         self.optimizer.begin()
@@ -190,40 +178,32 @@ class Fsdp2Backend:
     def accumulate(
         self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
     ) -> None:
-        """Run forward and backward passes over this rank's rows of a part of a mini-batch; gradients add up. Collective."""
         with self._in_use():
             self.model.train()
             self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
 
     def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
-        """Apply the gradients of all parts. Collective."""
         with self._in_use():
             return self._apply(step, loss.statistics, loss.scale)
 
     def gather_rows(self, local: Batch) -> GatheredRows:
-        """Return the rows of all data-parallel ranks, and the indices of this rank's rows. Collective."""
         return self._ranks.gather_rows(local)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of schedule position ``step``."""
         return self.optimizer.learning_rate(step) if self.optimizer else 0.0
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds of forward, backward and optimizer since the last call."""
         return self._loop.take_busy_seconds()
 
     def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-        """Compute with a saved adapter inside the block, or without any."""
         return adapter_off(self.model) if adapter is None else with_adapter(self.model, adapter)
 
     def shared_module(self) -> None:
-        """Return None: no process has the whole model."""
         return
 
     def export_weights(
         self, which: Weights = "all", *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole parameters, all-gathered in buckets in ``dtype``; every rank gets the same. Collective."""
         with self._in_use():
             if self._stages is not None:
                 yield from self._stages.export(which, dtype=dtype)
@@ -231,11 +211,9 @@ class Fsdp2Backend:
                 yield from STREAMS[which](self.model, dtype=dtype)
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
-        """Copy this rank's data for the checkpoint at ``location``; return the function that writes it. Collective."""
         return self._stager.stage(location, name, tokenizer)
 
     def restore(self, location: str, name: str) -> None:
-        """Load the optimizer state of a checkpoint of any layout. Collective."""
         self._stager.restore(location, name)
         if self.optimizer is not None and self.fsdp.optimizer_offload:
             self.optimizer.move_state(torch.device("cpu"))

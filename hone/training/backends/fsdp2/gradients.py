@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-PIECE = 1 << 24
-"""Numbers of a gradient whose squares are summed at a time: 128 MiB in float64."""
+PIECE = 1 << 24  # numbers of a gradient whose squares are summed at a time: 128 MiB in float64
 
 
 def clip_gradients(
@@ -25,9 +24,6 @@ def clip_gradients(
     """Scale the gradient down to a norm of at most ``largest``. Collective over all ranks.
 
     Args:
-        parameters: of this rank.
-        largest: norm.
-        device: of the computation.
         stages: pipeline stages, each with other parameters.
         shared: parameter that two stages have.
 

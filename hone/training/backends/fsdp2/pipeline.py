@@ -24,7 +24,7 @@ from hone.training.backends.fsdp2.sequence_parallel import gather_outputs, local
 from hone.training.backends.fsdp2.stages import Stages
 from hone.training.engine import TrainSettings
 from hone.training.layout import Meshes
-from hone.training.loss_scale import LossScale
+from hone.training.optimizer import LossScale
 from hone.training.packing import pack
 from hone.training.pipeline_loop import LossOf, MicroBatch, PipelineLoop
 from hone.training.ranks import RankGroup
@@ -34,9 +34,6 @@ class StageComputation(nn.Module):
     """The computation of this rank's stage as one module, which FSDP shards and torch's schedule calls.
 
     Args:
-        model: cut to the stage.
-        meshes: the process groups.
-        stages: the division.
         dtype: of the hidden states between stages.
     """
 
@@ -75,15 +72,7 @@ class StageComputation(nn.Module):
 
 
 class Fsdp2PipelineLoop(PipelineLoop):
-    """Runs batches through a pipeline of sharded stages, with or without gradient.
-
-    Args:
-        computation: of this rank's stage, sharded.
-        settings: budget, device and dtype.
-        ranks: the data-parallel ranks that share each mini-batch.
-        cost: cost model of a sequence.
-        loss_scale: factor of the loss in the backward pass, or None.
-    """
+    """Runs batches through a pipeline of sharded stages, with or without gradient."""
 
     def __init__(
         self,
@@ -102,7 +91,6 @@ class Fsdp2PipelineLoop(PipelineLoop):
     def run(
         self, micro_batches: list[MicroBatch], head: Head, with_entropy: bool, loss_of: LossOf, *, train: bool
     ) -> None:
-        """Take the micro-batches through the stages; see :meth:`PipelineLoop.run`."""
         computation, stages = self._computation, self._computation.stages
         whole = [pack(micro, self._device) for _, micro in micro_batches]
         parts = [computation.local(head, packed) for packed in whole]
@@ -152,5 +140,4 @@ class Fsdp2PipelineLoop(PipelineLoop):
 
 
 def _loss(output: Tensor, _: Tensor) -> Tensor:
-    """Return the output of the last stage, which is the loss already."""
     return output

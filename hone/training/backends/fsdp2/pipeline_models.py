@@ -13,17 +13,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_o
 
 
 def require_divisible(settings: Mapping[str, Any], stages: int, path: str, key: str = SIZE_KEY) -> None:
-    """Check that the model of a ``config.json`` can be divided into stages.
-
-    Args:
-        settings: content of the ``config.json``.
-        stages: number of stages.
-        path: of the model.
-        key: of the number of stages.
-
-    Raises:
-        ModelError: its family is not supported, or it has fewer layers.
-    """
+    """Raise ModelError if a model has fewer layers than stages, or is of a family that is not supported."""
     family, layers = settings.get("model_type"), settings.get("num_hidden_layers")
     if family not in FAMILIES:
         raise ModelError(

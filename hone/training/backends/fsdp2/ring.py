@@ -1,6 +1,6 @@
 """Ring attention over packed rows (Liu et al. 2023, arXiv:2310.01889): context parallelism that no number of heads limits.
 
-Each rank of a ring has some tokens of the packed row (:mod:`.ring_division`), in attention too. Keys and values travel: in every step a rank
+Each rank of a ring has some tokens of the packed row (:func:`divide_row`), in attention too. Keys and values travel: in every step a rank
 passes the block that it has to the next rank, and meanwhile its queries meet that block. Partial results add up by their log-sum-exps
 (:mod:`hone.models.attention.partial`). In the backward pass the blocks travel again, and with each of them its gradient, to which every
 rank adds; after the last step it is home.
@@ -14,33 +14,160 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hone.data.partition import karmarkar_karp
+from hone.data.ragged import Ragged
 from hone.errors import ModelError
 from hone.models.attention import partial, varlen
 from hone.models.attention.context import Scoring
-from hone.models.attention.partial import Incoming, Totals
+from hone.models.attention.partial import LONGEST_TILE, Incoming, Runs, Totals
 from hone.models.attention.tiles import Sequences
 from hone.models.devices import compute_dtype
-from hone.training.backends.fsdp2.ring_division import NONE, RingPlan, divide_row
+
+NONE = -1  # in place of a token: the row has no more
+_BLOCKS = (2, 4, 8)  # blocks of a rank: the first number with which the ranks have nearly equal work
+_LEAST_BLOCK = 64  # tokens of a block, at least, if a rank has more than two
+_EVEN = 1.05  # work of the slowest rank, divided by the mean, that is nearly equal
+
+
+def divide_row(sequences: Sequences, ranks: int) -> Tensor:
+    """Divide the tokens of a packed row over ``ranks``.
+
+    The row is cut into blocks of equal size, and every rank gets as many of them as the others: each layer then has the same work on all
+    ranks, apart from attention. There a token meets as many keys as its sequence has up to it, so late blocks of a long sequence cost most.
+    Largest differencing gives the ranks blocks of nearly equal cost. For one sequence in two blocks a rank that is the zig-zag: rank i has
+    blocks i and 2n - 1 - i. A row with many sequences is balanced as well, which the zig-zag of the row is not, and short sequences stay
+    whole, which the zig-zag of every sequence would cut.
+
+    Returns:
+        ``[ranks, size]`` index in the row of each token of each rank, ascending; :data:`NONE` where a rank has fewer.
+    """
+    work = _positions(sequences) + 1
+    best, least = None, float("inf")
+    for blocks in _BLOCKS:
+        size = -(-len(work) // (ranks * blocks))
+        if best is not None and size < _LEAST_BLOCK:
+            break
+        padded = torch.nn.functional.pad(work, (0, ranks * blocks * size - len(work)))
+        costs = padded.view(-1, size).sum(1)
+        parts = karmarkar_karp(costs.numpy().astype(np.float64) + 1.0, ranks, equal_count=True)
+        uneven = max(float(costs[part].sum()) for part in parts) / float(costs.sum()) * ranks
+        if uneven < least:
+            tokens = torch.arange(padded.numel()).view(-1, size)
+            best, least = torch.stack([tokens[part].flatten() for part in parts]), uneven
+        if least <= _EVEN:
+            break
+    assert best is not None
+    return best.masked_fill(best >= len(work), NONE)
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The attention of one rank's tokens, block by block."""
+
+    sequences: Sequences
+    tokens: Tensor  # of all ranks, see :func:`divide_row`
+    rank: int
+    device: torch.device  # of the states
+    _planned: dict[tuple[int | None, bool], list[Runs]] = field(default_factory=dict, repr=False)
+
+    def runs(self, window: int | None, *, fused: bool) -> list[Runs]:
+        """Return the runs of this rank's queries with the keys of each rank, by rank.
+
+        Args:
+            window: attention window of the layer; None if no sequence is longer.
+            fused: whether a variable-length call computes them, or tiles, for which long runs are cut.
+        """
+        if (window, fused) not in self._planned:
+            self._planned[window, fused] = self._plan(window, None if fused else LONGEST_TILE)
+        return self._planned[window, fused]
+
+    def _plan(self, window: int | None, longest: int | None) -> list[Runs]:
+        sequences, size = self.sequences, self.tokens.shape[1]
+        positions = _positions(sequences)
+        owner, place = _owners(self.tokens, len(positions))
+        mine = self.tokens[self.rank]
+        mine = mine[mine != NONE]
+        first = self._starts(mine, positions, longest)
+        lengths = torch.cat([first[1:], torch.tensor([len(mine)])]) - first
+        run_of = torch.arange(len(first)).repeat_interleave(lengths)
+        start = positions[mine[first]]
+        begin = (start - (window - 1)).clamp(min=0) if window is not None else torch.zeros_like(start)
+        before = start - begin  # keys that precede a run, of all ranks
+        run = torch.arange(len(first)).repeat_interleave(before)
+        column = torch.arange(int(before.sum())) - (before.cumsum(0) - before).repeat_interleave(before)
+        sequence = _sequence_of(sequences)[mine[first]]
+        keys = sequences.packed_index(sequence[run], begin[run] + column)
+        plans = []
+        for rank in range(len(self.tokens)):
+            here = owner[keys] == rank
+            key, key_run = keys[here], run[here]
+            if rank == self.rank:
+                order = torch.cat([key_run, run_of]).argsort(stable=True)
+                key, key_run = torch.cat([key, mine])[order], torch.cat([key_run, run_of])[order]
+            key_lengths = key_run.bincount(minlength=len(first))
+            used = key_lengths > 0
+            query = used[run_of]
+            plans.append(
+                Runs(
+                    queries=Ragged.from_lengths(place[mine[query]], lengths[used]),
+                    keys=Ragged.from_lengths(place[key], key_lengths[used]),
+                    query_positions=positions[mine[query]],
+                    key_positions=positions[key],
+                    within=rank == self.rank,
+                    block=(size, size),
+                    device=self.device,
+                )
+            )
+        return plans
+
+    def _starts(self, mine: Tensor, positions: Tensor, longest: int | None) -> Tensor:
+        """Return where in ``mine`` runs of consecutive tokens of a sequence begin, and after each ``longest`` of them again."""
+        sequence = _sequence_of(self.sequences)[mine]
+        begins = torch.ones(len(mine), dtype=torch.bool)
+        begins[1:] = (mine.diff() != 1) | (sequence.diff() != 0)
+        if longest is not None and len(mine):
+            starts = begins.nonzero()[:, 0]
+            within = torch.arange(len(mine)) - starts[begins.cumsum(0) - 1]
+            begins |= within % longest == 0
+        return begins.nonzero()[:, 0]
+
+
+def _positions(sequences: Sequences) -> Tensor:
+    """Return the position of each token of the row in its sequence, ``[N]``."""
+    suffixes = sequences.suffix_length
+    column = torch.arange(int(suffixes.sum())) - sequences.suffix_start.repeat_interleave(suffixes)
+    return sequences.prefix_length.repeat_interleave(suffixes) + column
+
+
+def _sequence_of(sequences: Sequences) -> Tensor:
+    return torch.arange(len(sequences.suffix_length)).repeat_interleave(sequences.suffix_length)
+
+
+def _owners(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the rank of each of ``count`` tokens, and its place there, ``[N]`` each."""
+    ranks, size = tokens.shape
+    real = tokens != NONE
+    owner, place = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+    owner[tokens[real]] = torch.arange(ranks)[:, None].expand(ranks, size)[real]
+    place[tokens[real]] = torch.arange(size).expand(ranks, size)[real]
+    return owner, place
+
 
 BLOCK = "actor_rollout_ref.actor"
 SIZE_KEY = f"{BLOCK}.context_parallel_size"
 
 
 class Ring(Protocol):
-    """Ranks in a circle.
-
-    Attributes:
-        rank: this rank.
-        size: number of ranks.
-    """
+    """Ranks in a circle."""
 
     rank: int
     size: int
@@ -49,18 +176,13 @@ class Ring(Protocol):
         """Start to send tensors to the next rank; return a function that waits for those of the rank before, of the same shapes.
 
         Args:
-            tensors: to send; they may not change before the function has returned.
             channel: number of the stream of messages; in each, messages keep their order.
         """
         ...
 
 
 class ProcessRing:
-    """The ring of a process group.
-
-    Args:
-        group: the ranks, in order.
-    """
+    """The ring of a process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size, self._group = dist.get_rank(group), dist.get_world_size(group), group
@@ -69,7 +191,6 @@ class ProcessRing:
         )
 
     def shift(self, tensors: Sequence[Tensor], channel: int) -> Callable[[], list[Tensor]]:
-        """See :meth:`Ring.shift`."""
         sent = [tensor.contiguous() for tensor in tensors]
         received = [torch.empty_like(tensor) for tensor in sent]
         operations = []
@@ -90,31 +211,17 @@ class ProcessRing:
 
 @dataclass(frozen=True)
 class RingContext:
-    """Attention context of one rank's tokens of a row.
+    """Attention context of one rank's tokens of a row."""
 
-    Attributes:
-        position_ids: ``[1, n]`` of this rank's tokens; 0 where it has fewer.
-        tokens: ``[n]`` index of each in the row, on the CPU; see :func:`~.ring_division.divide_row`.
-        longest: tokens of the longest sequence of the row.
-        plan: which tokens meet which.
-        ring: the ranks that share the row.
-    """
-
-    position_ids: Tensor
-    tokens: Tensor
-    longest: int
+    position_ids: Tensor  # ``[1, n]`` of this rank's tokens; 0 where it has fewer
+    tokens: Tensor  # ``[n]`` index of each in the row, on the CPU; see :func:`divide_row`
+    longest: int  # tokens of the longest sequence of the row
     plan: RingPlan
     ring: Ring
 
     @classmethod
     def from_row(cls, position_ids: Tensor, sequences: Sequences, ring: Ring) -> RingContext:
-        """Divide a row.
-
-        Args:
-            position_ids: ``[1, N]`` of the whole row.
-            sequences: of the row.
-            ring: the ranks.
-        """
+        """Divide a row; ``position_ids`` are ``[1, N]``, of the whole row."""
         tokens = divide_row(sequences, ring.size)
         mine, device = tokens[ring.rank], position_ids.device
         positions = position_ids[:, mine.clamp(min=0).to(device)].masked_fill((mine == NONE).to(device), 0)
@@ -144,11 +251,7 @@ class RingContext:
         return ring_attention(rows[0], rows[1], rows[2], scoring, self.plan, self.ring, fused=fused)[None]
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
-        """Raise an error: only softmax attention adds up from parts.
-
-        Raises:
-            ModelError: always.
-        """
+        """Raise ModelError: only softmax attention adds up from parts."""
         raise ModelError(
             "the model has layers without softmax attention, which context parallelism does not support",
             why="partial results of softmax attention add up; those of other layers do not",
@@ -158,13 +261,7 @@ class RingContext:
 
 
 def check_dropout(dropout: float, model_key: str = "actor_rollout_ref.model", key: str = SIZE_KEY) -> None:
-    """Raise ModelError if a model has dropout of attention probabilities.
-
-    Args:
-        dropout: its probability.
-        model_key: the block of the model, for the message.
-        key: of the size, for the message.
-    """
+    """Raise ModelError if a model has dropout of attention probabilities."""
     if dropout:
         raise ModelError(
             f"the model has attention_dropout={dropout}, which ring attention does not support",
@@ -183,9 +280,6 @@ def ring_attention(
         query: ``[n, heads, d]``.
         key: ``[n, kv_heads, d]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
         value: ``[n, kv_heads, d_v]``.
-        scoring: of the model's attention, without dropout.
-        plan: of the row.
-        ring: the ranks.
         fused: whether each block is one variable-length call; else tiles.
 
     Returns:

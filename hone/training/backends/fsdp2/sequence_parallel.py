@@ -4,7 +4,7 @@ Token-wise layers work on the rank's tokens. With Ulysses attention gets all tok
 
     [local tokens, all heads] -> all-to-all -> [all tokens, local heads] -> attention -> all-to-all -> [local tokens, all heads]
 
-With context parallelism the row is divided over the rings' ranks first (:mod:`.ring_division`), and "all tokens" are those of a rank of the
+With context parallelism the row is divided over the rings' ranks first (:mod:`.ring`), and "all tokens" are those of a rank of the
 ring. Its attention is :class:`~.ring.RingContext`, which needs all heads of no one: it divides tokens where heads do not divide.
 """
 
@@ -25,8 +25,7 @@ from hone.models.attention.context import AttentionContext, Scoring
 from hone.models.attention.packed import PackedContext
 from hone.models.experts import UNKNOWN
 from hone.models.inputs import PackedSequences
-from hone.training.backends.fsdp2.ring import BLOCK, ProcessRing, RingContext
-from hone.training.backends.fsdp2.ring_division import NONE
+from hone.training.backends.fsdp2.ring import BLOCK, NONE, ProcessRing, RingContext
 from hone.training.layout import Meshes
 
 SIZE = "ulysses_sequence_parallel_size"
@@ -35,16 +34,10 @@ SIZE_KEY = f"{BLOCK}.{SIZE}"
 
 @dataclass(frozen=True)
 class SequenceParallelContext:
-    """Attention context of one rank's tokens of a row, by Ulysses.
+    """Attention context of one rank's tokens of a row, by Ulysses."""
 
-    Attributes:
-        whole: context of the group's tokens: the whole row, or a ring's share.
-        position_ids: ``[1, n]`` of this rank's tokens; 0 where there is none.
-        group: the ranks that share the tokens of ``whole``.
-    """
-
-    whole: AttentionContext
-    position_ids: Tensor
+    whole: AttentionContext  # context of the group's tokens: the whole row, or a ring's share
+    position_ids: Tensor  # ``[1, n]`` of this rank's tokens; 0 where there is none
     group: ProcessGroup
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -64,11 +57,7 @@ class SequenceParallelContext:
         return _exchange(padded, 0, 1, self.group)[None]
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
-        """Raise an error: only softmax attention can be divided by heads.
-
-        Raises:
-            ModelError: always.
-        """
+        """Raise ModelError: only softmax attention can be divided by heads."""
         raise ModelError(
             "the model has layers without softmax attention, which sequence parallelism does not support",
             why="each rank computes softmax attention over all tokens for some of the heads",

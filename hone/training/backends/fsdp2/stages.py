@@ -38,27 +38,18 @@ class Elsewhere(nn.Module):
         self.attention_type = getattr(layer, "attention_type", None)  # decoders choose a mask by it
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return ``hidden_states``."""
         return hidden_states
 
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """A parameter of the whole model.
-
-    Attributes:
-        name: in the module.
-        meta: shape and dtype, without storage.
-        stage: the first stage that has it.
-        trained: whether it has a gradient.
-        file_name: in the files of a checkpoint; None if it is not saved.
-    """
+    """A parameter of the whole model."""
 
     name: str
-    meta: Tensor
-    stage: int
+    meta: Tensor  # shape and dtype, without storage
+    stage: int  # the first that has it
     trained: bool
-    file_name: str | None
+    file_name: str | None  # in a checkpoint; None if it is not saved
 
 
 class Stages:
@@ -66,12 +57,8 @@ class Stages:
 
     Args:
         model: whole, without storage, with its adapters.
-        group: one rank of every stage.
-        device: where the weights will be.
 
     Attributes:
-        index: this rank's stage.
-        count: number of stages.
         shared: the tied embedding, which the first and the last stage have; None on other stages and without one.
 
     Raises:
@@ -102,22 +89,18 @@ class Stages:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank has the embedding that reads tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether this rank has the output layer."""
         return self.index == self.count - 1
 
     @property
     def shared(self) -> nn.Parameter | None:
-        """The tied embedding, if this rank and one of another stage have it."""
         return None if self.shared_module is None else self.shared_module.get_parameter("weight")
 
     @property
     def trained(self) -> list[str]:
-        """Names of all trained parameters of the whole model."""
         return [parameter.name for parameter in self.parameters if parameter.trained]
 
     def export(self, which: str, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -134,11 +117,7 @@ class Stages:
         yield from self._from_owners(wanted, lambda: STREAMS[which](self.model, dtype=dtype))
 
     def layers(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters of all stages by their names in a checkpoint's files. Collective.
-
-        Args:
-            values: instead of this rank's parameters of these names.
-        """
+        """Yield whole parameters (or ``values``) of all stages by their names in a checkpoint's files. Collective."""
         names = {parameter.name: parameter.file_name for parameter in self.parameters}
         wanted = [(p.name, p.meta, p.stage) for p in self.parameters if p.file_name is not None]
         local = {**dict(self.model.named_parameters()), **values}
@@ -191,7 +170,6 @@ class Stages:
         return ((number + 1) * self.count - 1) // len(self._layers)
 
     def _cut(self, inner: PreTrainedModel, tied: bool) -> None:
-        """Remove the modules of other stages."""
         decoder: Any = inner.get_decoder()
         for name, number in self._layers.items():
             if self._stage_of_layer(number) != self.index:

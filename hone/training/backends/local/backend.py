@@ -44,8 +44,6 @@ class LocalBackend:
 
     Args:
         model: a Hugging Face module (adapters included), on the settings' device. Its frozen matrices may become narrower.
-        head: computes the outputs for each response token.
-        settings: device, dtype, optimizer and the budget of a micro-batch.
     """
 
     data_parallel_size = 1
@@ -79,7 +77,6 @@ class LocalBackend:
         meshes: Meshes | None,
         seed: int,
     ) -> Self:
-        """Load a model; ``parallel`` and ``meshes`` have no meaning for one process."""
         del parallel, meshes
         if kind == "value":
             return cls(load_value_model(model, device=settings.device), head, settings)
@@ -92,7 +89,6 @@ class LocalBackend:
     def infer_batch(
         self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
     ) -> dict[str, Ragged]:
-        """Run the forward pass without gradient."""
         self.model.eval()
         return self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
 
@@ -105,7 +101,6 @@ class LocalBackend:
         with_entropy: bool = False,
         outputs_seen: Outputs | None = None,
     ) -> UpdateResult:
-        """Run forward and backward passes and one optimizer update over ``batch``."""
         self.begin_update()
         self.model.train()
         statistics = self._loop.accumulate_gradients(
@@ -114,56 +109,44 @@ class LocalBackend:
         return self._apply(step, statistics)
 
     def begin_update(self) -> None:
-        """Begin an update without gradients."""
         self._optimizer.begin()
 
     def accumulate(
         self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
     ) -> None:
-        """Run forward and backward passes over a part of a mini-batch; gradients add up."""
         self.model.train()
         self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
 
     def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
-        """Apply the gradients of all parts."""
         return self._apply(step, loss.statistics, loss.scale)
 
     def save_next_micro_batch(self, target: MicroBatchTarget) -> None:
-        """Save the next micro-batch that is trained on, with the weights and what this backend computes from them."""
         self._loop.recorder = MicroBatchRecorder(self.model, self.settings.dtype, target)
 
     def gather_rows(self, local: Batch) -> GatheredRows:
-        """Return the same rows, all of which are this rank's."""
         return self._ranks.gather_rows(local)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of schedule position ``step``."""
         return self.optimizer.learning_rate(step) if self.optimizer else 0.0
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds of forward, backward and optimizer since the last call."""
         return self._loop.take_busy_seconds()
 
     def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-        """Compute with a saved adapter inside the block, or without any."""
         return adapter_off(self.model) if adapter is None else with_adapter(self.model, adapter)
 
     def shared_module(self) -> nn.Module:
-        """Return the model."""
         return self.model
 
     def export_weights(
         self, which: Weights = "all", *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and the parameters themselves; merged and cast matrices are new tensors."""
         yield from STREAMS[which](self.model, dtype=dtype)
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
-        """Copy model and optimizer state for the checkpoint at ``location``; return the function that writes it."""
         return self._stager.stage(location, name, tokenizer)
 
     def restore(self, location: str, name: str) -> None:
-        """Load the optimizer state of a checkpoint."""
         self._stager.restore(location, name)
 
     @property

@@ -27,14 +27,13 @@ from hone.models.kernels.cpu.memory import heap_watch
 from hone.models.loading import adapter_off, model_settings
 from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups, build_groups
-from hone.training.backends.megatron.loading import LoadedStage, load_stage
+from hone.training.backends.megatron.mapping import LoadedStage, load_stage
 from hone.training.backends.megatron.model import Stage
 from hone.training.backends.megatron.optimizer import ShardedOptimizer
 from hone.training.backends.megatron.support import require_model, require_settings
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.checkpoints.checksums import leave_checksums
-from hone.training.checkpoints.model_state import optimizer_folder
-from hone.training.checkpoints.optimizer_state import check_saved
+from hone.training.checkpoints.model_state import check_saved, optimizer_folder
 from hone.training.checkpoints.shards import dist_rank, load_shards, read_index, stage_whole
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.weights import in_layers, stage_layers
@@ -126,16 +125,7 @@ def _named_state(
 
 
 class MegatronPipelineLoop(PipelineLoop):
-    """Runs batches through a pipeline of Megatron's stages, with or without gradient.
-
-    Args:
-        stage: of this rank.
-        chunk: the stage with its gradient reduction; None if it is not trained.
-        groups: process groups.
-        settings: budget, device and dtype.
-        ranks: the data-parallel ranks that share each mini-batch.
-        cost: cost model of a sequence.
-    """
+    """Runs batches through a pipeline of Megatron's stages, with or without gradient."""
 
     def __init__(
         self,
@@ -154,7 +144,6 @@ class MegatronPipelineLoop(PipelineLoop):
     def run(
         self, micro_batches: list[MicroBatch], head: Head, with_entropy: bool, loss_of: LossOf, *, train: bool
     ) -> None:
-        """Take the micro-batches through the stages; see :meth:`PipelineLoop.run`."""
 
         def step(remaining: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]] | None]:
             del model  # the gradient reduction around the stage
@@ -183,19 +172,11 @@ class MegatronPipelineLoop(PipelineLoop):
 
 
 def _outputs(stage: Stage) -> Callable[[Head, PackedSequences, bool], dict[str, Tensor]]:
-    """Return the forward pass of the last stage."""
     return lambda head, packed, with_entropy: head(stage, packed, with_entropy=with_entropy)
 
 
 class MegatronBackend:
-    """This rank's stage of a model and its optimizer; see :class:`~hone.training.backends.protocol.TrainBackend`.
-
-    Args:
-        loaded: this rank's stage, with weights.
-        groups: process groups.
-        head: computes the outputs for each response token.
-        settings: device, dtype, optimizer and the budget of a micro-batch.
-    """
+    """This rank's stage of a model and its optimizer; see :class:`~hone.training.backends.protocol.TrainBackend`."""
 
     def __init__(self, loaded: LoadedStage, groups: Groups, head: Head, settings: TrainSettings) -> None:
         self.head, self.settings = head, settings
@@ -226,12 +207,6 @@ class MegatronBackend:
         meshes: Meshes | None,
         seed: int,
     ) -> Self:
-        """Load this rank's part of a model. Collective.
-
-        Raises:
-            ConfigError: a setting is not supported.
-            ModelError: the model cannot be loaded, or not with this backend and layout.
-        """
         del seed
         require_settings(model, settings.optim, parallel)
         require_model(model_settings(model).to_dict(), parallel, model.path)
@@ -246,13 +221,11 @@ class MegatronBackend:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks with different rows of a batch."""
         return self._ranks.size
 
     def infer_batch(
         self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
     ) -> dict[str, Ragged]:
-        """Run the forward pass without gradient; every rank gets the columns of its rows. Collective."""
         self._stage.eval()
         with self._passes():
             return self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
@@ -266,7 +239,6 @@ class MegatronBackend:
         with_entropy: bool = False,
         outputs_seen: Outputs | None = None,
     ) -> UpdateResult:
-        """Run one optimizer update; ``batch`` has this rank's rows of the mini-batch (possibly none). Collective."""
         self.begin_update()
         self._stage.train()
         with self._passes():
@@ -276,7 +248,6 @@ class MegatronBackend:
         return self._apply(step, statistics)
 
     def begin_update(self) -> None:
-        """Begin an update without gradients."""
         if self.optimizer is None:
             raise RuntimeError("this backend was built without an optimizer")
         self.optimizer.begin()
@@ -284,25 +255,20 @@ class MegatronBackend:
     def accumulate(
         self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
     ) -> None:
-        """Run forward and backward passes over this rank's rows of a part of a mini-batch; gradients add up. Collective."""
         self._stage.train()
         with self._passes():
             self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
 
     def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
-        """Apply the gradients of all parts. Collective."""
         return self._apply(step, loss.statistics, loss.scale)
 
     def gather_rows(self, local: Batch) -> GatheredRows:
-        """Return the rows of all data-parallel ranks, and the indices of this rank's rows. Collective."""
         return self._ranks.gather_rows(local)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of schedule position ``step``."""
         return self.optimizer.learning_rate(step) if self.optimizer else 0.0
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds of forward, backward and optimizer since the last call."""
         return self._loop.take_busy_seconds()
 
     def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
@@ -310,31 +276,26 @@ class MegatronBackend:
         return adapter_off(self._stage)
 
     def shared_module(self) -> None:
-        """Return None: the modules are Megatron's."""
         return
 
     def export_weights(
         self, which: Weights = "all", *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and whole parameters; every rank gets the same. Collective."""
         if which == "adapter":
             return
         for name, value in self._loaded.weights.whole(self._loaded.parameters, self.settings.device):
             yield name, in_dtype(value, dtype)
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
-        """Copy this rank's data for the checkpoint at ``location``; return the function that writes it. Collective."""
         return stage_checkpoint(self._loaded, self.optimizer, self.settings.device, location, name, tokenizer)
 
     def restore(self, location: str, name: str) -> None:
-        """Load the optimizer state of a checkpoint of any layout. Collective."""
         if self.optimizer is None:
             raise RuntimeError("this backend was built without an optimizer")
         restore_optimizer(self._loaded, self.optimizer, location, name)
 
     @contextlib.contextmanager
     def _passes(self) -> Iterator[None]:
-        """Run forward and backward passes of Megatron's layers within the block on the device of the settings."""
         device, dtype = self.settings.device, self.settings.dtype
         with contextlib.ExitStack() as stack:
             if self._stage.config.num_moe_experts is not None:  # other layers do not name the CUDA device

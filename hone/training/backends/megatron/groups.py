@@ -15,39 +15,26 @@ from hone.training.layout import Meshes, build_meshes
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of one rank.
-
-    Attributes:
-        layout: parallel sizes.
-        tensor: ranks that share every matrix.
-        pipeline: one rank of each stage.
-        data: ranks with different rows.
-        expert: ranks that share the experts of a layer.
-        expert_data: ranks with the same experts.
-        collection: the same groups for Megatron.
-    """
+    """The process groups of one rank."""
 
     layout: Layout
-    tensor: ProcessGroup
-    pipeline: ProcessGroup
-    data: ProcessGroup
-    expert: ProcessGroup
-    expert_data: ProcessGroup
-    collection: ProcessGroupCollection
+    tensor: ProcessGroup  # ranks that share every matrix
+    pipeline: ProcessGroup  # one rank of each stage
+    data: ProcessGroup  # ranks with different rows
+    expert: ProcessGroup  # ranks that share the experts of a layer
+    expert_data: ProcessGroup  # ranks with the same experts
+    collection: ProcessGroupCollection  # the same groups for Megatron
 
     @property
     def stage(self) -> int:
-        """This rank's pipeline stage."""
         return self.pipeline.rank()
 
     @property
     def first_stage(self) -> bool:
-        """True if this rank has the embedding."""
         return self.stage == 0
 
     @property
     def last_stage(self) -> bool:
-        """True if this rank has the output layer."""
         return self.stage == self.pipeline.size() - 1
 
 

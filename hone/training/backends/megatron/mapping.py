@@ -1,4 +1,4 @@
-"""Map of Hugging Face parameters to the numbers of Megatron's parameters.
+"""Map of Hugging Face parameters to the numbers of Megatron's parameters, and loading of this rank's part by it.
 
 A :class:`Piece` is one Hugging Face parameter. On the ranks of its pipeline stage, views into Megatron's parameters hold this rank's
 part of it: the part of a dimension that is divided over the tensor-parallel ranks, or some of the experts. Nothing is computed, so
@@ -13,43 +13,37 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
+from hone.config.model import ModelConfig
+from hone.errors import ModelError
+from hone.models.loading import VALUE_SETTINGS, load_empty, value_head
+from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups
+from hone.training.backends.megatron.model import Stage
+from hone.training.backends.protocol import ModelKind
 
-Select = Callable[[Tensor], Tensor]
-"""View of a part of one of Megatron's parameters."""
+Select = Callable[[Tensor], Tensor]  # view of a part of one of Megatron's parameters
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One Hugging Face parameter.
-
-    Attributes:
-        name: in the Hugging Face model.
-        shape: of the whole parameter.
-        stage: pipeline stage that holds it.
-        sources: names of Megatron's parameters there that hold this rank's part, in order.
-        select: view of the part in each source.
-        dim: dimension that is divided over ``group``; None for a whole parameter on every rank.
-        group: ranks that share it.
-        copy: whether it is another copy of a parameter of an earlier stage.
-    """
+    """One Hugging Face parameter."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter
     stage: int
-    sources: tuple[str, ...]
-    select: Select
-    dim: int | None = None
+    sources: tuple[str, ...]  # Megatron's parameters of the stage that hold this rank's part, in order
+    select: Select  # view of the part in each source
+    dim: int | None = None  # divided over ``group``; None for a whole parameter on every rank
     group: ProcessGroup | None = None
-    copy: bool = False
+    copy: bool = False  # of a parameter of an earlier stage
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the parameter."""
         return 1 if self.group is None else self.group.size()
 
     def fill(self, tensors: Mapping[str, Tensor], whole: Tensor) -> None:
@@ -76,13 +70,7 @@ class Piece:
 
 
 def pieces(settings: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> list[Piece]:
-    """Return the pieces of a model, the same on every rank.
-
-    Args:
-        settings: of the Hugging Face model.
-        shapes: its parameters, in order.
-        groups: process groups.
-    """
+    """Return the pieces of a model, the same on every rank."""
     stages = groups.pipeline.size()
     layers = settings.num_hidden_layers // stages
     made: list[Piece] = []
@@ -171,18 +159,11 @@ def _of_qkv(settings: PreTrainedConfig, which: str, ranks: int) -> Select:
 
 
 def _half(which: int) -> Select:
-    """Return the view of the first or the second half of the rows."""
     return lambda tensor: tensor.chunk(2)[which]
 
 
 class WeightMap:
-    """All pieces of a model, with the parameters of this rank.
-
-    Args:
-        settings: of the Hugging Face model.
-        shapes: its parameters, in order.
-        groups: process groups.
-    """
+    """All pieces of a model, with the parameters of this rank."""
 
     def __init__(self, settings: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> None:
         self._groups = groups
@@ -190,7 +171,6 @@ class WeightMap:
 
     @property
     def all_names(self) -> list[str]:
-        """Hugging Face names of all parameters, in order."""
         return [piece.name for piece in self._pieces if not piece.copy]
 
     def names(self) -> dict[str, list[str]]:
@@ -211,7 +191,6 @@ class WeightMap:
         """Copy whole values into this rank's tensors.
 
         Args:
-            tensors: this rank's, by Megatron's names.
             named: whole values by Hugging Face names; others are passed over.
 
         Returns:
@@ -231,7 +210,6 @@ class WeightMap:
 
         Args:
             tensors: this rank's, by Megatron's names, in float32. Each is read in the same order on all ranks of a stage.
-            device: of the tensors.
         """
         pipeline = self._groups.pipeline
         for piece in self._pieces:
@@ -248,3 +226,52 @@ class WeightMap:
 
     def _local(self) -> list[Piece]:
         return [piece for piece in self._pieces if piece.stage == self._groups.stage]
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """This rank's part of a model."""
+
+    stage: Stage
+    skeleton: PreTrainedModel  # the Hugging Face model without storage, for its configuration and names
+    weights: WeightMap
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(self.stage.named_parameters())
+
+
+def load_stage(kind: ModelKind, model: ModelConfig, groups: Groups, device: torch.device) -> LoadedStage:
+    """Build this rank's pipeline stage and fill it from the safetensors files, one tensor at a time. Collective.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
+    valued = kind == "value"
+    if valued:
+        skeleton, files = load_empty(AutoModelForTokenClassification, model, **VALUE_SETTINGS)
+        value_head(skeleton)
+    else:
+        skeleton, files = load_empty(AutoModelForCausalLM, model)
+    with on_device(device):
+        stage = Stage(skeleton, groups, device, valued=valued)
+    if kind != "frozen" and model.enable_gradient_checkpointing:
+        stage.checkpoint_layers(model.gradient_checkpointing_keeps)
+    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+    weights = WeightMap(skeleton.config, shapes, groups)
+    parameters = dict(stage.named_parameters())
+    for name, dim in weights.divided().items():  # Megatron does so when it initialises parameters
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameters[name])
+        parameters[name].tensor_model_parallel, parameters[name].partition_dim = True, dim  # type: ignore[attr-defined]
+    missing = weights.fill(parameters, files.tensors())
+    for name in [name for name in missing if valued and name.startswith("score.")]:
+        parameters[name].detach().zero_()
+        missing.discard(name)
+    if missing:
+        raise ModelError(
+            f"the weights lack {len(missing)} tensors, {min(missing)} among them",
+            why="they would be random",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        )
+    return LoadedStage(stage, skeleton, weights)

@@ -64,11 +64,8 @@ class PaddedExperts(MoELayer):
 
 
 class PackedAttention(nn.Module):
-    """Attention that an :class:`~hone.models.attention.context.AttentionContext` computes; it travels as the attention mask.
-
-    Args:
-        config: of the model.
-        layer_number: of the layer, from 1.
+    """Attention that an :class:`~hone.models.attention.context.AttentionContext` computes; it travels as the attention
+    mask.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
@@ -86,20 +83,10 @@ class PackedAttention(nn.Module):
 class Stage(Backbone):
     """Embedding, layers and output layer of this rank's pipeline stage.
 
-    Args:
-        skeleton: the Hugging Face model without storage; its config and its rotary frequencies are used.
-        groups: process groups.
-        device: of the parameters, which are not initialised.
-        valued: whether the output layer is a value head instead of the vocabulary's.
-
     Attributes:
-        config: Megatron's configuration of the model.
-        gpt: Megatron's model.
         model_type: Megatron's; its schedules read this attribute, and its gradient reduction the next two.
-        pre_process: whether this is the first stage.
         share_embeddings_and_output_weights: whether the embedding is the output layer too.
         padding: token whose embedding is not trained as an input, or None.
-        score: the value head on the last stage, else None.
     """
 
     def __init__(self, skeleton: PreTrainedModel, groups: Groups, device: torch.device, *, valued: bool) -> None:
@@ -174,7 +161,6 @@ class Stage(Backbone):
         return weights
 
     def value_layer(self) -> nn.Linear:
-        """Return the value head."""
         assert self.score is not None
         return self.score
 

@@ -23,7 +23,7 @@ from hone.errors import ConfigError
 from hone.training.backends.fsdp2.gradients import sum_of_squares
 from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups
-from hone.training.backends.megatron.loading import LoadedStage
+from hone.training.backends.megatron.mapping import LoadedStage
 from hone.training.optimizer import LR_MULT, create_optimizer, group_parameters, learning_rate
 from hone.training.updates import Statistics, UpdateResult
 
@@ -33,14 +33,9 @@ class ShardedOptimizer:
 
     Args:
         loaded: the stage; its parameters move into the buffers of the gradient reduction.
-        groups: process groups.
-        config: optimizer settings.
-        total_steps: horizon of the schedule.
-        device: of the parameters.
 
     Attributes:
-        average: None; moving averages are not supported.
-        parameters: this rank's, by Megatron's names.
+        parameters: by Megatron's names.
     """
 
     average = None
@@ -103,18 +98,15 @@ class ShardedOptimizer:
 
     @property
     def chunk(self) -> DistributedDataParallel:
-        """The stage, whose backward passes add up gradients."""
         return self._reduction
 
     def begin(self) -> None:
-        """Clear the gradients."""
         self._reduction.zero_grad_buffer()
         with _expected_warnings():
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of schedule position ``step``."""
         return learning_rate(self.config, step, self.total_steps)
 
     def reduce_gradients(self, scale: float) -> float:
@@ -159,12 +151,10 @@ class ShardedOptimizer:
 
     @property
     def state_keys(self) -> list[str]:
-        """Parts of the state with the shape of a parameter."""
         return ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(self._optimizers[0].optimizer.defaults["amsgrad"])
 
     @property
     def kind(self) -> str:
-        """Class of the optimizer that updates the shards."""
         return type(self._optimizers[0].optimizer).__name__
 
     def steps(self) -> int:
@@ -180,7 +170,6 @@ class ShardedOptimizer:
             optimizer.state[shard][key] = tensors[name].reshape(-1)[place].clone()
 
     def load_steps(self, steps: int) -> None:
-        """Set the number of updates."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 device = self._device if group.get("fused") or group.get("capturable") else "cpu"
@@ -197,7 +186,6 @@ class ShardedOptimizer:
                     yield names[whole], shard, slice(place.start, place.end), optimizer
 
     def _shards(self) -> Iterator[Tensor]:
-        """Yield this rank's shards of the parameters."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]

@@ -11,36 +11,23 @@ from hone.config.parallel import ParallelConfig
 from hone.errors import ConfigError, ModelError
 
 NAME = "megatron"
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Values of ``model_type`` whose weights the backend can map."""
-OPTIMIZERS = ("Adam", "AdamW")
-"""Optimizers that Megatron's distributed optimizer shards."""
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # values of ``model_type`` whose weights the backend can map
+OPTIMIZERS = ("Adam", "AdamW")  # optimizers that Megatron's distributed optimizer shards
 _ROPE = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A setting that the backend does not support.
+    """A setting that the backend does not support."""
 
-    Attributes:
-        key: of the setting, below its block.
-        value: of the setting.
-        reason: why it is not supported.
-        supported: a value that is supported.
-    """
-
-    key: str
+    key: str  # below its block
     value: Any
     reason: str
-    supported: str
+    supported: str  # a value that is
 
 
 def require_model(settings: Mapping[str, Any], parallel: ParallelConfig, path: str | None) -> None:
-    """Check that Megatron-core computes the model of a ``config.json`` with these parallel sizes.
-
-    Raises:
-        ModelError: it does not.
-    """
+    """Raise ModelError unless Megatron-core computes the model of a ``config.json`` with these parallel sizes."""
     if obstacles := [*model_obstacles(settings), *size_obstacles(settings, parallel)]:
         key = parallel.key("strategy")
         raise ModelError(
@@ -52,11 +39,7 @@ def require_model(settings: Mapping[str, Any], parallel: ParallelConfig, path: s
 
 
 def require_settings(model: ModelConfig, optim: OptimConfig | None, parallel: ParallelConfig) -> None:
-    """Check settings of a model that is built.
-
-    Raises:
-        ConfigError: one of them is not supported.
-    """
+    """Raise ConfigError for a setting of a model that is not supported."""
     obstacles = [("model", obstacle) for obstacle in model_setting_obstacles(model)]
     if optim is not None:
         obstacles += [("optim", obstacle) for obstacle in optimizer_obstacles(optim)]
@@ -77,10 +60,8 @@ def setting_error(block: str, obstacle: Obstacle, strategy: str) -> ConfigError:
 
 
 def model_obstacles(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what Megatron-core would compute differently from the model of a ``config.json``.
-
-    Args:
-        settings: content of the ``config.json``; keys that are missing have the defaults of transformers.
+    """Yield what Megatron-core would compute differently. Missing keys of the ``config.json`` have transformers'
+    defaults.
     """
     family = settings.get("model_type")
     if family not in FAMILIES:
