@@ -19,10 +19,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-TAIL = 1000
-"""Characters at the end of a response that are searched if no answer is marked."""
-_MAX_DIGITS, _MAX_UNIT = 300, 80
-"""Maximum lengths: of a number and of what an exponent makes of it, and of a unit."""
+TAIL = 1000  # characters at the end of a response that are searched if no answer is marked
+_MAX_DIGITS, _MAX_UNIT = 300, 80  # maximum lengths: of a number and of what an exponent makes of it, and of a unit
 
 _TURN_MARKS = re.compile(
     r"(?P<open><(?:seed:)?(?P<tag>think(?:ing)?|thoughts?|reasoning|reflection|scratchpad)>|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
@@ -253,19 +251,12 @@ def _box(text: str) -> tuple[int, str] | None:
 
 @dataclass(frozen=True)
 class Number:
-    """Number in a text.
+    """Number in a text."""
 
-    Attributes:
-        value: its exact value, without the factor 1/100 of a percent sign.
-        text: its digits with sign, exponent and denominator, without separators and currency.
-        unit: name of its unit (``%``, ``$``, ``cm``), empty without one.
-        exact: False for a decimal, which may be rounded.
-    """
-
-    value: Fraction
-    text: str
-    unit: str = ""
-    exact: bool = True
+    value: Fraction  # its exact value, without the factor 1/100 of a percent sign
+    text: str  # its digits with sign, exponent and denominator, without separators and currency
+    unit: str = ""  # name of its unit (``%``, ``$``, ``cm``), empty without one
+    exact: bool = True  # False for a decimal, which may be rounded
 
     def agrees(self, other: Number) -> bool:
         """Return whether two numbers are equal; a unit may be missing, and 50% is 50 and 0.5."""

@@ -36,8 +36,7 @@ from hone.data.proof import THOUGHT_MARK, said_within, texts_of, without_tokens
 from hone.errors import DataError
 
 _QUESTION: Messages = [{"role": "user", "content": "1 + 1 = ?"}]
-Span = tuple[int, int]
-"""Begin and end in characters of a rendering."""
+Span = tuple[int, int]  # begin and end in characters of a rendering
 
 
 def render_conversations(
@@ -47,12 +46,6 @@ def render_conversations(
     names: Sequence[str] | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of conversations, and 1 for each token of an assistant turn (end-of-turn token included).
-
-    Args:
-        tokenizer: with a chat template.
-        conversations: each a list of messages.
-        chat_template_kwargs: additional arguments of the template.
-        names: source of each conversation, for error messages.
 
     Returns:
         One ``(input_ids, mask)`` for each conversation, two lists of equal length.
@@ -158,15 +151,10 @@ class _Turns:
     kwargs: dict[str, Any] | None
     special: re.Pattern[str]
     name: str
-    header: str
-    """Of an answer to a question."""
+    header: str  # of an answer to a question
 
     def spans(self) -> dict[int, list[Span]]:
-        """Return where each turn is.
-
-        Raises:
-            DataError: the rendering does not tell.
-        """
+        """Return where each turn is; raise DataError if the rendering does not tell."""
         spans: dict[int, list[Span]] = {}
         reached = 0
         for number in self.contexts:
@@ -330,11 +318,7 @@ def _unclear(number: int, what: str, name: str) -> DataError:
 
 
 def _check_order(rendering: Rendering, turns: dict[int, list[Span]], name: str) -> None:
-    """Check that no other message is shown within a turn.
-
-    Raises:
-        DataError: one is.
-    """
+    """Raise DataError if another message is shown within a turn."""
     if rendering.trace is None or not any(start is not None for start in rendering.trace.starts):
         return  # where the parts are is then not certain
     for turn, spans in turns.items():

@@ -7,6 +7,7 @@ makes the slowest part faster. The assignment of rows never changes a result.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.data.model_settings import read_settings
-from hone.data.partition import karmarkar_karp
 from hone.data.prefixes import PrefixOrder
 from hone.data.ragged import offsets_of
 from hone.errors import ModelError
@@ -32,13 +32,10 @@ LEAST_GROWTH = 1.75
 
 @dataclass(frozen=True)
 class CostModel:
-    """Cost of a sequence.
+    """Cost of a sequence."""
 
-    Attributes:
-        pairs_per_token: token pairs in attention that cost as much as one token in the matmuls. The default fits a
-            dense decoder of width 4096: 12 width^2 parameters per layer against 2 width multiplications per pair.
-    """
-
+    # token pairs in attention that cost as much as one token in the matmuls. The default fits a dense decoder of
+    # width 4096: 12 width^2 parameters per layer against 2 width multiplications per pair
     pairs_per_token: float = 24576.0
 
     @classmethod
@@ -71,36 +68,23 @@ class CostModel:
             return cls()
 
     def cost(self, tokens: NDArray[np.int64], pairs: NDArray[Any]) -> NDArray[np.float64]:
-        """Return the work in tokens."""
         return tokens + pairs / self.pairs_per_token
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the ``B`` rows of a batch and the prefixes that they share, the only input of balancing.
+    """Lengths of the ``B`` rows of a batch and the prefixes that they share, the only input of balancing."""
 
-    Attributes:
-        tokens: ``[B]`` tokens of each row, prompt and response.
-        prefixes: which rows share how many tokens.
-        unit_of: ``[B]``, equal numbers for rows that must stay together (the two sides of a preference); None: any may split.
-    """
-
-    tokens: NDArray[np.int64]
-    prefixes: PrefixOrder
+    tokens: NDArray[np.int64]  # ``[B]`` tokens of each row, prompt and response
+    prefixes: PrefixOrder  # which rows share how many tokens
+    # ``[B]``, equal numbers for rows that must stay together (the two sides of a preference); None: any may split
     unit_of: NDArray[np.int64] | None = None
 
     @classmethod
     def from_uids(
         cls, prompts: Tensor, responses: Tensor, uids: Sequence[Hashable], units: Tensor | None = None
     ) -> Lengths:
-        """Build the lengths from the uid of each row's prompt group; the rows of a group share their prompt.
-
-        Args:
-            prompts: ``[B]`` tokens of each row's prompt.
-            responses: ``[B]`` tokens of each response.
-            uids: prompt group of each row.
-            units: as ``unit_of``.
-        """
+        """Build the lengths from the uid of each row's prompt group; the rows of a group share their prompt."""
         prefixes = PrefixOrder.from_groups(uids, prompts)
         return cls((prompts + responses).numpy(), prefixes, None if units is None else units.numpy())
 
@@ -108,24 +92,17 @@ class Lengths:
         return len(self.tokens)
 
     def take(self, rows: NDArray[np.int64]) -> Lengths:
-        """Return the lengths of some rows."""
         units = None if self.unit_of is None else self.unit_of[rows]
         return Lengths(self.tokens[rows], self.prefixes.take(rows), units)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Work of each part; a token that rows of a part share counts once.
+    """Work of each part; a token that rows of a part share counts once."""
 
-    Attributes:
-        tokens: ``[parts]`` tokens that go through the model.
-        cost: ``[parts]`` work in tokens, attention included.
-        rows: ``[parts]`` number of rows.
-    """
-
-    tokens: NDArray[np.int64]
-    cost: NDArray[np.float64]
-    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # ``[parts]`` tokens that go through the model
+    cost: NDArray[np.float64]  # ``[parts]`` work in tokens, attention included
+    rows: NDArray[np.int64]  # ``[parts]`` number of rows
 
     @property
     def imbalance(self) -> float:
@@ -170,9 +147,6 @@ def balance(
     division with the least work in its slowest part is returned. With at least as many rows as parts, no part is empty.
 
     Args:
-        lengths: lengths of the rows.
-        parts: number of ranks or micro-batches.
-        model: cost of the work; None: a dense decoder of width 4096.
         equal_count: give every part the same number of rows, up to one.
         max_tokens: largest number of tokens of a part with several rows, shared ones counted once.
         max_rows: largest number of rows of a part.
@@ -263,10 +237,8 @@ def _halves(
     """Return the places at which to split chunks in two, so that the costlier part of each has the least work.
 
     Args:
-        lengths: of the rows.
         begins: ``[B]`` places where a chunk begins.
         cuttable: ``[B]`` places where one may begin.
-        model: cost of the work.
     """
     tokens, shared = lengths.tokens[lengths.prefixes.order], lengths.prefixes.shared
     work = model.cost(tokens - shared, _pairs(tokens - shared, shared))  # of each row after the one before it
@@ -283,7 +255,6 @@ def _halves(
 
 
 def _units_of(lengths: Lengths) -> NDArray[np.int64]:
-    """Return ``[B]`` unit numbers from 0 on."""
     if lengths.unit_of is None:
         return np.arange(len(lengths))
     return np.unique(lengths.unit_of, return_inverse=True)[1].reshape(-1)
@@ -310,3 +281,70 @@ def _rows_of(lengths: Lengths, part_of: NDArray[np.int64], parts: int) -> list[l
     bounds = offsets_of(torch.from_numpy(np.bincount(part_of, minlength=parts))).tolist()
     rows = order.tolist()
     return [rows[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def karmarkar_karp(costs: NDArray[np.float64], parts: int, *, equal_count: bool = False) -> list[list[int]]:
+    """Partition items into ``parts`` of nearly equal sum, by largest differencing.
+
+    The method of Karmarkar and Karp (1982) for several parts: keep partial partitions, and repeatedly merge the two with the
+    widest spread, heavy parts of one with light parts of the other.
+
+    Args:
+        costs: ``[n]``, positive.
+        equal_count: give every part the same number of items, up to one.
+
+    Returns:
+        Item indices of each part, ascending. With ``n >= parts`` no part is empty.
+    """
+    follower = np.full(len(costs), -1, np.int64)  # the next item in the same part
+    heap = [(-state.spread(parts), number, state) for number, state in enumerate(_first(costs, parts, equal_count))]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        widest, (_, _, second) = heapq.heappop(heap)[2], heapq.heappop(heap)
+        merged = widest.merge(second, parts, follower)
+        heapq.heappush(heap, (-merged.spread(parts), number, merged))
+        number += 1
+    partition: list[list[int]] = [[] for _ in range(parts)]
+    heads = heap[0][2].heads.tolist() if heap else []
+    chain = follower.tolist()
+    for part, item in zip(partition, heads, strict=False):
+        while item >= 0:
+            part.append(item)
+            item = chain[item]
+        part.sort()
+    return partition
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A partition of some of the items: sums of its non-empty parts, heaviest first, and the first and last item of each."""
+
+    sums: NDArray[np.float64]
+    heads: NDArray[np.int64]
+    tails: NDArray[np.int64]
+
+    def spread(self, parts: int) -> float:
+        return float(self.sums[0] - (self.sums[-1] if len(self.sums) == parts else 0.0))
+
+    def merge(self, other: _Partial, parts: int, follower: NDArray[np.int64]) -> _Partial:
+        """Merge both: part i of this one with part ``parts - 1 - i`` of the other."""
+        count, others = len(self.sums), len(other.sums)
+        alone, both = min(count, parts - others), max(0, count + others - parts)
+        sums, heads, tails = other.sums[::-1], other.heads[::-1], other.tails[::-1]
+        if both:
+            follower[self.tails[alone:]] = heads[:both]
+        sums_of_both = np.concatenate((self.sums[:alone], self.sums[alone:] + sums[:both], sums[both:]))
+        heads = np.concatenate((self.heads, heads[both:]))
+        tails = np.concatenate((self.tails[:alone], tails))
+        order = np.argsort(-sums_of_both, kind="stable")
+        return _Partial(sums_of_both[order], heads[order], tails[order])
+
+
+def _first(costs: NDArray[np.float64], parts: int, equal_count: bool) -> Iterator[_Partial]:
+    """Yield the initial partial partitions: one item each, or for equal counts one item for every part."""
+    order = np.argsort(-np.asarray(costs, np.float64), kind="stable")
+    size = parts if equal_count else 1
+    for start in range(0, len(order), size):
+        items = order[start : start + size]
+        yield _Partial(np.asarray(costs, np.float64)[items], items, items)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hone.data import batch_files
 from hone.data.ragged import Ragged
+from hone.errors import CheckpointError
 
 Column = Tensor | Ragged | list
 
@@ -27,10 +30,6 @@ class Batch:
     (2, {'step': 3})
     >>> batch.reorder([1, 0])["uid"]
     ['b', 'a']
-
-    Args:
-        columns: name to column.
-        meta: values that belong to the batch as a whole.
 
     Raises:
         ValueError: columns differ in length.
@@ -56,7 +55,6 @@ class Batch:
         return name in self._columns
 
     def names(self) -> list[str]:
-        """Return the names of all columns."""
         return list(self._columns)
 
     def __len__(self) -> int:
@@ -69,21 +67,18 @@ class Batch:
         return self.objects("uid")
 
     def ragged(self, name: str) -> Ragged:
-        """Return column ``name``, which must be ragged."""
         column = self[name]
         if not isinstance(column, Ragged):
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not ragged")
         return column
 
     def tensor(self, name: str) -> Tensor:
-        """Return column ``name``, which must be a dense tensor."""
         column = self[name]
         if not isinstance(column, Tensor):
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not a tensor")
         return column
 
     def objects(self, name: str) -> list:
-        """Return column ``name``, which must be a list of Python objects."""
         column = self[name]
         if not isinstance(column, list):
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not a list")
@@ -92,11 +87,9 @@ class Batch:
     # columns ---------------------------------------------------------------------------------------------------------
 
     def with_columns(self, **columns: Column) -> Batch:
-        """Return a batch with columns added or replaced."""
         return Batch({**self._columns, **columns}, **self.meta)
 
     def select(self, *names: str) -> Batch:
-        """Return a batch with only these columns."""
         return Batch({name: self[name] for name in names}, **self.meta)
 
     def rename(self, names: Mapping[str, str]) -> Batch:
@@ -128,11 +121,7 @@ class Batch:
         return Batch({**other._columns, **self._columns}, **_merged([self.meta, other.meta]))
 
     def updated(self, other: Batch) -> Batch:
-        """Combine the columns and metadata of both batches; ``other`` wins where both have one.
-
-        Raises:
-            ValueError: the lengths differ.
-        """
+        """Combine the columns and metadata of both batches; ``other`` wins where both have one."""
         return Batch({**self._columns, **other._columns}, **{**self.meta, **other.meta})
 
     def to(self, device: torch.device | str) -> Batch:
@@ -201,13 +190,13 @@ class Batch:
     # files -----------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> None:
-        """Write to ``directory``: tensors as safetensors, Python objects and metadata as JSON; nothing is pickled.
+        """Write ``tensors.safetensors``, and Python objects and metadata to ``batch.json``; nothing is pickled.
 
         Raises:
             TypeError: an object or metadata value that JSON cannot hold exactly.
             CheckpointError: the directory cannot be written.
         """
-        batch_files.save(self._columns, self.meta, Path(directory))
+        _write(self._columns, self.meta, Path(directory))
 
     @staticmethod
     def load(directory: str | Path) -> Batch:
@@ -216,7 +205,7 @@ class Batch:
         Raises:
             CheckpointError: the directory has no batch, or it is damaged.
         """
-        columns, meta = batch_files.load(Path(directory))
+        columns, meta = _read(Path(directory))
         return Batch(columns, **meta)
 
     def __iter__(self) -> Iterator[str]:
@@ -273,3 +262,63 @@ def _take(column: Column, rows: Tensor) -> Column:
     if isinstance(column, Tensor):
         return column[rows.to(column.device)]
     return [column[row] for row in rows.tolist()]
+
+
+TENSORS, LAYOUT = "tensors.safetensors", "batch.json"
+
+
+def _write(columns: Mapping[str, Tensor | Ragged | list], meta: dict[str, Any], directory: Path) -> None:
+    tensors: dict[str, Tensor] = {}
+    layout: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            layout[name] = {"kind": "ragged"}
+            # clones: safetensors refuses tensors that share storage, and columns of one batch do share it
+            tensors[f"ragged:{name}:values"] = column.values.detach().contiguous().clone()
+            tensors[f"ragged:{name}:offsets"] = column.offsets.clone()
+        elif isinstance(column, Tensor):
+            layout[name] = {"kind": "dense"}
+            tensors[f"dense:{name}"] = column.detach().contiguous().clone()
+        else:
+            for row, value in enumerate(column):
+                _check_json(value, f"row {row} of column '{name}'")
+            layout[name] = {"kind": "objects", "rows": column}
+    for key, value in meta.items():
+        _check_json(value, f"metadata '{key}'")
+    text = json.dumps({"columns": layout, "meta": meta})
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / TENSORS)
+        (directory / LAYOUT).write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write the batch: {error}", where=str(directory)) from error
+
+
+def _read(directory: Path) -> tuple[dict[str, Tensor | Ragged | list], dict[str, Any]]:
+    try:
+        tensors = load_file(directory / TENSORS)
+        written = json.loads((directory / LAYOUT).read_text(encoding="utf-8"))
+        columns = {name: _column(name, entry, tensors) for name, entry in written["columns"].items()}
+        return columns, written["meta"]
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"no batch can be read: {error}",
+            where=str(directory),
+            fix=f"the directory must hold {TENSORS} and {LAYOUT}, as Batch.save writes them",
+        ) from error
+
+
+def _column(name: str, entry: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor | Ragged | list:
+    if entry["kind"] == "ragged":
+        return Ragged(tensors[f"ragged:{name}:values"], tensors[f"ragged:{name}:offsets"])
+    return tensors[f"dense:{name}"] if entry["kind"] == "dense" else entry["rows"]
+
+
+def _check_json(value: Any, what: str) -> None:
+    """Raise TypeError unless ``value`` survives a round trip through JSON."""
+    try:
+        kept = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} cannot be saved as JSON: {error}") from error
+    if not kept and value == value:
+        raise TypeError(f"{what} would change in JSON (a tuple, a set, or keys that are not strings): {value!r:.120}")

@@ -29,23 +29,14 @@ REFUSALS = (jinja2.TemplateError, ValueError, TypeError, AttributeError, Arithme
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation as text.
-
-    Attributes:
-        text: the text.
-        messages: the messages in the form that the template shows whole.
-        trace: where the template's loop begins each message; None where the rendering does not tell.
-        spans: where the first part of each message begins and its last part ends.
-        dropped: turns before the last whose reasoning the template leaves out.
-        missing: what else the template leaves out, if that is allowed.
-    """
+    """A conversation as text."""
 
     text: str
-    messages: Messages
-    trace: Trace | None
-    spans: list[tuple[int, int]]
-    dropped: int
-    missing: Missing | None = None
+    messages: Messages  # the messages in the form that the template shows whole
+    trace: Trace | None  # where the template's loop begins each message; None where the rendering does not tell
+    spans: list[tuple[int, int]]  # where the first part of each message begins and its last part ends
+    dropped: int  # turns before the last whose reasoning the template leaves out
+    missing: Missing | None = None  # what else the template leaves out, if that is allowed
 
 
 def render_prompt(
@@ -93,11 +84,8 @@ def render(
     JSON text. Of these forms, the first that the template shows whole is rendered.
 
     Args:
-        tokenizer: with a chat template.
-        conversations: each a list of messages.
         generation_prompt: True to end with the header of the assistant's turn.
         kwargs: additional arguments of the template, ``tools`` among them.
-        names: source of each conversation, for messages of errors.
 
     Raises:
         DataError: there is no template; the template refuses a conversation, or leaves out a part of it.
@@ -170,12 +158,6 @@ def render_with(
     """Render a conversation with a template, see :func:`render`.
 
     Args:
-        tokenizer: gives the special tokens.
-        template: text of the template.
-        messages: the conversation.
-        settings: all arguments of the template.
-        special: see :func:`special_pattern`.
-        name: source of the conversation.
         whole: False to allow that parts are left out; the first form that the template takes is then rendered.
     """
     refusal: Exception | None = None

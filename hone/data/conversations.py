@@ -26,32 +26,23 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Conversation:
-    """One conversation, ready for training.
-
-    Attributes:
-        input_ids: all tokens.
-        loss_mask: 1 on assistant turns and the end-of-turn token that follows each, 0 on tokens of images; same length as
-            ``input_ids``.
-        images: images of the conversation, in order.
-    """
+    """One conversation, ready for training."""
 
     input_ids: list[int]
+    # 1 on assistant turns and the end-of-turn token that follows each, 0 on tokens of images; same length as
+    # ``input_ids``
     loss_mask: list[int]
-    images: tuple[ImageData, ...] = ()
+    images: tuple[ImageData, ...] = ()  # images of the conversation, in order
 
 
 class ConversationDataset:
     """Conversations of parquet or JSON files, rendered with the tokenizer's chat template.
 
     Args:
-        files: parquet, json or jsonl files.
-        tokenizer: with a chat template.
         messages_key: column of chat messages; every row needs at least one assistant message.
-        max_length: longest conversation in tokens.
         truncation: treatment of a longer one: ``error``, ``drop``, or the side whose tokens are removed, ``left``, ``right`` (or
             ``truncate``) or ``middle``; a row without any remaining assistant token counts as dropped.
         max_samples: use the first rows only; -1 uses all.
-        chat_template_kwargs: additional arguments of the chat template.
         drop_bad_calls: leave out conversations with unsound tool calls.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         tools_key: column of the conversation's function schemas, a list or its JSON text; it may be missing.

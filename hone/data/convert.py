@@ -48,25 +48,16 @@ _MEDIA = re.compile(r"<(image|video|audio)>")
 
 @dataclass(frozen=True)
 class Conversion:
-    """Options of `hone data convert`.
+    """Options of `hone data convert`."""
 
-    Attributes:
-        source: a name of :data:`SOURCES`.
-        target: a name of :data:`TARGETS`.
-        data_source: written to every row; selects the scorer.
-        question: column of the question (csv); ``extra_info.question`` is a field of a column of objects.
-        answer: column of the answer (csv); fields as in ``question``.
-        system: a system message to prepend, or None.
-        ground_truth: a name of :data:`GROUND_TRUTHS`.
-    """
-
-    source: str = "auto"
-    target: str = "chat"
-    data_source: str = "exact_match"
+    source: str = "auto"  # a name of :data:`SOURCES`
+    target: str = "chat"  # a name of :data:`TARGETS`
+    data_source: str = "exact_match"  # written to every row; selects the scorer
+    # column of the question (csv); ``extra_info.question`` is a field of a column of objects
     question: str = "question"
-    answer: str = "answer"
-    system: str | None = None
-    ground_truth: str = "whole"
+    answer: str = "answer"  # column of the answer (csv); fields as in ``question``
+    system: str | None = None  # a system message to prepend, or None
+    ground_truth: str = "whole"  # a name of :data:`GROUND_TRUTHS`
 
 
 def _after_mark(text: str) -> str:
@@ -257,7 +248,7 @@ def _media(record: dict[str, Any], kind: str) -> list[Any]:
 
 
 def _miscounted(messages: Messages, images: Sequence[Any]) -> str:
-    """Return the reason for leaving out a row whose messages have another number of marks than it has images; empty if there is none."""
+    """Return why a row whose marks do not match its images is left out; empty if they match."""
     marks = sum(message["content"].count(IMAGE_MARK) for message in messages) if images else 0
     return f"with {marks} marks {IMAGE_MARK} in the messages and {len(images)} images" if marks != len(images) else ""
 

@@ -21,8 +21,7 @@ from hone.errors import CheckpointError, DataError, did_you_mean
 
 FLOOR = 0.02
 """Added to the weight of every row, so that rows that always pass or fail are drawn too; a pass rate of 0.5 gives 0.25."""
-MEMORY = 0.5
-"""Weight of the previous estimate in a new one."""
+MEMORY = 0.5  # weight of the previous estimate in a new one
 
 
 def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> EpochSampler:
@@ -63,10 +62,7 @@ class MixtureSampler(EpochSampler):
     to within one row per source.
 
     Args:
-        sources: data source of each row.
         weights: share of each source, in any unit; sources without one are not drawn.
-        batch_size: rows per batch.
-        seed: run seed.
 
     Raises:
         DataError: a weight is not positive or its source has no rows, or the rows do not fill a batch.
@@ -85,17 +81,14 @@ class MixtureSampler(EpochSampler):
         self._drawn = dict.fromkeys(self.shares, 0)
 
     def next_batch(self) -> list[int]:
-        """Return the row numbers of the next batch."""
         self._count_batch()
         return [self._next_row() for _ in range(self.batch_size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's position as JSON-able values."""
         inner = {name: sampler.state_dict() for name, sampler in self._inner.items()}
         return super().state_dict() | {"drawn": dict(self._drawn), "shares": self.shares, "sources": inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``."""
         super().load_state_dict(state)
         if state.get("shares") != self.shares:
             raise CheckpointError(
@@ -119,8 +112,6 @@ class DifficultySampler(EpochSampler):
 
     Args:
         levels: difficulty of each row, small is easy.
-        batch_size: rows per batch.
-        seed: run seed.
     """
 
     def __init__(self, levels: Sequence[float], batch_size: int, *, seed: int) -> None:
@@ -138,9 +129,6 @@ class PassRateSampler(EpochSampler):
     that every row is drawn at times. ``p`` is a running mean of the measured rates; an unseen row counts as one half.
 
     Args:
-        size: rows of the dataset.
-        batch_size: rows per batch.
-        seed: run seed.
         kinds: kind of each row; rows of one kind share a pass rate. None: each row has its own.
     """
 
@@ -156,7 +144,6 @@ class PassRateSampler(EpochSampler):
     learns = True
 
     def observe(self, rates: Mapping[int, float]) -> None:
-        """Update the estimates with the measured pass rate (0 to 1) of rows."""
         rates_by_kind: dict[int, list[float]] = {}
         for row, rate in rates.items():
             rates_by_kind.setdefault(self.kind_of[row], []).append(min(1.0, max(0.0, rate)))
@@ -165,7 +152,6 @@ class PassRateSampler(EpochSampler):
             self.rates[kind] = MEMORY * self.rates[kind] + (1 - MEMORY) * new if kind in self.rates else new
 
     def next_batch(self) -> list[int]:
-        """Return the row numbers of the next batch, all different."""
         self._count_batch()
         generator = random.Random(derive_seed(self.seed, "pass_rate", self._batches))
         self._batches += 1
@@ -179,12 +165,10 @@ class PassRateSampler(EpochSampler):
         return rate * (1 - rate) + FLOOR
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's position as JSON-able values."""
         rates = {str(kind): rate for kind, rate in sorted(self.rates.items())}
         return super().state_dict() | {"rates": rates, "drawn_batches": self._batches, "kinds": len(set(self.kind_of))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``."""
         super().load_state_dict(state)
         if state["kinds"] != len(set(self.kind_of)):
             raise CheckpointError(
@@ -197,11 +181,7 @@ class PassRateSampler(EpochSampler):
 
 
 def check_weights(weights: Mapping[str, float], sources: set[str]) -> None:
-    """Check that a mixture can be drawn.
-
-    Raises:
-        DataError: there is no weight, one is not positive, or its source has no rows.
-    """
+    """Raise DataError if there is no weight, one is not positive, or its source has no rows."""
     key = "data.sampler.weights"
     if not weights:
         example = ",".join(f"{source}:1" for source in sorted(sources)[:3])

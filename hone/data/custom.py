@@ -18,17 +18,14 @@ from hone.data.sharegpt import to_messages
 from hone.errors import CheckpointError, ConfigError, DataError
 from hone.user_code import UserCodeError, build, call, load_class
 
-PROMPT, VERL_PROMPT = "prompt", "raw_prompt"
-"""Column of the messages, and its name in rows of verl's dataset classes."""
+PROMPT, VERL_PROMPT = "prompt", "raw_prompt"  # column of the messages, and its name in rows of verl's dataset classes
 
 
 def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowReader:
     """Return the reader of a run's rows: the user's class, or :func:`~hone.data.files.read_rows`.
 
     Args:
-        custom: the class.
         data: the block ``data``, which the class receives as ``config``.
-        tokenizer: tokenizer of the run, which the class receives.
     """
     if custom.path is None:
         return read_rows
@@ -76,13 +73,6 @@ class CustomSampler(EpochSampler):
     A resumed run begins the epoch of the checkpoint again, from the sampler's state at its beginning, and draws up to the position of
     the checkpoint; the rows must be the same. A sampler without a state begins at the first epoch. One that observes pass rates
     continues from its newest state instead, so its ``__iter__`` must continue within the epoch.
-
-    Args:
-        inner: the user's sampler.
-        size: number of rows of the dataset.
-        batch_size: rows per batch.
-        seed: seed of the run's order.
-        shuffle: the key ``data.shuffle``.
     """
 
     def __init__(self, inner: Any, size: int, batch_size: int, *, seed: int, shuffle: bool) -> None:
@@ -106,7 +96,6 @@ class CustomSampler(EpochSampler):
         return max(1, (len(self.inner) if hasattr(self.inner, "__len__") else self.size) // self.batch_size)
 
     def observe(self, rates: Mapping[int, float]) -> None:
-        """Pass the measured pass rate of rows to a sampler that takes it."""
         if self.learns:
             _guarded(_KEY, self.name, lambda: self.inner.observe(dict(rates)))
 
@@ -128,14 +117,12 @@ class CustomSampler(EpochSampler):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the state of the user's sampler."""
         state = super().state_dict() | {"digest": self._digest.hexdigest()}
         if self._has_state:
             state["sampler"] = self._inner_state() if self.learns else self._since
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batches of ``state``."""
         self._check_run(state)
         if self._has_state:
             self._iterator = self._begin(state["epoch"], lambda: self.inner.load_state_dict(state["sampler"]))

@@ -10,115 +10,76 @@ from typing import Any
 class EpisodeEnd(StrEnum):
     """Reason for the end of an episode."""
 
-    ANSWER = "answer"
-    """The model ended its turn without a tool call."""
-    DONE = "done"
-    """The environment or the simulated user ended the episode."""
-    TOKENS = "tokens"
-    """``data.max_response_length``: sampled tokens, tool results and user turns together."""
-    CONTEXT = "context"
-    """``multi_turn.compaction.context_tokens``: the rewritten conversation does not fit either."""
-    ASSISTANT_TURNS = "assistant_turns"
-    """``multi_turn.max_assistant_turns``."""
-    USER_TURNS = "user_turns"
-    """``multi_turn.max_user_turns``."""
-    TOOL_CALLS = "tool_calls"
-    """``multi_turn.max_tool_calls``."""
-    TIME = "time"
-    """``multi_turn.max_episode_seconds``."""
-    ABORTED = "aborted"
-    """The engine cut a turn short."""
-    ERROR = "error"
-    """An error remained after all retries."""
+    ANSWER = "answer"  # the model ended its turn without a tool call
+    DONE = "done"  # the environment or the simulated user ended the episode
+    TOKENS = "tokens"  # ``data.max_response_length``: sampled tokens, tool results and user turns together
+    CONTEXT = "context"  # ``multi_turn.compaction.context_tokens``: the rewritten conversation does not fit either
+    ASSISTANT_TURNS = "assistant_turns"  # ``multi_turn.max_assistant_turns``
+    USER_TURNS = "user_turns"  # ``multi_turn.max_user_turns``
+    TOOL_CALLS = "tool_calls"  # ``multi_turn.max_tool_calls``
+    TIME = "time"  # ``multi_turn.max_episode_seconds``
+    ABORTED = "aborted"  # the engine cut a turn short
+    ERROR = "error"  # an error remained after all retries
 
 
 class CallStatus(StrEnum):
     """Outcome of a tool call."""
 
     OK = "ok"
-    MALFORMED = "malformed"
-    """The text of the call cannot be read."""
+    MALFORMED = "malformed"  # the text of the call cannot be read
     UNKNOWN_TOOL = "unknown_tool"
-    INVALID_ARGUMENTS = "invalid_arguments"
-    """The arguments do not fit the tool's schema."""
+    INVALID_ARGUMENTS = "invalid_arguments"  # the arguments do not fit the tool's schema
     OVER_LIMIT = "over_limit"
     """More calls than ``multi_turn.max_parallel_calls`` in a turn or ``max_tool_calls`` in all; the model gets a message."""
     TIMEOUT = "timeout"
-    ERROR = "error"
-    """The tool raised."""
+    ERROR = "error"  # the tool raised
 
 
 @dataclass
 class CallRecord:
-    """One tool call.
+    """One tool call."""
 
-    Attributes:
-        name: name of the tool, as the model wrote it.
-        arguments: parsed arguments; None if they could not be parsed.
-        status: outcome of the call.
-        result: text that the model received.
-        turn: number of the assistant turn that made the call.
-        seconds: wall time, including the wait for a free slot.
-        attempts: number of attempts.
-        truncated: whether the result was cut.
-        reward: reward that the tool gave for this call.
-        metrics: numbers that the tool reports.
-        left_out: parts of the result that are not text, and that the model did not receive.
-        started: seconds from the start of the episode to that of the call; None if unknown.
-    """
-
-    name: str
-    arguments: dict[str, Any] | None
+    name: str  # name of the tool, as the model wrote it
+    arguments: dict[str, Any] | None  # parsed arguments; None if they could not be parsed
     status: CallStatus
-    result: str = ""
-    turn: int = 0
-    seconds: float = 0.0
+    result: str = ""  # text that the model received
+    turn: int = 0  # number of the assistant turn that made the call
+    seconds: float = 0.0  # wall time, including the wait for a free slot
     attempts: int = 1
-    truncated: bool = False
-    reward: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    left_out: int = 0
-    started: float | None = None
+    truncated: bool = False  # whether the result was cut
+    reward: float = 0.0  # reward that the tool gave for this call
+    metrics: dict[str, float] = field(default_factory=dict)  # numbers that the tool reports
+    left_out: int = 0  # parts of the result that are not text, and that the model did not receive
+    started: float | None = None  # seconds from the start of the episode to that of the call; None if unknown
 
 
 @dataclass
 class EpisodeLog:
-    """Record of one episode.
+    """Record of one episode."""
 
-    Attributes:
-        messages: the conversation after the prompt, in OpenAI form.
-        end: reason for its end.
-        assistant_turns: turns that the policy took.
-        user_turns: turns that a simulated user or an environment took.
-        calls: tool calls, in order.
-        turn_rewards: reward of each assistant turn, where the environment, a tool or the user gave one, else 0.
-        reward: reward that the environment, tools or user gave the episode; None leaves it to the scorer.
-        facts: named numbers that an environment reports at its end (``solved``, for example).
-        error: type, message and trace of an error, None without one.
-        no_verdict: whether the error is a failure of infrastructure (:class:`~hone.errors.NoVerdict`).
-        tokenization: how its tokens differ from its conversation rendered again, None if they are equal or were not compared.
-        retries: times it was played again after an error.
-        conversations: conversations of sub-agents: ``messages``, the number of ``turns``, and the number of the first one (``turn``).
-        generate_seconds: wait for the engine.
-        tool_seconds: wait for tools, environment and user; that for a sub-agent includes its turns.
-        turn_times: start and end of the wait for each assistant turn, in seconds from the start of the episode; empty if unknown.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    end: EpisodeEnd = EpisodeEnd.ANSWER
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation after the prompt, in OpenAI form
+    end: EpisodeEnd = EpisodeEnd.ANSWER  # reason for its end
     assistant_turns: int = 0
-    user_turns: int = 0
+    user_turns: int = 0  # turns that a simulated user or an environment took
     calls: list[CallRecord] = field(default_factory=list)
+    # reward of each assistant turn, where the environment, a tool or the user gave one, else 0
     turn_rewards: list[float] = field(default_factory=list)
+    # reward that the environment, tools or user gave the episode; None leaves it to the scorer
     reward: float | None = None
+    # named numbers that an environment reports at its end (``solved``, for example)
     facts: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    no_verdict: bool = False
+    error: str | None = None  # type, message and trace of an error, None without one
+    no_verdict: bool = False  # whether the error is a failure of infrastructure (:class:`~hone.errors.NoVerdict`)
+    # how its tokens differ from its conversation rendered again, None if they are equal or were not compared
     tokenization: str | None = None
-    retries: int = 0
+    retries: int = 0  # times it was played again after an error
+    # conversations of sub-agents: ``messages``, the number of ``turns``, and the number of the first one
+    # (``turn``)
     conversations: list[dict[str, Any]] = field(default_factory=list)
-    generate_seconds: float = 0.0
-    tool_seconds: float = 0.0
+    generate_seconds: float = 0.0  # wait for the engine
+    tool_seconds: float = 0.0  # wait for tools, environment and user; that for a sub-agent includes its turns
+    # start and end of the wait for each assistant turn, in seconds from the start of the episode; empty if
+    # unknown
     turn_times: list[list[float]] = field(default_factory=list)
 
     @property

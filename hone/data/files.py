@@ -22,48 +22,32 @@ from hone.progress import tracked
 from hone.text import check_valid, json_lines
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
-EVERY_COLUMN = ("*",)
-"""Value of ``optional`` that reads every column."""
-RowReader = Callable[..., "list[Row]"]
-"""Function with the arguments of :func:`read_rows`."""
+EVERY_COLUMN = ("*",)  # value of ``optional`` that reads every column
+RowReader = Callable[..., "list[Row]"]  # function with the arguments of :func:`read_rows`
 _MOST_LISTED = 10
-_ROWS, _ROWS_WITH_MEDIA = 4096, 64
-"""Rows of a parquet file that are in memory at a time."""
+_ROWS, _ROWS_WITH_MEDIA = 4096, 64  # rows of a parquet file that are in memory at a time
 _OF_CHATS = {"role", "from", "function", "parameters"}
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a dataset file.
+    """One row of a dataset file."""
 
-    Attributes:
-        uid: ``<file stem>:<row number>``, the same in every run over the same files.
-        where: file and row number, for error messages.
-        values: column name to plain Python value.
-        folder: folder of the file, where relative paths of images start; None: the current one.
-    """
-
-    uid: str
-    where: str
-    values: dict[str, Any]
-    folder: Path | None = None
+    uid: str  # ``<file stem>:<row number>``, the same in every run over the same files
+    where: str  # file and row number, for error messages
+    values: dict[str, Any]  # column name to plain Python value
+    folder: Path | None = None  # folder of the file, where relative paths of images start; None: the current one
 
 
 @dataclass
 class BadLines:
-    """Lines of JSON-lines files that are not JSON, in the order in which they were read.
+    """Lines of JSON-lines files that are not JSON, in the order in which they were read."""
 
-    Attributes:
-        first: file, line number and reason of the first ten.
-        count: number of all.
-    """
-
-    first: list[tuple[Path, int, str]] = field(default_factory=list)
-    count: int = 0
+    first: list[tuple[Path, int, str]] = field(default_factory=list)  # file, line number and reason of the first ten
+    count: int = 0  # number of all
 
     def add(self, path: Path, number: int, reason: str) -> None:
-        """Add one line."""
         self.count += 1
         if self.count <= _MOST_LISTED:
             self.first.append((path, number, reason))
@@ -86,7 +70,6 @@ def read_rows(
     under that name.
 
     Args:
-        files: paths of parquet, json or jsonl files.
         required: columns that every file must have.
         optional: columns that are read if they exist; :data:`EVERY_COLUMN` reads all.
         defaults: values of columns where a row has none.

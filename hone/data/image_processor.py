@@ -23,23 +23,16 @@ from hone.data.images import ImageData, token_ids
 from hone.data.model_settings import read_settings
 from hone.errors import DataError
 
-_MOST_KEPT = 256
-"""Images whose pixels a processor keeps."""
+_MOST_KEPT = 256  # images whose pixels a processor keeps
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """An image as its model reads it.
+    """An image as its model reads it."""
 
-    Attributes:
-        values: inputs of the model's vision tower, by name of its parameter.
-        ids: token ids that replace one placeholder: those of the image, and of text around its parts.
-        grid: rows and columns of the image's tokens; None for tiles.
-    """
-
-    values: dict[str, Tensor]
-    ids: list[int]
-    grid: tuple[int, int] | None = None
+    values: dict[str, Tensor]  # inputs of the model's vision tower, by name of its parameter
+    ids: list[int]  # token ids that replace one placeholder: those of the image, and of text around its parts
+    grid: tuple[int, int] | None = None  # rows and columns of the image's tokens; None for tiles
 
     @property
     def count(self) -> int:
@@ -51,17 +44,13 @@ class ImageProcessor(ABC):
     """Processor of one model's images.
 
     Args:
-        settings: content of the model's ``config.json``.
         prepare: transformers' image processor, by Pillow.
-        tokenizer: of the model.
-        directory: of the model.
 
     Attributes:
         placeholder: token id that the chat template writes for an image.
-        in_grid: whether the tokens of an image have rotary positions in rows and columns.
     """
 
-    in_grid: bool
+    in_grid: bool  # whether the tokens of an image have rotary positions in rows and columns
     _options: dict[str, Any] = {}
 
     def __init__(
@@ -83,7 +72,6 @@ class ImageProcessor(ABC):
         return pixels
 
     def tokens(self, image: ImageData) -> list[int]:
-        """Return the token ids that replace one placeholder."""
         return self.pixels(image).ids
 
     def expand(self, ids: Sequence[int], images: Sequence[ImageData], where: str = "") -> list[int]:
@@ -134,7 +122,6 @@ class GridProcessor(ImageProcessor):
         return token_ids(image.key, int(patches) // int(self._prepare.merge_size) ** 2)
 
     def blank(self) -> Pixels:
-        """Return the smallest input of the vision tower; no token refers to it."""
         merge, patch = int(self._prepare.merge_size), int(self._prepare.patch_size)
         numbers = 3 * int(self._prepare.temporal_patch_size) * patch**2
         grid = torch.tensor([[1, merge, merge]])
@@ -154,7 +141,6 @@ class TileProcessor(ImageProcessor):
     _options: dict[str, Any] = {"return_row_col_info": True}
 
     def blank(self) -> Pixels:
-        """Return the smallest input of the vision tower; no token refers to it."""
         side = int(self._settings["vision_config"]["image_size"])
         mask = torch.ones(1, 1, side, side, dtype=torch.int64)
         return Pixels({"pixel_values": torch.ones(1, 1, 3, side, side), "pixel_attention_mask": mask}, [])

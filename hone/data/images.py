@@ -32,20 +32,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Tokens = TypeVar("Tokens", "int", "Tensor")
-PLACE_BITS = 18
-"""Bits of the number of a token within its image."""
-KEY_BITS = 44
-"""Bits of an image's key."""
-IMAGES = "images"
-"""Column of a batch: a tuple of images for each row."""
-IMAGE_MARK = "<image>"
-"""Text of an image."""
-REST_OF_IMAGE = "▪"
-"""Text of a token of an image after its first, where each token has a text."""
+PLACE_BITS = 18  # bits of the number of a token within its image
+KEY_BITS = 44  # bits of an image's key
+IMAGES = "images"  # column of a batch: a tuple of images for each row
+IMAGE_MARK = "<image>"  # text of an image
+REST_OF_IMAGE = "▪"  # text of a token of an image after its first, where each token has a text
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images, of transformers and of OpenAI's two APIs."""
-MAX_PIXELS = 64_000_000
-"""Largest image that is opened, in pixels."""
+MAX_PIXELS = 64_000_000  # largest image that is opened, in pixels
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that are read: others start programs (EPS: Ghostscript) or decoders that few files need."""
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, 5
@@ -57,13 +51,9 @@ _END_OF_JPEG = b"\xff\xd9"
 
 @dataclass(frozen=True)
 class ImageData:
-    """One image, as an encoded file.
+    """One image, as an encoded file."""
 
-    Attributes:
-        content: content of a file that Pillow reads (PNG, JPEG, WebP, ...).
-    """
-
-    content: bytes
+    content: bytes  # content of a file that Pillow reads (PNG, JPEG, WebP, ...)
 
     @cached_property
     def key(self) -> int:

@@ -15,8 +15,7 @@ from hone.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 """Columns of each kind. The second of them is read as media only where its value is not text: it also names containers."""
-EVERY_COLUMN = tuple(column for names in COLUMNS.values() for column in names)
-"""All columns that may hold media."""
+EVERY_COLUMN = tuple(column for names in COLUMNS.values() for column in names)  # all columns that may hold media
 CODE = "R86"
 
 
@@ -40,11 +39,7 @@ def media_of(values: Mapping[str, Any]) -> Counter[str]:
 
 
 def refuse_media(values: Mapping[str, Any], where: str, kinds: Collection[str] = KINDS) -> None:
-    """Check that a row has no media of these kinds.
-
-    Raises:
-        MediaError: it has some.
-    """
+    """Raise MediaError if a row has media of these kinds."""
     if media := {kind: count for kind, count in media_of(values).items() if kind in kinds}:
         raise media_error(media, where)
 
@@ -53,8 +48,6 @@ def media_error(media: Mapping[str, int], where: str, rows: str = "the row has")
     """Return the error for media that would be dropped.
 
     Args:
-        media: numbers by kind.
-        where: file and row.
         rows: subject and verb of the sentence.
     """
     listed = " and ".join(f"{count} {_plural(kind, count)}" for kind, count in media.items())

@@ -12,8 +12,7 @@ from hone.data.proof import THOUGHT_KEYS
 from hone.errors import DataError
 from hone.text import check_valid, is_valid
 
-KINDS = ("image", "video", "audio")
-"""Kinds of media."""
+KINDS = ("image", "video", "audio")  # kinds of media
 PARTS = {
     part: kind
     for kind in KINDS

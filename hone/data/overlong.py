@@ -9,8 +9,7 @@ from hone.errors import ConfigError, DataError, did_you_mean
 
 T = TypeVar("T")
 
-SIDES = ("left", "right", "middle")
-"""Parts of a row that are removed when it is too long."""
+SIDES = ("left", "right", "middle")  # parts of a row that are removed when it is too long
 POLICIES = ("error", "drop", "truncate", *SIDES)
 
 
@@ -36,11 +35,8 @@ def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str,
     """Return the indices of rows longer than ``limit`` tokens.
 
     Args:
-        lengths: tokens of each row.
-        limit: largest number of tokens allowed.
         policy: ``error`` raises if there is one; the others leave the rows to the caller.
         what: name of the rows in the message ("prompts").
-        key: configuration key of the limit.
 
     Raises:
         DataError: a row is too long and the policy is ``error``, or it is ``drop`` and no row would be left.

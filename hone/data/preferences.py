@@ -28,16 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Preference:
-    """One row: a chosen and a rejected response to one prompt, or a single labelled one.
+    """One row: a chosen and a rejected response to one prompt, or a single labelled one."""
 
-    Attributes:
-        responses: each with its label, true for chosen or desirable; a chosen one precedes its rejected one.
-        margin: required advantage of the chosen response; 0 if the data has none.
-        uid: identity of the row.
-    """
-
+    # each with its label, true for chosen or desirable; a chosen one precedes its rejected one
     responses: list[tuple[bool, Response]]
-    margin: float
+    margin: float  # required advantage of the chosen response; 0 if the data has none
     uid: str
 
 
@@ -84,14 +79,10 @@ class PreferenceDataset:
     turns count), strings or token ids; :mod:`hone.data.responses` lists the allowed combinations with prompts.
 
     Args:
-        files: parquet, json or jsonl files.
         tokenizer: needs a chat template only where rows hold messages.
-        columns: names of the columns.
-        max_length: largest number of tokens of prompt plus response.
         truncation: treatment of longer ones: ``error``, ``drop`` (the whole row), or ``truncate`` (cut the response's
             end; a row with a side that has no token left counts as dropped).
         max_samples: use the first rows only; -1 uses all.
-        chat_template_kwargs: additional arguments of the chat template.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         image_key: column of the images, see :mod:`hone.data.row_images`; both sides of a pair show all of them.
         image_processor: of the model; None for a model of text, whose rows have no images.
@@ -219,8 +210,6 @@ def sides_of_row(row: Row, columns: PreferenceColumns, paired: bool | None = Non
     """Return the two sides of a pair, or the one response with its label.
 
     Args:
-        row: row of a file.
-        columns: names of its columns.
         paired: what the other rows are; None allows both.
 
     Raises:
@@ -286,10 +275,8 @@ def _within(rows: list[Preference], max_length: int, truncation: str) -> list[Pr
 
 
 def check_prompts(responses: Sequence[Response], where: str) -> None:
-    """Check that the sides of a pair answer the same tokens: a template may open a thought for one of them only.
-
-    Raises:
-        DataError: they do not.
+    """Raise DataError unless the sides of a pair answer the same tokens: a template may open a thought for one of them
+    only.
     """
     prompts = [response.prompt_ids for response in responses]
     if prompts and prompts[0] != prompts[-1]:

@@ -25,8 +25,7 @@ from torch import Tensor
 from hone.data.ragged import Ragged
 
 Index = NDArray[np.int64]
-_WIDTH = 8
-"""Bytes of a token id."""
+_WIDTH = 8  # bytes of a token id
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,10 @@ class PrefixOrder:
     >>> tree = PrefixOrder.from_tokens(rows)
     >>> tree.order.tolist(), tree.shared.tolist()
     ([2, 0, 3, 1], [0, 3, 1, 0])
-
-    Attributes:
-        order: ``[B]`` row at each place.
-        shared: ``[B]`` tokens that the row at each place shares with the row at the place before, 0 at the first.
     """
 
-    order: Index
-    shared: Index
+    order: Index  # ``[B]`` row at each place
+    shared: Index  # ``[B]`` tokens that the row at each place shares with the row at the place before, 0 at the first
 
     @classmethod
     def from_tokens(cls, *columns: Ragged) -> PrefixOrder:
@@ -60,7 +55,6 @@ class PrefixOrder:
         """Describe rows that share nothing but the first tokens of their group.
 
         Args:
-            groups: group of each row.
             shared: ``[B]`` tokens of each row that the rows of its group have in common, such as its prompt.
         """
         numbers: dict[Hashable, int] = {}
@@ -76,7 +70,6 @@ class PrefixOrder:
 
     @functools.cached_property
     def place(self) -> Index:
-        """Return the place of each row, ``[B]``."""
         place = np.empty_like(self.order)
         place[self.order] = np.arange(len(self.order))
         return place
@@ -108,12 +101,7 @@ class PrefixOrder:
 
 
 class PrefixSet:
-    """A growing set of rows, and the tokens that each addition needs.
-
-    Args:
-        tree: of all rows.
-        tokens: ``[B]`` tokens of each row.
-    """
+    """A growing set of rows, and the tokens that each addition needs."""
 
     def __init__(self, tree: PrefixOrder, tokens: Sequence[int]) -> None:
         self._tree, self._tokens = tree, tokens
@@ -136,18 +124,11 @@ class PrefixSet:
 
 @dataclass
 class _Branch:
-    """A node of the tree: a row, or a point where rows part.
+    """A node of the tree: a row, or a point where rows part."""
 
-    Attributes:
-        depth: tokens from the root.
-        longest: tokens of the longest row below.
-        first: number of the first row below.
-        children: branches from here; none for a row.
-    """
-
-    depth: int
-    longest: int
-    first: int
+    depth: int  # tokens from the root
+    longest: int  # tokens of the longest row below
+    first: int  # number of the first row below
     children: list[_Branch] = field(default_factory=list)
 
     def add(self, child: _Branch) -> None:

@@ -21,8 +21,7 @@ from hone.errors import DataError
 
 log = logging.getLogger(__name__)
 
-NO_SOURCE = "default"
-"""Data source of rows without a column of data sources; a reward function of the run scores them."""
+NO_SOURCE = "default"  # data source of rows without a column of data sources; a reward function of the run scores them
 
 _OF_HONE = (
     *("reward_model", "extra_info", "agent_name"),
@@ -43,15 +42,12 @@ class PromptDataset:
     tokenizes everything, so that a bad row is reported before the first step.
 
     Args:
-        files: parquet, json or jsonl files.
         tokenizer: needs a chat template only when the prompts are messages.
         prompt_key: column of the prompt.
         reward_fn_key: column that names the kind of problem; it may be missing.
-        max_prompt_length: longest prompt in tokens.
         truncation: treatment of longer ones: ``error``, ``drop``, or the side whose tokens are removed: ``left``, ``right`` or
             ``middle``.
         max_samples: use the first rows only; -1 uses all.
-        chat_template_kwargs: additional arguments of the chat template.
         tools_of: function schemas that a row's prompt shows; None: no tools.
         all_columns: add the other columns of a row to its ``extra_info``, for a reward function that takes columns.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
@@ -60,7 +56,6 @@ class PromptDataset:
 
     Attributes:
         dropped: number of rows left out because they are too long; of truncated ones, those that would lose tokens of an image.
-        truncated: number of truncated rows.
 
     Raises:
         DataError: a file, column or row is wrong, or a prompt is too long under the policy ``error``.

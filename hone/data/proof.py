@@ -17,31 +17,23 @@ from typing import Any
 
 Messages = list[dict[str, Any]]
 
-THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that hold its reasoning."""
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold its reasoning
 _TAGS = r"(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning|reflection|scratchpad)>"
 _OPENS = rf"<{_TAGS}|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel>thought\b"
 _CLOSES = rf"</{_TAGS}|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<channel\|>"
 _THOUGHT = re.compile(rf"\s*(?:{_OPENS})(.*?)(?:{_CLOSES})", re.DOTALL)
-THOUGHT_MARK = re.compile(rf"{_OPENS}|{_CLOSES}")
-"""What begins or ends reasoning in a text."""
+THOUGHT_MARK = re.compile(rf"{_OPENS}|{_CLOSES}")  # what begins or ends reasoning in a text
 _MARK = re.compile(r"<[|｜]?/?\w{1,40}[|｜]?>")
 _SHOWN = 80
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A part that a rendering lacks.
+    """A part that a rendering lacks."""
 
-    Attributes:
-        message: number of the message; None for a tool of the conversation.
-        what: kind of part: text, reasoning, call, argument or tool.
-        text: the part itself.
-    """
-
-    message: int | None
-    what: str
-    text: str
+    message: int | None  # number of the message; None for a tool of the conversation
+    what: str  # kind of part: text, reasoning, call, argument or tool
+    text: str  # the part itself
 
     def __str__(self) -> str:
         where = "" if self.message is None else f" of message {self.message}"
@@ -50,15 +42,11 @@ class Missing:
 
 @dataclass
 class Shown:
-    """Places of a conversation in its rendering.
+    """Places of a conversation in its rendering."""
 
-    Attributes:
-        spans: where the first part of each message begins and its last part ends; equal where a message says nothing.
-        dropped: turns whose reasoning the template leaves out.
-    """
-
+    # where the first part of each message begins and its last part ends; equal where a message says nothing
     spans: list[tuple[int, int]]
-    dropped: int = 0
+    dropped: int = 0  # turns whose reasoning the template leaves out
 
 
 def missing_part(
@@ -73,10 +61,8 @@ def missing_part(
     """Return the first part that a rendering lacks, or where the parts are.
 
     Args:
-        text: the rendering.
         starts: where each message begins, as in :class:`~hone.data.template_limits.Trace`; all None where that is not known, and
             the parts are then looked for in the order of the messages.
-        messages: the conversation.
         tools: function schemas that the rendering shows.
         special: special tokens. A short text is not looked for in them, but for one that has their names.
         passed_over: roles whose messages may lack any part.
@@ -145,8 +131,6 @@ def _places(
     """Return where the parts of a message are, and how often its reasoning is left out; or the first part that is missing.
 
     Args:
-        text: the rendering.
-        message: the message.
         regions: spans to look in, the likeliest first.
         reasoning: False to let reasoning be missing.
     """

@@ -18,14 +18,10 @@ class Ragged:
     ([1, 2, 3, 4], [0, 3, 4])
     >>> column.select([1, 0]).to_lists()
     [[4], [1, 2, 3]]
-
-    Attributes:
-        values: ``[N, ...]``, all rows end to end; ``N`` is the sum of the lengths.
-        offsets: ``[B + 1]`` int64 on the CPU; row i is ``values[offsets[i]:offsets[i + 1]]``.
     """
 
-    values: Tensor
-    offsets: Tensor
+    values: Tensor  # ``[N, ...]``, all rows end to end; ``N`` is the sum of the lengths
+    offsets: Tensor  # ``[B + 1]`` int64 on the CPU; row i is ``values[offsets[i]:offsets[i + 1]]``
 
     def __post_init__(self) -> None:
         if self.offsets.dim() != 1 or self.offsets.numel() == 0 or self.offsets.dtype != torch.int64:
@@ -78,7 +74,6 @@ class Ragged:
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def to_lists(self) -> list[list]:
-        """Return all rows as Python lists."""
         values, offsets = self.values.tolist(), self.offsets.tolist()
         return [values[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
 
@@ -126,7 +121,6 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Concatenate the rows of all parts, in order."""
         return Ragged(
             torch.cat([part.values for part in parts]), offsets_of(torch.cat([part.lengths for part in parts]))
         )

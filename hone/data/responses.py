@@ -30,21 +30,14 @@ from hone.errors import DataError
 
 @dataclass
 class Response:
-    """A response with its prompt.
+    """A response with its prompt."""
 
-    Attributes:
-        prompt_ids: input of the model, generation prompt included.
-        response_ids: tokens up to the last one of the last assistant turn.
-        response_mask: 1 on the assistant's tokens, same length as ``response_ids``; the first is 1.
-        ref_log_probs: log-probs of the response tokens under the reference policy if precomputed, else None.
-        images: images of prompt and response, in order.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
+    prompt_ids: list[int]  # input of the model, generation prompt included
+    response_ids: list[int]  # tokens up to the last one of the last assistant turn
+    response_mask: list[int]  # 1 on the assistant's tokens, same length as ``response_ids``; the first is 1
+    # log-probs of the response tokens under the reference policy if precomputed, else None
     ref_log_probs: list[float] | None = None
-    images: tuple[ImageData, ...] = ()
+    images: tuple[ImageData, ...] = ()  # images of prompt and response, in order
 
     def cut(self, max_length: int) -> Response:
         """Truncate the end of the response so that prompt and response have at most ``max_length`` tokens."""
@@ -54,24 +47,16 @@ class Response:
 
 @dataclass
 class Side:
-    """One response of a dataset row, not yet tokenized.
+    """One response of a dataset row, not yet tokenized."""
 
-    Attributes:
-        prompt: messages, a string or token ids.
-        response: messages if the prompt is messages, else a string or token ids.
-        label: true for chosen or desirable.
-        tools: function schemas for the chat template, or None.
-        where: the row, for error messages.
-        mask: 1 on response tokens that the model wrote, 0 on those of tools or users; None: the model wrote all of them.
-        images: images of prompt and response, in order; messages have a part at the place of each.
-    """
-
-    prompt: Any
-    response: Any
-    label: bool
-    tools: list[dict[str, Any]] | None
-    where: str
+    prompt: Any  # messages, a string or token ids
+    response: Any  # messages if the prompt is messages, else a string or token ids
+    label: bool  # true for chosen or desirable
+    tools: list[dict[str, Any]] | None  # function schemas for the chat template, or None
+    where: str  # the row, for error messages
+    # 1 on response tokens that the model wrote, 0 on those of tools or users; None: the model wrote all of them
     mask: list[int] | None = None
+    # images of prompt and response, in order; messages have a part at the place of each
     images: tuple[ImageData, ...] = ()
 
     @property
@@ -149,7 +134,6 @@ def render_sides(
     Args:
         sides: with their images in place.
         tokenizer: needs a chat template only for messages.
-        chat_template_kwargs: additional arguments of the template.
         images: reader of the images; None for a model of text.
 
     Raises:

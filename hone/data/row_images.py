@@ -24,8 +24,7 @@ from hone.data.messages import unwrapped
 from hone.errors import DataError
 
 Messages = list[dict[str, Any]]
-PLACE = {"type": "image"}
-"""Part of a message at the place of an image."""
+PLACE = {"type": "image"}  # part of a message at the place of an image
 _MARK = re.compile(f"({IMAGE_MARK})")
 
 
@@ -35,19 +34,12 @@ class PlaceError(MediaError):
 
 @dataclass(frozen=True)
 class RowImages:
-    """Reader of the images of a dataset's rows.
-
-    Attributes:
-        key: column of the images.
-        processor: of the model; None for a model of text, whose rows have no images.
-        any_model: read images without a processor, of rows for a model that is not known.
-        reads: see :func:`hone.data.images.read_image`.
-    """
+    """Reader of the images of a dataset's rows."""
 
     key: str
-    processor: ImageProcessor | None
-    any_model: bool = False
-    reads: bool = True
+    processor: ImageProcessor | None  # of the model; None for a model of text, whose rows have no images
+    any_model: bool = False  # read images without a processor, of rows for a model that is not known
+    reads: bool = True  # see :func:`hone.data.images.read_image`
     _read: dict[bytes, ImageData] = field(default_factory=dict)
 
     @classmethod
@@ -172,14 +164,7 @@ def loses_image(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def no_image_left(rows: int, limit: int, key: str, longest: int) -> DataError:
-    """Return the error where every row would lose tokens of an image.
-
-    Args:
-        rows: their number.
-        limit: largest number of tokens.
-        key: configuration key of the limit.
-        longest: tokens of the longest row.
-    """
+    """Return the error where every row would lose tokens of an image."""
     return DataError(
         f"none of {rows} rows keeps its images within {key}={limit} tokens",
         why="an image that is cut is not what the text is about",

@@ -20,12 +20,6 @@ class EpochSampler:
     >>> [sampler.next_batch() for _ in range(3)], sampler.epoch
     ([[0, 1], [2, 3], [0, 1]], 1)
 
-    Args:
-        size: number of rows of the dataset.
-        batch_size: rows per batch.
-        shuffle: visit the rows in random order.
-        seed: run seed.
-
     Raises:
         DataError: the dataset does not fill one batch.
     """
@@ -46,8 +40,7 @@ class EpochSampler:
         self._position = 0  # batches of this epoch already returned
         self._order = self._permutation(0)
 
-    learns = False
-    """Whether the order depends on the rates given to :meth:`observe`."""
+    learns = False  # whether the order depends on the rates given to :meth:`observe`
 
     def observe(self, rates: Mapping[int, float]) -> None:
         """Receive the measured pass rate (0 to 1) of rows; this sampler ignores it."""

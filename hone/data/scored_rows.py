@@ -20,16 +20,11 @@ _LOOKED_AT = 2000
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """One row of a dataset.
+    """One row of a dataset."""
 
-    Attributes:
-        sample: input of the reward, without prompt tokens.
-        worked: worked answers in the file.
-        demonstration: messages after the prompt of a worked episode with tool calls; empty without one.
-    """
-
-    sample: Sample
-    worked: tuple[str, ...] = ()
+    sample: Sample  # input of the reward, without prompt tokens
+    worked: tuple[str, ...] = ()  # worked answers in the file
+    # messages after the prompt of a worked episode with tool calls; empty without one
     demonstration: tuple[dict[str, Any], ...] = ()
 
 
@@ -58,11 +53,7 @@ def scored_rows(
 
 
 def samples_by_uid(files: Sequence[str | Path], *, reward_fn_key: str) -> dict[str, Sample]:
-    """Return every row of the files as a reward receives it, by its uid, without prompt tokens.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Return every row of the files as a reward receives it, by its uid, without prompt tokens."""
     rows = read_rows(files, required=(), optional=EVERY_COLUMN, defaults={reward_fn_key: NO_SOURCE})
     return {row.uid: _scored(row, reward_fn_key, "messages", "prompt").sample for row in rows}
 

@@ -29,10 +29,8 @@ ROLES = {
     "function": "tool",
 }
 """Chat role of each name that published datasets use."""
-COLUMNS = {"messages": ("conversations", "conversation")}
-"""Columns that are read in place of one that a file lacks."""
-SYSTEM = "system"
-"""Column of a system message, next to the conversation."""
+COLUMNS = {"messages": ("conversations", "conversation")}  # columns that are read in place of one that a file lacks
+SYSTEM = "system"  # column of a system message, next to the conversation
 
 
 def is_sharegpt(value: Any) -> bool:

@@ -20,23 +20,16 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import encode_texts
 
-_MARK = "\ufffd"
-"""Text of bytes that are no character."""
+_MARK = "\ufffd"  # text of bytes that are no character
 
 
 @dataclass(frozen=True)
 class Spans:
-    """A response in the tokens of a teacher, and the span of each token.
+    """A response in the tokens of a teacher, and the span of each token."""
 
-    Attributes:
-        teacher_ids: token ids of the teacher, one at least.
-        policy: number of the span of each token of the policy, from 0.
-        teacher: number of the span of each token of the teacher, from 0. Every span has tokens of both.
-    """
-
-    teacher_ids: list[int]
-    policy: list[int]
-    teacher: list[int]
+    teacher_ids: list[int]  # token ids of the teacher, one at least
+    policy: list[int]  # number of the span of each token of the policy, from 0
+    teacher: list[int]  # number of the span of each token of the teacher, from 0. Every span has tokens of both
 
 
 def spans_of(
@@ -52,7 +45,6 @@ def spans_of(
 
     Args:
         response: token ids of the policy, one at least.
-        policy: its tokenizer.
         teacher: the teacher's tokenizer, with an end-of-sequence token.
         stop_token_ids: tokens of the policy that end a response.
     """

@@ -32,25 +32,19 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Stage of a curriculum, as configured.
+    """Stage of a curriculum, as configured."""
 
-    Attributes:
-        name: name of the stage; its success is logged as ``curriculum/success/<name>``.
-        rows: allowed values by selector: ``data_source``, ``agent_name``, or an entry of ``extra_info`` (dots select nested
-            ones). A row belongs to the stage if it has an allowed value for every selector; empty selects all rows.
-        success: mean pass rate (0 to 1) that opens the next stage; None for the last stage.
-        groups: number of latest groups over which success is measured; the gate stays closed before that many.
-        max_batches: batches after which the next stage begins without success; None: never.
-    """
-
-    name: str
+    name: str  # name of the stage; its success is logged as ``curriculum/success/<name>``
+    # allowed values by selector: ``data_source``, ``agent_name``, or an entry of ``extra_info`` (dots select
+    # nested ones). A row belongs to the stage if it has an allowed value for every selector; empty selects all
+    # rows
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    success: float | None = None
+    success: float | None = None  # mean pass rate (0 to 1) that opens the next stage; None for the last stage
+    # number of latest groups over which success is measured; the gate stays closed before that many
     groups: int = DEFAULT_GROUPS
-    max_batches: int | None = None
+    max_batches: int | None = None  # batches after which the next stage begins without success; None: never
 
     def has(self, row: RowFacts) -> bool:
-        """Return whether a row belongs to this stage."""
         return all(row.value(selector) in allowed for selector, allowed in self.rows.items())
 
 
@@ -133,11 +127,6 @@ class StagedSampler(EpochSampler):
     ([0, 1], None, [2, 3])
 
     Args:
-        stages: stages in order.
-        rows: row numbers of each stage, none empty.
-        size: rows of the dataset.
-        batch_size: rows per batch.
-        seed: run seed.
         keep_earlier: share of the rows of later stages that is drawn from earlier ones, from each of them equally.
     """
 
@@ -199,7 +188,6 @@ class StagedSampler(EpochSampler):
         return {"curriculum/stage": self.stage + 1.0, "curriculum/forced": float(self.forced), **measured}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's position and measurements as JSON-able values."""
         return super().state_dict() | {
             "stages": self._identity(),
             "stage": self.stage,
@@ -211,7 +199,6 @@ class StagedSampler(EpochSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``."""
         super().load_state_dict(state)
         if state.get("stages") != self._identity():
             raise CheckpointError(
@@ -229,7 +216,6 @@ class StagedSampler(EpochSampler):
             sampler.load_state_dict(saved)
 
     def _identity(self) -> list[list[Any]]:
-        """Return name and number of rows of each stage."""
         return [[stage.name, len(rows)] for stage, rows in zip(self.stages, self._rows, strict=True)]
 
     def _pass_gate(self) -> None:

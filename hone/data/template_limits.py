@@ -26,12 +26,9 @@ from jinja2.visitor import NodeTransformer
 
 from hone.errors import DataError
 
-LONGEST = 4_000_000
-"""Characters of a text, or entries of a list, besides eight times the size of the messages."""
-MOST_MADE = 20
-"""Sum of the sizes of all intermediate texts and lists, in multiples of the longest one allowed."""
-MOST_SECONDS = 5.0
-"""CPU time of rendering one conversation."""
+LONGEST = 4_000_000  # characters of a text, or entries of a list, besides eight times the size of the messages
+MOST_MADE = 20  # sum of the sizes of all intermediate texts and lists, in multiples of the longest one allowed
+MOST_SECONDS = 5.0  # CPU time of rendering one conversation
 _PER_LOOK = 16  # operations of a template for one look at the clock, which takes as long as several of them
 _MOST_BITS = 10_000
 _WIDEST = 100_000  # as the arguments of center, indent, ljust
@@ -49,19 +46,13 @@ class TemplateLimit(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """Places of a rendering, in characters of its text.
-
-    Attributes:
-        text: the rendering.
-        starts: where the loop over the messages begins each one; None for a message that no loop of its own reaches.
-        end: where that loop ends; None if there is none.
-        marks: the spans inside ``{% generation %}``.
-    """
+    """Places of a rendering, in characters of its text."""
 
     text: str
+    # where the loop over the messages begins each one; None for a message that no loop of its own reaches
     starts: list[int | None]
-    end: int | None
-    marks: list[tuple[int, int]]
+    end: int | None  # where that loop ends; None if there is none
+    marks: list[tuple[int, int]]  # the spans inside ``{% generation %}``
 
 
 class _Budget(threading.local):
@@ -71,12 +62,10 @@ class _Budget(threading.local):
     deadline = float("inf")
     made = 0
     operations = 0
-    position = 0
-    """Characters of the rendering so far."""
+    position = 0  # characters of the rendering so far
     events: list[tuple[int, Any, int]] = []
     """Number of a loop, the entry that it looks at (None at its end) and the position, in order."""
-    marks: list[int] = []
-    """Positions at which a generation block begins or ends, in turn."""
+    marks: list[int] = []  # positions at which a generation block begins or ends, in turn
 
     def begin(self, size: int) -> None:
         """Begin the rendering of messages and variables of this size."""
@@ -109,12 +98,6 @@ def check_template(
     name: str,
 ) -> list[Trace | None]:
     """Render conversations within the limits; other errors are left to transformers, which reports them.
-
-    Args:
-        template: Jinja text.
-        conversations: messages to render.
-        variables: other variables, such as the special tokens.
-        name: directory of the tokenizer, for the message.
 
     Returns:
         Where each rendering shows what; None where the template refuses the conversation.
@@ -255,7 +238,6 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``left operator right`` if the result is not too large."""
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 

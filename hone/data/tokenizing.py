@@ -47,11 +47,7 @@ def cache_folder() -> Path:
 
 
 class TokenCache:
-    """One entry of the cache.
-
-    Args:
-        path: its file.
-    """
+    """One entry of the cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,35 +117,26 @@ log = logging.getLogger(__name__)
 Tokens = tuple[list[int], list[int]]
 """Token ids of a chat, and 1 for each token of an assistant turn; the mask of a prompt is empty."""
 
-CHUNK = 256
-"""Chats per call of the template and the tokenizer."""
+CHUNK = 256  # chats per call of the template and the tokenizer
 MOST_PROCESSES = 16
 _SECONDS_PER_PROCESS = 15.0
 
 
 @dataclass(frozen=True)
 class Chats:
-    """Chats to tokenize.
+    """Chats to tokenize."""
 
-    Attributes:
-        kind: "prompt" (rendered with the generation prompt) or "conversation" (with the mask of the assistant's tokens).
-        messages: messages of each chat.
-        tools: function schemas that the template shows in each chat, or None.
-        names: source of each chat, for error messages.
-        kwargs: additional arguments of the template.
-    """
-
+    # "prompt" (rendered with the generation prompt) or "conversation" (with the mask of the assistant's tokens)
     kind: str
     messages: list[list[dict[str, Any]]]
-    tools: list[list[dict[str, Any]] | None]
-    names: list[str]
-    kwargs: dict[str, Any]
+    tools: list[list[dict[str, Any]] | None]  # function schemas that the template shows in each chat, or None
+    names: list[str]  # source of each chat, for error messages
+    kwargs: dict[str, Any]  # additional arguments of the template
 
     def __len__(self) -> int:
         return len(self.messages)
 
     def part(self, start: int, end: int) -> Chats:
-        """Return some of the chats."""
         parts = {name: getattr(self, name)[start:end] for name in ("messages", "tools", "names")}
         return replace(self, **parts)
 
@@ -158,8 +145,6 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, chats: Chats, *, processes: int
     """Return the tokens of chats, in order.
 
     Args:
-        tokenizer: with a chat template.
-        chats: the chats.
         processes: number of processes; None starts as many as the first chunk's time calls for.
 
     Raises:
@@ -318,7 +303,6 @@ class _Worker:
         self._process.wait()
 
     def close(self) -> None:
-        """Close the pipes of a process that has ended."""
         with contextlib.suppress(BrokenPipeError):  # what it did not read is flushed
             self._input.close()
         self._output.close()

@@ -24,42 +24,27 @@ else:  # reward workers start without numpy
 class StopReason(StrEnum):
     """Reason for the end of a generation."""
 
-    STOP = "stop"
-    """An end-of-sequence token, a stop token or a stop string."""
-    LENGTH = "length"
-    """The token limit."""
-    TOOL_CALL = "tool_call"
-    """A tool call that the agent loop must execute."""
-    ABORTED = "aborted"
-    """Cancelled by the caller; the tokens sampled before are valid."""
-    ERROR = "error"
-    """The engine failed."""
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # the token limit
+    TOOL_CALL = "tool_call"  # a tool call that the agent loop must execute
+    ABORTED = "aborted"  # cancelled by the caller; the tokens sampled before are valid
+    ERROR = "error"  # the engine failed
 
 
 @dataclass
 class Sample:
-    """One dataset row, ready for generation.
+    """One dataset row, ready for generation."""
 
-    Attributes:
-        uid: identity of the row within its dataset; names the prompt group.
-        prompt_ids: token ids of the rendered prompt, chat template and generation prompt included.
-        messages: chat messages of the prompt, or None if the row had a string or token ids.
-        data_source: kind of problem; selects the scorer and groups validation metrics.
-        ground_truth: ``reward_model.ground_truth`` of the row, passed to the scorer.
-        extra_info: ``extra_info`` of the row, passed to the scorer; for an agent loop also ``tools_kwargs``,
-            ``tool_selection``, ``interaction_kwargs`` and ``environment``.
-        agent_name: agent loop that plays the row; None: the run's default.
-        images: images of the prompt, in order.
-    """
-
-    uid: str
-    prompt_ids: list[int]
-    messages: list[dict[str, Any]] | None
-    data_source: str
-    ground_truth: Any = None
+    uid: str  # identity of the row within its dataset; names the prompt group
+    prompt_ids: list[int]  # token ids of the rendered prompt, chat template and generation prompt included
+    messages: list[dict[str, Any]] | None  # chat messages of the prompt, or None if the row had a string or token ids
+    data_source: str  # kind of problem; selects the scorer and groups validation metrics
+    ground_truth: Any = None  # ``reward_model.ground_truth`` of the row, passed to the scorer
+    # ``extra_info`` of the row, passed to the scorer; for an agent loop also ``tools_kwargs``,
+    # ``tool_selection``, ``interaction_kwargs`` and ``environment``
     extra_info: dict[str, Any] = field(default_factory=dict)
-    agent_name: str | None = None
-    images: tuple[ImageData, ...] = ()
+    agent_name: str | None = None  # agent loop that plays the row; None: the run's default
+    images: tuple[ImageData, ...] = ()  # images of the prompt, in order
 
 
 def row_of(uid: str) -> str:
@@ -74,52 +59,36 @@ def row_of(uid: str) -> str:
 
 @dataclass
 class Trajectory:
-    """Result of one episode. Text is never re-tokenized: the run trains on the tokens that were sampled.
+    """Result of one episode. Text is never re-tokenized: the run trains on the tokens that were sampled."""
 
-    Attributes:
-        uid: prompt group of the trajectory (``Sample.uid``).
-        index: number within the group, 0 to n - 1.
-        prompt_ids: the prompt's token ids, length P.
-        response_ids: everything after the prompt, length T.
-        response_mask: 1 exactly on tokens that the policy sampled, length T.
-        rollout_log_probs: log-prob of every sampled token under the temperature-scaled policy, length T.
-        sampling_log_probs: log-prob under the distribution that was sampled from (after top-k, top-p, min-p and
-            repetition penalty), length T; equal to ``rollout_log_probs`` when nothing was truncated.
-        text: text of the policy, decoded without special tokens: all its turns, joined by newlines, and nothing else (no tool
-            results).
-        stop_reason: why the last turn ended.
-        sample: dataset row of the prompt.
-        token_versions: weight version that sampled each token, -1 on others, length T; empty if unknown.
-        seconds: wall time from admission to the last token.
-        episode: record of the episode; None for an episode of one turn.
-        part: segment number within the episode; above 0 only if its history was rewritten.
-        support_sizes: number of tokens that each token was sampled from, length T; 0 on tokens that were not sampled and where it is
-            the whole vocabulary. Empty if no token was restricted.
-        support_ids: the tokens of all supports, end to end.
-        seed: seed of the episode's random draws; None if unknown.
-        expert_ids: the experts that the engine's routers chose for each token of prompt and response: by token, router and rank, end
-            to end; -1 where it reported none. Empty if it reported none at all.
-        images: images of the sample, then those of tool results, in order; by default the sample's, shared by its group.
-    """
-
-    uid: str
-    index: int
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    rollout_log_probs: list[float]
+    uid: str  # prompt group of the trajectory (``Sample.uid``)
+    index: int  # number within the group, 0 to n - 1
+    prompt_ids: list[int]  # the prompt's token ids, length P
+    response_ids: list[int]  # everything after the prompt, length T
+    response_mask: list[int]  # 1 exactly on tokens that the policy sampled, length T
+    rollout_log_probs: list[float]  # log-prob of every sampled token under the temperature-scaled policy, length T
+    # log-prob under the distribution that was sampled from (after top-k, top-p, min-p and repetition penalty),
+    # length T; equal to ``rollout_log_probs`` when nothing was truncated
     sampling_log_probs: list[float]
+    # text of the policy, decoded without special tokens: all its turns, joined by newlines, and nothing else (no
+    # tool results)
     text: str
-    stop_reason: StopReason
-    sample: Sample
+    stop_reason: StopReason  # why the last turn ended
+    sample: Sample  # dataset row of the prompt
+    # weight version that sampled each token, -1 on others, length T; empty if unknown
     token_versions: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    episode: EpisodeLog | None = None
-    part: int = 0
+    seconds: float = 0.0  # wall time from admission to the last token
+    episode: EpisodeLog | None = None  # record of the episode; None for an episode of one turn
+    part: int = 0  # segment number within the episode; above 0 only if its history was rewritten
+    # number of tokens that each token was sampled from, length T; 0 on tokens that were not sampled and where it
+    # is the whole vocabulary. Empty if no token was restricted
     support_sizes: list[int] = field(default_factory=list)
-    support_ids: list[int] = field(default_factory=list)
-    seed: int | None = None
+    support_ids: list[int] = field(default_factory=list)  # the tokens of all supports, end to end
+    seed: int | None = None  # seed of the episode's random draws; None if unknown
+    # the experts that the engine's routers chose for each token of prompt and response: by token, router and
+    # rank, end to end; -1 where it reported none. Empty if it reported none at all
     expert_ids: ExpertIds = field(default_factory=list, compare=False)
+    # images of the sample, then those of tool results, in order; by default the sample's, shared by its group
     images: tuple[ImageData, ...] = ()
 
     def __post_init__(self) -> None:

@@ -26,9 +26,8 @@ from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.data.tokenizer import decoded
+from hone.data.tokenizer import decoded, outside_tokenizer, token_texts
 from hone.data.types import Sample
-from hone.data.vocabulary import outside_tokenizer, token_texts
 from hone.insight.archive.background import BackgroundWriter
 from hone.insight.archive.read import table_records
 from hone.insight.archive.write import write_vocabulary

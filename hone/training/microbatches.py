@@ -3,7 +3,7 @@
     <run>/microbatches/step_<N>/
       about.json             dtype, device, totals of the loss, loss, gradient norm of every parameter
       config.yaml            the resolved config, credentials hidden
-      batch/                 the columns that the loss reads, see :mod:`hone.data.batch_files`
+      batch/                 the columns that the loss reads, see :meth:`hone.data.batch.Batch.save`
       model/                 the weights before the update, or the adapter
       computed.safetensors   packed tokens and positions; outputs and their gradients; layers; gradients of small parameters
 

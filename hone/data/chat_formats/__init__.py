@@ -17,25 +17,15 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat template and its vocabulary.
+    """A chat template and its vocabulary."""
 
-    Attributes:
-        template: Jinja text.
-        pad: padding token.
-        end: token that ends a turn, the end-of-sequence token.
-        special: further tokens that no text contains.
-        marks: separate tokens that occur in decoded text.
-        bos: token that begins a sequence, one of ``special``.
-        wordy: whether the template adds words (about tools, for example) that a vocabulary should contain.
-    """
-
-    template: str
-    pad: str
-    end: str
-    special: tuple[str, ...]
-    marks: tuple[str, ...] = ()
-    bos: str | None = None
-    wordy: bool = False
+    template: str  # Jinja text
+    pad: str  # padding token
+    end: str  # token that ends a turn, the end-of-sequence token
+    special: tuple[str, ...]  # further tokens that no text contains
+    marks: tuple[str, ...] = ()  # separate tokens that occur in decoded text
+    bos: str | None = None  # token that begins a sequence, one of ``special``
+    wordy: bool = False  # whether the template adds words (about tools, for example) that a vocabulary should contain
 
     @property
     def all_special(self) -> tuple[str, ...]:

@@ -4,15 +4,20 @@
 names the first.
 """
 
-from hone.data.checks.images import ImageCheck, check_images
+from hone.data.checks.images import ImageCheck, check_images, media
 from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_lengths
-from hone.data.checks.media import media
 from hone.data.checks.overlap import duplicates, overlap, rare_sources
 from hone.data.checks.rewards import ground_truths, source_names, unknown_sources
 from hone.data.checks.roles import conversations, prompts
 from hone.data.checks.tool_calls import CallCheck, call_findings, check_calls, is_unsound, read_gates
-from hone.data.checks.tool_limits import ToolResultLengths, tool_result_lengths, tool_turns
-from hone.data.checks.tools import agent_names, tool_names, tool_schemas
+from hone.data.checks.tools import (
+    ToolResultLengths,
+    agent_names,
+    tool_names,
+    tool_result_lengths,
+    tool_schemas,
+    tool_turns,
+)
 
 __all__ = [
     "CallCheck",

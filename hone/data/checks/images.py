@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hone.data.files import Row
-from hone.data.media import media_of
+from hone.data.media import KINDS, media_error, media_of
 from hone.data.messages import check_messages, plain
 from hone.data.row_images import PlaceError, RowImages
 from hone.errors import DataError, Finding
@@ -15,24 +16,16 @@ from hone.errors import DataError, Finding
 
 @dataclass
 class ImageCheck:
-    """Images of the rows of a dataset.
-
-    Attributes:
-        rows: number of rows with images.
-        sizes: width and height of each image, in pixels.
-        tokens: tokens of each image; empty without a model.
-        misplaced: errors of rows with another number of places than images.
-        unreadable: errors of rows with an image that cannot be read.
-        placed: messages with a part at the place of each image, by row number.
-        extra_tokens: tokens that a row's images take besides their placeholders, by row number.
-    """
+    """Images of the rows of a dataset."""
 
     rows: int = 0
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    misplaced: list[DataError] = field(default_factory=list)
-    unreadable: list[DataError] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of each image, in pixels
+    tokens: list[int] = field(default_factory=list)  # tokens of each image; empty without a model
+    misplaced: list[DataError] = field(default_factory=list)  # errors of rows with another number of places than images
+    unreadable: list[DataError] = field(default_factory=list)  # errors of rows with an image that cannot be read
+    # messages with a part at the place of each image, by row number
     placed: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    # tokens that a row's images take besides their placeholders, by row number
     extra_tokens: dict[int, int] = field(default_factory=dict)
 
     def measured(self) -> dict[str, list[int]]:
@@ -65,9 +58,7 @@ def check_images(rows: Sequence[Row], columns: Sequence[str], images: RowImages)
     """Read the images of all rows that have some.
 
     Args:
-        rows: rows with all columns.
         columns: columns of messages, in which places are counted together.
-        images: reader of the images.
     """
     check = ImageCheck()
     for number, row in enumerate(rows):
@@ -101,3 +92,13 @@ def _messages(values: Mapping[str, Any], columns: Sequence[str]) -> list[dict[st
     except DataError:
         return None
     return messages or None
+
+
+def media(rows: Sequence[Row], refused: Collection[str] = KINDS) -> Iterator[Finding]:
+    """Yield one finding for all rows with media of the refused kinds."""
+    counted = [(row.where, media_of(row.values)) for row in rows]
+    kept = [(where, Counter({kind: n for kind, n in kinds.items() if kind in refused})) for where, kinds in counted]
+    with_media = [(where, kinds) for where, kinds in kept if kinds]
+    if with_media:
+        total = sum((kinds for _, kinds in with_media), Counter[str]())
+        yield Finding(media_error(total, with_media[0][0], f"{len(with_media)} of {len(rows)} rows have"), stops=True)

@@ -17,33 +17,21 @@ from hone.data.files import Row
 from hone.data.messages import unwrapped
 from hone.errors import DataError, Finding
 
-MOST_TOKENIZED = 4000
-"""Largest number of rows that are tokenized."""
-_MESSAGE_BYTES = 64
-"""Bytes that a chat template may add per message, in addition to those of an empty conversation."""
+MOST_TOKENIZED = 4000  # largest number of rows that are tokenized
+_MESSAGE_BYTES = 64  # bytes that a chat template may add per message, in addition to those of an empty conversation
 
 
 @dataclass
 class PromptLengths:
-    """Measured lengths of prompts.
-
-    Attributes:
-        rows: number of rows examined.
-        limit: limit in tokens.
-        overlong: token lengths of rows over the limit, longest first.
-        exact: whether all rows that could exceed it were tokenized.
-        longest: place of the longest row.
-        with_system: number of overlong rows that begin with a system message.
-        refused: errors of the chat template, with the row.
-    """
+    """Measured lengths of prompts."""
 
     rows: int
     limit: int
-    overlong: list[int] = field(default_factory=list)
-    exact: bool = True
-    longest: str = ""
-    with_system: int = 0
-    refused: list[tuple[str, str]] = field(default_factory=list)
+    overlong: list[int] = field(default_factory=list)  # token lengths of rows over the limit, longest first
+    exact: bool = True  # whether all rows that could exceed it were tokenized
+    longest: str = ""  # place of the longest row
+    with_system: int = 0  # number of overlong rows that begin with a system message
+    refused: list[tuple[str, str]] = field(default_factory=list)  # errors of the chat template, with the row
 
     @property
     def p99(self) -> int | None:

@@ -11,8 +11,7 @@ from hone.data.files import Row
 from hone.data.messages import plain
 from hone.errors import DataError, Finding
 
-MANY_DUPLICATES = 0.05
-"""Share of repeated prompts above which a warning is given."""
+MANY_DUPLICATES = 0.05  # share of repeated prompts above which a warning is given
 
 
 def duplicates(rows: Sequence[Row], key: str, image_key: str) -> Iterator[Finding]:
@@ -73,7 +72,6 @@ def _same(row: Row, key: str, image_key: str) -> int:
 
 
 def _image_hash(value: Any) -> int:
-    """Return a number that is equal for equal entries of a column of images."""
     if isinstance(value, dict):
         return hash(tuple((name, _image_hash(value[name])) for name in sorted(value)))
     return hash(tuple(map(_image_hash, value)) if isinstance(value, list) else value)

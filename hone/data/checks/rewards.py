@@ -78,7 +78,6 @@ def ground_truths(
     """Report rows without a ground truth, or with one that the scorer cannot read.
 
     Args:
-        rows: rows of a dataset.
         required: whether every row needs one (true for built-in scorers; a custom function may not need it).
         complaint: returns the problem with the ground truth of a row, or None.
     """

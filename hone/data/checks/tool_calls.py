@@ -15,12 +15,9 @@ from hone.data.checks.tools import messages_of, schemas_of_row
 from hone.data.files import Row
 from hone.errors import ConfigError, Finding, did_you_mean
 
-LOOP = 3
-"""Equal calls in succession that are a loop."""
-NO_LIMIT = 10**9
-"""Limit of tool results where none is known."""
-SHORTEST_DESCRIPTION = 12
-"""Characters of a tool's description from which on it says something."""
+LOOP = 3  # equal calls in succession that are a loop
+NO_LIMIT = 10**9  # limit of tool results where none is known
+SHORTEST_DESCRIPTION = 12  # characters of a tool's description from which on it says something
 PROBLEMS: dict[str, Problem] = {
     "unreadable_arguments": Problem(
         "R81", "arguments of a tool call are not a JSON object", "the model learns calls that no parser reads",
@@ -78,18 +75,12 @@ class Defect:
 
 @dataclass
 class CallCheck:
-    """Result over all rows.
-
-    Attributes:
-        rows: number of checked rows.
-        calls: number of tool calls.
-        bad_calls: calls with a defect, by kind.
-        defects: defects of every row that has some, by the row's number.
-    """
+    """Result over all rows."""
 
     rows: int = 0
     calls: int = 0
-    bad_calls: Counter[str] = field(default_factory=Counter)
+    bad_calls: Counter[str] = field(default_factory=Counter)  # calls with a defect, by kind
+    # defects of every row that has some, by the row's number
     defects: dict[int, list[Defect]] = field(default_factory=dict)
 
     def shares(self) -> dict[str, float]:
@@ -100,7 +91,6 @@ class CallCheck:
         }
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers for a report."""
         kinds = Counter(
             defect.kind for defects in self.defects.values() for defect in {d.kind: d for d in defects}.values()
         )
@@ -119,8 +109,6 @@ def check_calls(
     """Check the tool calls of all rows.
 
     Args:
-        rows: rows with all columns.
-        messages_key: column of conversations.
         limit: longest tool result in characters.
         pairs: columns of the better and the worse response.
     """

@@ -33,28 +33,19 @@ VERBS = {
 
 @dataclass(frozen=True)
 class ArithmeticOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        max_number: numbers in the text run from 1 to this.
-        operations: steps of every problem.
-        operators: which of ``+``, ``-`` and ``*`` occur (factors run from 2 to 9, at most max_number).
-        min_operations: fewest steps; 0: always ``operations`` steps.
-        slips: percentage of the worked solutions with a child's mistake in their last step: counting on from the first number
-            as if it were the second, one too few for ``+`` and ``*``, one too many for ``-``. The ground truth stays right.
-            Imitation then learns the mistake too, and a reward can correct it.
-    """
-
-    max_number: int = 20
-    operations: int = 1
-    operators: str = "+-"
-    min_operations: int = 0
+    max_number: int = 20  # numbers in the text run from 1 to this
+    operations: int = 1  # steps of every problem
+    operators: str = "+-"  # which of ``+``, ``-`` and ``*`` occur (factors run from 2 to 9, at most max_number)
+    min_operations: int = 0  # fewest steps; 0: always ``operations`` steps
+    # percentage of the worked solutions with a child's mistake in their last step: counting on from the first
+    # number as if it were the second, one too few for ``+`` and ``*``, one too many for ``-``. The ground truth
+    # stays right. Imitation then learns the mistake too, and a reward can correct it
     slips: int = 0
 
 
 class Arithmetic:
-    """The task; see the module's docstring."""
-
     data_source = "arithmetic"
 
     def __init__(self, options: ArithmeticOptions) -> None:
@@ -79,7 +70,6 @@ class Arithmetic:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end."""
         generator = random.Random(seed)
         while True:
             yield self._draw(generator)
@@ -117,5 +107,4 @@ class Arithmetic:
 
 @TASKS.register("arithmetic")
 def make(options: Sequence[str]) -> Arithmetic:
-    """Build the task from ``key=value`` options."""
     return Arithmetic(parse_options(ArithmeticOptions, options, task="arithmetic"))

@@ -13,31 +13,19 @@ from hone.registry import Registry
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem with its answer.
+    """One problem with its answer."""
 
-    Attributes:
-        question: question of the user.
-        ground_truth: value that the scorer of ``data_source`` compares with.
-        solution: a worked answer, as an assistant would write it; None if the task has none.
-        extra: further facts, stored in ``extra_info``.
-        prompt: messages before the answer; None is the question as a user message.
-        answer: messages of a worked answer of several turns; None is ``solution`` as one assistant message.
-        tools: function schemas shown in prompt and answer, for supervised fine-tuning.
-        agent_name: agent loop that plays the problem; None: the run's default.
-        key: identity of the problem; None: the question.
-        images: files of the images, one for each mark in the prompt.
-    """
-
-    question: str
-    ground_truth: str
-    solution: str | None
-    extra: dict[str, Any] = field(default_factory=dict)
-    prompt: list[dict[str, Any]] | None = None
+    question: str  # question of the user
+    ground_truth: str  # value that the scorer of ``data_source`` compares with
+    solution: str | None  # a worked answer, as an assistant would write it; None if the task has none
+    extra: dict[str, Any] = field(default_factory=dict)  # further facts, stored in ``extra_info``
+    prompt: list[dict[str, Any]] | None = None  # messages before the answer; None is the question as a user message
+    # messages of a worked answer of several turns; None is ``solution`` as one assistant message
     answer: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    agent_name: str | None = None
-    key: str | None = None
-    images: tuple[bytes, ...] = ()
+    tools: list[dict[str, Any]] | None = None  # function schemas shown in prompt and answer, for supervised fine-tuning
+    agent_name: str | None = None  # agent loop that plays the problem; None: the run's default
+    key: str | None = None  # identity of the problem; None: the question
+    images: tuple[bytes, ...] = ()  # files of the images, one for each mark in the prompt
 
 
 class Task(Protocol):

@@ -21,24 +21,15 @@ from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
 @dataclass(frozen=True)
 class CountdownOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        min_numbers: fewest numbers in a problem.
-        max_numbers: most numbers in a problem.
-        max_number: numbers run from 1 to this.
-        max_target: targets, and all intermediate values, run from 1 to this.
-    """
-
-    min_numbers: int = 3
-    max_numbers: int = 4
-    max_number: int = 20
-    max_target: int = 100
+    min_numbers: int = 3  # fewest numbers in a problem
+    max_numbers: int = 4  # most numbers in a problem
+    max_number: int = 20  # numbers run from 1 to this
+    max_target: int = 100  # targets, and all intermediate values, run from 1 to this
 
 
 class Countdown:
-    """The task; see the module's docstring."""
-
     data_source = "countdown"
 
     def __init__(self, options: CountdownOptions) -> None:
@@ -58,7 +49,6 @@ class Countdown:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end."""
         generator, options = random.Random(seed), self.options
         while True:
             count = generator.randint(options.min_numbers, options.max_numbers)
@@ -91,5 +81,4 @@ class Countdown:
 
 @TASKS.register("countdown")
 def make(options: Sequence[str]) -> Countdown:
-    """Build the task from ``key=value`` options."""
     return Countdown(parse_options(CountdownOptions, options, task="countdown"))

@@ -31,17 +31,11 @@ KINDS: dict[str, Callable[[list[int], int], list[int]]] = {
 
 @dataclass(frozen=True)
 class DigitSequenceOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        kind: ``copy``, ``reverse``, ``count`` or ``sort``.
-        length: digits in the prompt and in the answer.
-        digits: size of the alphabet, 2 to 10 (2 means the digits 0 and 1).
-    """
-
-    kind: str = "copy"
-    length: int = 4
-    digits: int = 10
+    kind: str = "copy"  # ``copy``, ``reverse``, ``count`` or ``sort``
+    length: int = 4  # digits in the prompt and in the answer
+    digits: int = 10  # size of the alphabet, 2 to 10 (2 means the digits 0 and 1)
 
 
 class DigitSequence:
@@ -59,7 +53,6 @@ class DigitSequence:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end."""
         generator, options = random.Random(seed), self.options
         while True:
             row = [generator.randrange(options.digits) for _ in range(options.length)]
@@ -69,5 +62,4 @@ class DigitSequence:
 
 @TASKS.register("digit_sequence")
 def make(options: Sequence[str]) -> DigitSequence:
-    """Build the task from ``key=value`` options."""
     return DigitSequence(parse_options(DigitSequenceOptions, options, task="digit_sequence"))

@@ -28,8 +28,7 @@ __all__ = [
     "write_task",
 ]
 
-PATIENCE = 2000
-"""A task counts as exhausted after this many draws in a row without a new problem."""
+PATIENCE = 2000  # a task counts as exhausted after this many draws in a row without a new problem
 
 
 def make_task(name: str, options: Sequence[str]) -> Task:

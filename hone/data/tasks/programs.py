@@ -18,33 +18,24 @@ from dataclasses import dataclass
 
 from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
-Steps = Sequence[tuple[str, int]]
-"""Operators and numbers, in order of execution."""
+Steps = Sequence[tuple[str, int]]  # operators and numbers, in order of execution
 
 _WORDS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
 
 
 @dataclass(frozen=True)
 class ProgramsOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        steps: number of operations on the argument; additions and multiplications alternate.
-        max_number: numbers run from 2 to this.
-        tests: number of calls that check a program.
-        slips: percentage of the demonstrations that execute the steps in the wrong order. Tests and ``extra_info.answer`` stay
-            right. Imitation then learns the mistake too, and a reward can correct it.
-    """
-
-    steps: int = 2
-    max_number: int = 9
-    tests: int = 3
+    steps: int = 2  # number of operations on the argument; additions and multiplications alternate
+    max_number: int = 9  # numbers run from 2 to this
+    tests: int = 3  # number of calls that check a program
+    # percentage of the demonstrations that execute the steps in the wrong order. Tests and ``extra_info.answer``
+    # stay right. Imitation then learns the mistake too, and a reward can correct it
     slips: int = 0
 
 
 class Programs:
-    """The task; see the module's docstring."""
-
     data_source = "code"
 
     def __init__(self, options: ProgramsOptions) -> None:
@@ -58,7 +49,6 @@ class Programs:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end."""
         draw, options = random.Random(seed), self.options
         while True:
             sums = draw.random() < 0.5
@@ -98,5 +88,4 @@ def result(steps: Steps, x: int) -> int:
 
 @TASKS.register("programs")
 def make(options: Sequence[str]) -> Programs:
-    """Build the task from ``key=value`` options."""
     return Programs(parse_options(ProgramsOptions, options, task="programs"))

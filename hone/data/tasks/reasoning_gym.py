@@ -27,7 +27,6 @@ class ReasoningGym:
     """The task ``reasoning_gym:<dataset>``.
 
     Args:
-        dataset: name in reasoning-gym.
         options: ``key=value`` for the dataset's configuration; values are read as JSON if they are JSON.
 
     Raises:
@@ -54,7 +53,6 @@ class ReasoningGym:
         self.data_source = f"reasoning_gym/{dataset}"
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end."""
         for chunk in itertools.count():
             generator = self._generator(derive_seed(seed, "chunk", chunk) % 2**31, _CHUNK)
             for index in range(_CHUNK):

@@ -55,26 +55,16 @@ KINDS = ("name", "colour", "shape", "count", "describe")
 
 @dataclass(frozen=True)
 class ShapesOptions:
-    """Options of the task.
+    """Options of the task."""
 
-    Attributes:
-        kind: question: ``name``, ``colour``, ``shape``, ``count`` or ``describe``.
-        colours: number of colours, 2 to 6.
-        shapes: number of shapes, 1 to 4.
-        side: width and height of the image in pixels.
-        drawn: number of corners with a shape, 1 to 4.
-    """
-
-    kind: str = "name"
-    colours: int = 3
-    shapes: int = 3
-    side: int = 64
-    drawn: int = 4
+    kind: str = "name"  # question: ``name``, ``colour``, ``shape``, ``count`` or ``describe``
+    colours: int = 3  # number of colours, 2 to 6
+    shapes: int = 3  # number of shapes, 1 to 4
+    side: int = 64  # width and height of the image in pixels
+    drawn: int = 4  # number of corners with a shape, 1 to 4
 
 
 class Shapes:
-    """The task; see the module's docstring."""
-
     data_source = "shapes"
 
     def __init__(self, options: ShapesOptions) -> None:
@@ -89,7 +79,6 @@ class Shapes:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end."""
         generator, options = random.Random(seed), self.options
         colours, shapes = list(COLOURS)[: options.colours], list(SHAPES)[: options.shapes]
         while True:
@@ -133,5 +122,4 @@ def _drawn(scene: Mapping[int, tuple[str, str]], side: int, generator: random.Ra
 
 @TASKS.register("shapes")
 def make(options: Sequence[str]) -> Shapes:
-    """Build the task from ``key=value`` options."""
     return Shapes(parse_options(ShapesOptions, options, task="shapes"))

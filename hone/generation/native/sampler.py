@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.data.vocabulary import outside_tokenizer
+from hone.data.tokenizer import outside_tokenizer
 from hone.generation.protocol import SamplingParams
 
 log = logging.getLogger("hone")

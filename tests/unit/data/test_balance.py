@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from oracles.partitions import best_makespan, load
 from support.prefix_trees import random_rows
 
-from hone.data import partition
 from hone.data.balance import (
     CostModel,
     Lengths,
+    _Partial,
     balance,
     balance_metrics,
     in_order,
+    karmarkar_karp,
     load_of,
     part_of_rows,
 )
-from hone.data.partition import karmarkar_karp
 from hone.data.prefixes import PrefixOrder
 from hone.data.ragged import Ragged
 
@@ -75,8 +75,8 @@ def test_sixteen_thousand_sequences_over_a_thousand_ranks_take_two_merges_each(m
     responses = np.clip(generator.lognormal(7.5, 0.8, groups * n), 16, 16384).astype(np.int64)
     prompts = torch.from_numpy(generator.integers(64, 1024, groups)).repeat_interleave(n)
     lengths = Lengths.from_uids(prompts, torch.from_numpy(responses), np.arange(groups).repeat(n).tolist())
-    merges, merge = [], partition._Partial.merge
-    monkeypatch.setattr(partition._Partial, "merge", lambda *of: merges.append(1) or merge(*of))
+    merges, merge = [], _Partial.merge
+    monkeypatch.setattr(_Partial, "merge", lambda *of: merges.append(1) or merge(*of))
     parts = balance(lengths, 1024)
     assert parts is not None and len(merges) < 2 * groups * n  # 30,666; 0.6 s on an idle core
     metrics = balance_metrics(lengths, parts)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.families import Letters, make_engine, serve, tiny_model
 
-from hone.data.vocabulary import outside_tokenizer
+from hone.data.tokenizer import outside_tokenizer
 from hone.generation.native.sampler import never_sampled
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.trainers.batch_ops import BatchOps

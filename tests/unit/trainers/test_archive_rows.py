@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from hone.config.run import TrainerConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.data.tokenizer import token_texts
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
-from hone.data.vocabulary import token_texts
 from hone.errors import HoneError
 from hone.insight.archive.background import BackgroundWriter
 from hone.insight.archive.read import table_records

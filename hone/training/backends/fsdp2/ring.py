@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hone.data.partition import karmarkar_karp
+from hone.data.balance import karmarkar_karp
 from hone.data.ragged import Ragged
 from hone.errors import ModelError
 from hone.models.attention import partial, varlen
