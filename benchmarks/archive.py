@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
-from hone.insight.archive.background import BackgroundWriter
+from hone.insight.archive.write import BackgroundWriter
 from hone.insight.archive.read import open_archive
 from hone.insight.archive.write import step_file
 from hone.models.init import init_model

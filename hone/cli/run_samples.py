@@ -30,7 +30,7 @@ def samples(
     """
     from hone.apps.lab.compare import find_run
     from hone.apps.lab.samples import SampleQuery, read_samples
-    from hone.insight.traces import trace
+    from hone.insight.records import trace
 
     folder = find_run(run, root).path / ("validation" if validation else "rollouts")
     result = read_samples(folder, SampleQuery(step, worst, best, grep, uid, limit))

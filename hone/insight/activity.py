@@ -49,52 +49,34 @@ _TIMELINE = "timeline"  # file of the folder; it exists while processes record t
 
 @dataclass(frozen=True)
 class Span:
-    """One activity of a process, possibly a wait.
+    """One activity of a process, possibly a wait."""
 
-    Attributes:
-        what: work that is done, or thing that is waited for.
-        since: wall time at which it began.
-        waits_on: names of processes (``actor[1]``) or of a role (``actor``); empty for work in the process itself.
-        limit: seconds it may take without any progress; None: ``trainer.watchdog_seconds`` decides.
-        waits: whether it is a wait for something outside this process.
-        thread: identity of the thread that began it.
-    """
-
-    what: str
-    since: float
+    what: str  # work that is done, or thing that is waited for
+    since: float  # wall time at which it began
+    # names of processes (``actor[1]``) or of a role (``actor``); empty for work in the process itself
     waits_on: tuple[str, ...] = ()
-    limit: float | None = None
-    waits: bool = False
-    thread: int = 0
+    limit: float | None = None  # seconds it may take without any progress; None: ``trainer.watchdog_seconds`` decides
+    waits: bool = False  # whether it is a wait for something outside this process
+    thread: int = 0  # identity of the thread that began it
 
 
 @dataclass(frozen=True)
 class Record:
-    """Published state of one process.
-
-    Attributes:
-        role, rank: name of the process; rank is None if the role has one process only.
-        pid, host, born: identity of the process; ``born`` is its start in clock ticks since boot, unlike that of a later one.
-        spans: current activities, the outermost first.
-        ticks: progress so far, a number that only grows.
-        moved: wall time of the last tick or change of activity.
-        log: file that takes its output, if there is one.
-    """
+    """Published state of one process."""
 
     role: str
-    rank: int | None
+    rank: int | None  # None if the role has one process only
     pid: int
     host: str
-    born: int
-    spans: tuple[Span, ...] = ()
-    ticks: int = 0
-    moved: float = 0.0
-    log: str | None = None
+    born: int  # start in clock ticks since boot, unlike that of a later process with its pid
+    spans: tuple[Span, ...] = ()  # current activities, the outermost first
+    ticks: int = 0  # progress so far, a number that only grows
+    moved: float = 0.0  # wall time of the last tick or change of activity
+    log: str | None = None  # file that takes its output, if there is one
     path: Path = field(default=Path(), compare=False)
 
     @property
     def name(self) -> str:
-        """Return ``role``, or ``role[rank]``."""
         return self.role if self.rank is None else f"{self.role}[{self.rank}]"
 
     @property
@@ -113,7 +95,6 @@ class Record:
         return self.path.with_suffix(".stacks")
 
     def is_here(self) -> bool:
-        """Return whether the process runs on this machine."""
         return is_here(self.host)
 
     def is_alive(self) -> bool:
@@ -122,7 +103,6 @@ class Record:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host is this machine."""
     return host == socket.gethostname()
 
 
@@ -233,7 +213,6 @@ class _Publisher:
 
 
 def _slot(version: int) -> int:
-    """Return where in the page the record of a version begins."""
     return _HEAD.size + version % 2 * _SLOT_BYTES
 
 
@@ -245,8 +224,6 @@ def begin(directory: Path, role: str, rank: int | None = None) -> None:
 
     Args:
         directory: ``<run>/activity``; made if absent.
-        role: role of this process in the run (``driver``, ``actor``, ``reward worker``).
-        rank: number among the processes of the role.
     """
     _publisher.begin(directory, role, rank, _stderr_file())
 
@@ -293,7 +270,6 @@ def doing(what: str, *, limit: float | None = None) -> Iterator[None]:
     """Publish the work of this process while the body runs.
 
     Args:
-        what: a stage, a call, a step.
         limit: seconds it may take without progress, if that is long (loading a model).
     """
     with _span(Span(what, time.time(), (), limit, thread=threading.get_ident())):
@@ -305,7 +281,6 @@ def waiting(what: str, *, on: Sequence[str] = (), limit: float | None = None) ->
     """Publish the wait of this process while the body runs.
 
     Args:
-        what: thing that is waited for.
         on: names of the processes, or the roles, that can end the wait.
         limit: seconds after which the wait ends by itself; it counts as a hang only after that.
     """

@@ -29,15 +29,11 @@ from hone.insight.redaction import redact_tree
 from hone.insight.run_files import now
 
 _HEAD, _FILES = ".head", "files"
-FIRST = "0" * 64
-"""Hash before the first line."""
+FIRST = "0" * 64  # hash before the first line
 
 
 class AuditLog:
     """Writer of one file; threads may share it.
-
-    Args:
-        folder: folder of the log; created if absent.
 
     Raises:
         HoneError: the folder cannot be written: a call that cannot be recorded must not happen.
@@ -110,19 +106,12 @@ class AuditLog:
 
 @dataclass(frozen=True)
 class AuditLine:
-    """Line of an audit log.
-
-    Attributes:
-        file: its file.
-        number: its number in the file, from 1.
-        record: its content.
-        problem: how the chain is broken here; empty for a sound line.
-    """
+    """Line of an audit log."""
 
     file: Path
-    number: int
-    record: Mapping[str, Any]
-    problem: str = ""
+    number: int  # its number in the file, from 1
+    record: Mapping[str, Any]  # its content
+    problem: str = ""  # how the chain is broken here; empty for a sound line
 
 
 def read_audit(folder: str | Path) -> Iterator[AuditLine]:

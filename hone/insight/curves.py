@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-Points = Sequence[tuple[float, float]]
-"""(step, value) in increasing order of steps."""
+Points = Sequence[tuple[float, float]]  # (step, value) in increasing order of steps
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille dots by row and column of a 4 x 2 cell
@@ -46,7 +45,6 @@ def text_chart(curve: Points, *, width: int = 60, height: int = 8, compared_with
     Values that are not finite are left out.
 
     Args:
-        curve: the points.
         width: columns of the plot, without the axis labels.
         height: lines of the plot, without the axis.
         compared_with: curves of neighbouring charts; the axes cover them too, so that charts can be compared.
@@ -121,7 +119,6 @@ def draw_png(path: str | Path, curves: Mapping[str, Mapping[str, Points]], *, ti
     Args:
         path: file to write; missing folders are created.
         curves: metric to run to curve.
-        title: title above all panels.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

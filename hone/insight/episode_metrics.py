@@ -144,7 +144,6 @@ def episode_metrics(
     Args:
         trajectories: trajectories of the batch, segments of an episode next to each other.
         rewards: reward of each trajectory, None without a verdict.
-        prices: prices of tokens and seconds for the cost-aware reward.
     """
     first = [(t, reward) for t, reward in zip(trajectories, rewards, strict=True) if t.part == 0]
     logged = [(t, t.episode, reward) for t, reward in first if t.episode is not None]

@@ -28,26 +28,18 @@ Decode = Callable[[list[int]], str]
 
 RATIO_WARNING = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """Largest |log ratio| on the first update that raises no warning, by compute dtype."""
-RATIO_ERROR = 0.05
-"""Mean |log ratio| on the first update above which the run stops."""
+RATIO_ERROR = 0.05  # mean |log ratio| on the first update above which the run stops
 _EXCERPT_TOKENS = 12
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two columns of log-probs on masked tokens.
+    """Difference of two columns of log-probs on masked tokens."""
 
-    Attributes:
-        largest: max |a - b|; nan if either is nan.
-        mean: mean |a - b|.
-        row: row of the largest difference.
-        position: position of the largest difference within its row.
-    """
-
-    largest: float
-    mean: float
-    row: int
-    position: int
+    largest: float  # max |a - b|; nan if either is nan
+    mean: float  # mean |a - b|
+    row: int  # row of the largest difference
+    position: int  # position of the largest difference within its row
 
 
 def token_hash(ids: Sequence[int] | Tensor) -> str:
@@ -85,11 +77,7 @@ def describe_sample(batch: Batch | None, row: int, position: int | None = None, 
 
 
 def require_groups(uids: Sequence[str], n: int) -> None:
-    """Check D-uid: every uid occurs n times.
-
-    Raises:
-        InvariantError: a uid does not; the message names the first ones.
-    """
+    """Raise InvariantError, with the first ones, unless every uid occurs n times (D-uid)."""
     wrong_counts = {uid: count for uid, count in Counter(uids).items() if count != n}
     if wrong_counts:
         raise InvariantError(
@@ -102,10 +90,8 @@ def require_groups(uids: Sequence[str], n: int) -> None:
 
 
 def require_version(trajectories: Sequence[Trajectory], version: int) -> None:
-    """Check D-version: every sampled token is by ``version`` of the weights.
-
-    Raises:
-        InvariantError: an answer has tokens of another version; the message names the first one.
+    """Raise InvariantError, with the first answer, unless every sampled token is by ``version`` of the weights
+    (D-version).
     """
     for trajectory in trajectories:
         if set(trajectory.token_versions) - {-1, version}:
@@ -125,7 +111,6 @@ def require_masks(batch: Batch, decode: Decode | None = None) -> None:
     Args:
         batch: columns ``response_ids``, ``response_mask`` and, when present, ``rollout_log_probs``, which must be
             aligned with the response, and ``token_versions`` (:func:`require_sampled`).
-        decode: token ids to text, for the message.
 
     Raises:
         InvariantError: a sample breaks the rule; the message names the first one.
@@ -160,7 +145,6 @@ def require_sampled(batch: Batch, decode: Decode | None = None) -> None:
     Args:
         batch: columns ``response_ids`` and ``response_mask``; ``token_versions``, where present, is -1 on tokens of tools, users and
             templates.
-        decode: token ids to text, for the message.
 
     Raises:
         InvariantError: such a token has mask 1; the message counts them and shows the first.

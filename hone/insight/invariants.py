@@ -71,17 +71,11 @@ class Update(Protocol):
 
 @dataclass(frozen=True)
 class Violation:
-    """A tolerated violation.
-
-    Attributes:
-        code: code of the invariant.
-        message: description with numbers.
-        where: sample concerned.
-    """
+    """A tolerated violation."""
 
     code: str
-    message: str
-    where: str = ""
+    message: str  # description with numbers
+    where: str = ""  # sample concerned
 
 
 class Invariants:
@@ -115,11 +109,9 @@ class Invariants:
     # every step, before the update -----------------------------------------------------------------------------------
 
     def check_groups(self, uids: Sequence[str], n: int) -> None:
-        """Check D-uid: every prompt group has n members."""
         require_groups(uids, n)
 
     def check_mask(self, batch: Batch) -> None:
-        """Check D-mask: see :func:`~hone.insight.invariant_checks.require_masks`."""
         require_masks(batch, self._decode)
 
     def check_ids(self, batch: Batch, emitted: Sequence[str] | None = None) -> None:
@@ -141,7 +133,6 @@ class Invariants:
         Args:
             stage: name of the check; consecutive failures are counted per name.
             values: one row per sample, or a single number.
-            batch: samples, for the message and the dump.
 
         Returns:
             None if all values are finite, else the violation: the caller must then skip the update.
@@ -209,10 +200,8 @@ class Invariants:
         """Check D-sync: engine and trainer agree on log-probs about as well as after the first sync.
 
         Args:
-            engine: log-probs that the engine reports.
             trainer: log-probs that the trainer computes with the weights that the engine should have.
             batch: samples; ``batch.response_mask`` selects the tokens unless ``mask`` is given.
-            mask: 1 on tokens to compare.
             fixed: whether the rows are the same fixed prompts at every call. Then an engine whose numbers do not change in the
                 last bit while the trainer's do has not received the weights, however small the gap still is.
 
@@ -277,7 +266,6 @@ class Invariants:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`."""
         self._nonfinite = Counter(state["nonfinite"])
         self._baseline = state["baseline"]
         anchor = state["anchor"]

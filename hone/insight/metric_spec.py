@@ -10,8 +10,7 @@ class Reduction(Enum):
     """Rule that reduces several values of one step to one number."""
 
     SUM = "sum"
-    MEAN = "mean"
-    """Weighted by tokens or sequences, as given by the caller."""
+    MEAN = "mean"  # weighted by tokens or sequences, as given by the caller
     MAX = "max"
     MIN = "min"
     LAST = "last"
@@ -19,16 +18,9 @@ class Reduction(Enum):
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """The declaration of one metric.
+    """The declaration of one metric."""
 
-    Attributes:
-        name: exact name, or a pattern with ``<placeholders>``.
-        unit: unit of the value.
-        reduction: rule that combines the values of one step.
-        meaning: description in a sentence.
-    """
-
-    name: str
+    name: str  # exact name, or a pattern with ``<placeholders>``
     unit: str
     reduction: Reduction
     meaning: str

@@ -5,13 +5,15 @@ Names follow the ecosystem. ``<x>`` in a name means any text, ``<n>`` a number.
 
 from __future__ import annotations
 
-from hone.insight.coverage_metrics import COVERAGE_METRICS
-from hone.insight.distillation_metrics import DISTILLATION_METRICS
 from hone.insight.episode_metrics import EPISODE_METRICS
 from hone.insight.metric_spec import MetricSpec, Reduction
-from hone.insight.preference_metrics import PREFERENCE_METRICS
-from hone.insight.replica_metrics import REPLICA_METRICS
-from hone.insight.stream_metrics import STREAM_METRICS
+from hone.insight.special_metrics import (
+    COVERAGE_METRICS,
+    DISTILLATION_METRICS,
+    PREFERENCE_METRICS,
+    REPLICA_METRICS,
+    STREAM_METRICS,
+)
 
 __all__ = ["GROUPS", "METRICS", "MetricSpec", "Reduction"]
 
@@ -492,5 +494,4 @@ GROUPS: dict[str, tuple[MetricSpec, ...]] = {
 }
 """The table in sections, as documented."""
 
-METRICS: tuple[MetricSpec, ...] = tuple(spec for group in GROUPS.values() for spec in group)
-"""Every metric."""
+METRICS: tuple[MetricSpec, ...] = tuple(spec for group in GROUPS.values() for spec in group)  # every metric

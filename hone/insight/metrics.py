@@ -136,7 +136,6 @@ class MetricStore:
         self._values.setdefault(name, []).append((_stored(name, value), weight))
 
     def update(self, metrics: dict[str, Any], weight: float = 1.0) -> None:
-        """Call :meth:`add` for every entry of ``metrics``."""
         for name, value in metrics.items():
             self.add(name, value, weight)
 
@@ -150,7 +149,6 @@ class MetricStore:
             self.add(f"timing_s/{stage}", time.perf_counter() - start)
 
     def merge(self, other: MetricStore) -> None:
-        """Append the observations of another store to those of this one."""
         for name, observations in other._values.items():
             self._values.setdefault(name, []).extend(observations)
 

@@ -20,36 +20,24 @@ REQUEST, ANSWER, _TAKEN = "replicas.request.json", "replicas.json", ".replicas.r
 
 @dataclass(frozen=True)
 class ReplicaRequest:
-    """Request to report on the replicas, and to change their number.
+    """Request to report on the replicas, and to change their number."""
 
-    Attributes:
-        replicas: wanted number per rollout worker; None changes nothing.
-        key: identity of the request, which its answer repeats.
-    """
-
-    replicas: int | None = None
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    replicas: int | None = None  # wanted number per rollout worker; None changes nothing
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)  # identity of the request, which its answer repeats
 
 
 @dataclass(frozen=True)
 class ReplicaAnswer:
-    """Answer of the run.
-
-    Attributes:
-        key: identity of the request.
-        at: time of the answer.
-        wanted: wanted number of replicas per rollout worker.
-        limit: maximum of that number.
-        replicas: report on each replica: number, worker, state, requests, limit, version of its weights, starts, problem.
-        refused: what, why and fix of the error if the request was refused; empty otherwise.
-    """
+    """Answer of the run."""
 
     key: str
-    wanted: int
-    limit: int
+    wanted: int  # wanted number of replicas per rollout worker
+    limit: int  # maximum of that number
+    # report on each replica: number, worker, state, requests, limit, version of its weights, starts, problem
     replicas: list[dict[str, Any]]
+    # what, why and fix of the error if the request was refused; empty otherwise
     refused: dict[str, str] = field(default_factory=dict)
-    at: str = field(default_factory=now)
+    at: str = field(default_factory=now)  # time of the answer
 
 
 def send_request(run: Path, request: ReplicaRequest) -> None:
@@ -86,16 +74,11 @@ def take_request(run: Path) -> ReplicaRequest | None:
 
 
 def withdraw_request(run: Path) -> None:
-    """Remove a request that the run has not taken."""
     (run / REQUEST).unlink(missing_ok=True)
 
 
 def write_answer(run: Path, answer: ReplicaAnswer) -> None:
-    """Write the run's answer.
-
-    Raises:
-        HoneError: the disk is full.
-    """
+    """Write the run's answer."""
     write_atomically(run / ANSWER, json.dumps(asdict(answer), indent=2))
 
 

@@ -44,7 +44,7 @@ from hone.data.images import ImageData
 from hone.insight import environment
 from hone.insight.archive.images import write_image
 from hone.insight.archive.write import to_table, write_step
-from hone.insight.records import trajectory_record
+from hone.insight.records import sampled_traces, trajectory_record
 from hone.insight.redaction import redact_command, redact_text, redact_tree
 from hone.insight.run_files import (
     ALERTS_FILE,
@@ -63,7 +63,6 @@ from hone.insight.run_files import (
     write_atomically,
 )
 from hone.insight.step_lines import StepLines
-from hone.insight.traces import sampled_traces
 from hone.text import read_yaml
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
@@ -71,8 +70,7 @@ __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_HASHED = 2**28
-"""Bytes at the beginning and at the end of a file of data that its hash covers."""
+_HASHED = 2**28  # bytes at the beginning and at the end of a file of data that its hash covers
 log = logging.getLogger("hone.insight")
 
 _STEP_FILE = re.compile(r"step_(\d+)\.(?:parquet|txt)")
@@ -83,8 +81,7 @@ class RunStatus(StrEnum):
 
     RUNNING = "running"
     FINISHED = "finished"
-    INTERRUPTED = "interrupted"
-    """Ended by a signal, resumable."""
+    INTERRUPTED = "interrupted"  # ended by a signal, resumable
     FAILED = "failed"
 
 
@@ -95,9 +92,6 @@ class RunDirectory:
     >>> run.start(seed=1, config_yaml=to_yaml(config))                  # doctest: +SKIP
     >>> run.log_metrics(1, {"actor/pg_loss": 0.1})                      # doctest: +SKIP
     >>> run.update_status("finished", exit_reason="all steps done")     # doctest: +SKIP
-
-    Args:
-        path: the directory; created if absent.
 
     Raises:
         HoneError: the directory cannot be created or written.
@@ -175,8 +169,6 @@ class RunDirectory:
         """Write the samples of a training step to the archive, and some episodes as text.
 
         Args:
-            step: number of the step.
-            table: samples with all columns of the archive.
             rows: number of sequences of the step; None if all are in the table.
         """
         traces = sampled_traces(table)
@@ -185,7 +177,7 @@ class RunDirectory:
         return write_step(self.rollouts, step, table, rows=rows)
 
     def write_images(self, images: Iterable[ImageData], archive: Path) -> None:
-        """Write the images of archived samples to ``images`` in the archive's folder, each once, under the key that its token ids have."""
+        """Write the images of archived samples, each once, under the key that its token ids have."""
         for image in {image.key: image for image in images}.values():
             write_image(archive, image)
 
@@ -206,7 +198,6 @@ class RunDirectory:
         """Store what this process's run is made of in ``run.json``; :meth:`start` keeps it.
 
         Args:
-            plan: the predicted memory.
             downloads: repositories of the hub by key, with commits and file hashes.
         """
         self._write_run(self._run() | {"plan": plan, "downloads": dict(downloads or {}), "pid": os.getpid()})
@@ -224,9 +215,6 @@ class RunDirectory:
         """Write ``config.yaml`` and ``run.json`` with status ``running``. A resumed run keeps its first start time.
 
         Args:
-            seed: the run seed.
-            config_yaml: the resolved config.
-            command: the command line; None: this process's.
             last_step: step of the checkpoint that a resumed run continues, None for a fresh run.
             rewards: sources of the scores, with a hash of their code. A change since the start of the run gives a warning.
             agent_contract: version and hashes of what the policy expects as an agent; None or empty for single turns.
@@ -290,9 +278,6 @@ class RunDirectory:
         """Change the status in ``run.json``, atomically; a status other than ``running`` also sets the end time.
 
         Args:
-            status: new status of the run.
-            exit_reason: reason for the end.
-            last_step: last completed step.
             memory: GiB of each process, by ``pool[rank]``.
 
         Raises:

@@ -37,17 +37,12 @@ _UNSUPPORTED = frozenset((errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EOPNOT
 
 @dataclass(frozen=True)
 class LockOwner:
-    """Process that holds a lock, as its file records it.
-
-    Attributes:
-        pid, host: identity of the process.
-        started: time at which it took the lock.
-        born: start of the process in clock ticks since boot; it distinguishes it from a later process with the same id.
-    """
+    """Process that holds a lock, as its file records it."""
 
     pid: int
     host: str
-    started: str
+    started: str  # time at which it took the lock
+    # start of the process in clock ticks since boot; it distinguishes it from a later process with the same id
     born: int | None
 
     def __str__(self) -> str:
@@ -55,7 +50,6 @@ class LockOwner:
 
     @classmethod
     def this_process(cls) -> LockOwner:
-        """Return the record of this process."""
         return cls(os.getpid(), socket.gethostname(), now(), birth(os.getpid()))
 
     def is_alive(self) -> bool:

@@ -23,8 +23,7 @@ from typing import IO
 
 REQUEST = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (7 if hasattr(signal, "SIGRTMIN") else 0)
 """Signal that the interpreter, Ray and batch systems do not use."""
-PATIENCE = 2.0
-"""Seconds that processes have to answer."""
+PATIENCE = 2.0  # seconds that processes have to answer
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
@@ -50,21 +49,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class ThreadStacks:
-    """Stacks of the threads of one process.
+    """Stacks of the threads of one process."""
 
-    Attributes:
-        text: stacks of all threads, as written.
-        frames: frames of the working thread, the innermost first; empty if unknown.
-        problem: reason for a missing text; empty otherwise.
-    """
-
-    text: str
-    frames: tuple[Frame, ...] = ()
-    problem: str = ""
+    text: str  # stacks of all threads, as written
+    frames: tuple[Frame, ...] = ()  # frames of the working thread, the innermost first; empty if unknown
+    problem: str = ""  # reason for a missing text; empty otherwise
 
     @property
     def innermost(self) -> Frame | None:
-        """Return the innermost frame of the working thread."""
         return self.frames[0] if self.frames else None
 
     @property
@@ -85,7 +77,6 @@ def answer_requests(file: Path) -> None:
 
 
 def stop_answering() -> None:
-    """Stop answering."""
     global _file
     if _file is not None:
         faulthandler.unregister(REQUEST)
@@ -133,7 +124,6 @@ def parse(text: str, thread: int) -> tuple[Frame, ...]:
     """Return the frames of one thread in the output of faulthandler or py-spy, the innermost first.
 
     Args:
-        text: the output.
         thread: identity of the thread; 0 or unknown: the main thread, which faulthandler writes last.
     """
     threads: dict[int, list[Frame]] = {}

@@ -16,11 +16,7 @@ from hone.insight.run_files import disk_errors, read_rows, write_atomically
 
 
 class StepLines:
-    """Writer of one such file. The file is created by the first step.
-
-    Args:
-        path: the file.
-    """
+    """Writer of one such file. The file is created by the first step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

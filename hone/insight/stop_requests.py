@@ -23,31 +23,23 @@ from hone.errors import HoneError
 from hone.insight.run_files import author, now, write_atomically
 
 STOP = "STOP"
-PERIOD = 0.5
-"""Seconds between two looks for a request to stop at once."""
+PERIOD = 0.5  # seconds between two looks for a request to stop at once
 GRACE = 10.0
 """Seconds that a run and its tools have to end by themselves after such a request; then their processes are killed."""
-INTERRUPTED = 130
-"""Exit code of a run that was stopped at once."""
+INTERRUPTED = 130  # exit code of a run that was stopped at once
 
 log = logging.getLogger("hone")
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Request to stop a run.
+    """Request to stop a run."""
 
-    Attributes:
-        at_once: True ends it with its tools within :data:`GRACE` seconds; False ends it after its step, and saves.
-        reason: in words.
-        by: user and machine.
-        at: time of the request.
-    """
-
+    # True ends it with its tools within :data:`GRACE` seconds; False ends it after its step, and saves
     at_once: bool = False
     reason: str = ""
-    by: str = field(default_factory=author)
-    at: str = field(default_factory=now)
+    by: str = field(default_factory=author)  # user and machine
+    at: str = field(default_factory=now)  # time of the request
 
     def __str__(self) -> str:
         return f"{self.by} at {self.at}{f': {self.reason}' if self.reason else ''}"
@@ -82,11 +74,7 @@ def clear_stop(run: Path) -> bool:
 
 
 def check_may_start(run: Path) -> None:
-    """Check that the run was not stopped.
-
-    Raises:
-        HoneError: there is a request from before its start.
-    """
+    """Raise HoneError if there is a stop request from before the run's start."""
     request = read_stop(run)
     if request is not None:
         raise HoneError(
@@ -102,7 +90,6 @@ class StopWatch:
     """Thread that ends this process when somebody requests a stop at once.
 
     Args:
-        run: run directory.
         interrupt: called once with the request, before SIGTERM.
         kill: called if the process has not ended after :data:`GRACE` seconds, before it is killed with its children.
     """

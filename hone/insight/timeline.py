@@ -23,20 +23,13 @@ _FLUSH_SECONDS = 1.0
 
 
 class DoneSpan(NamedTuple):
-    """One finished activity.
+    """One finished activity."""
 
-    Attributes:
-        what: work that was done, or thing that was waited for.
-        begin, end: wall times in seconds.
-        thread: identity of the thread that began it.
-        waits: whether it was a wait for something outside the process.
-    """
-
-    what: str
-    begin: float
+    what: str  # work that was done, or thing that was waited for
+    begin: float  # wall times in seconds
     end: float
-    thread: int
-    waits: bool
+    thread: int  # identity of the thread that began it
+    waits: bool  # whether it was a wait for something outside the process
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,6 @@ class ProcessTimeline:
 
     @property
     def name(self) -> str:
-        """Return ``role``, or ``role[rank]``."""
         return self.role if self.rank is None else f"{self.role}[{self.rank}]"
 
 

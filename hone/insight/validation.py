@@ -28,12 +28,10 @@ def validation_metrics(
     (``std@n``, ``worst@k``, smaller k = 2, 4, 8, ..., other keys) ``val-aux/<source>/<key>/...``.
 
     Args:
-        data_sources: kind of problem of each response.
         uids: problem of each response; every (source, uid) has n responses.
         infos: per-response values by key: ``reward``, ``acc``, other terms (numbers or booleans), ``pred`` (any answer;
             None, a missing answer, votes as a separate answer). Keys without numbers are skipped. None means that
             the response has no such value; a problem with fewer than k values counts with all it has.
-        n: responses per problem.
 
     Returns:
         Metric name to value, sorted by name.

@@ -33,14 +33,10 @@ from hone.text import valid_data
 log = logging.getLogger("hone")
 
 SCHEMES = ("https://", "http://")
-TIMEOUT = 5.0
-"""Seconds that a try may wait for the other side."""
-PAUSES = (1.0, 3.0)
-"""Seconds before the second and the third try."""
-PATIENCE = 15.0
-"""Seconds that the end of a run waits for notices under way."""
-WAITING = 100
-"""Notices that wait; further ones are not sent."""
+TIMEOUT = 5.0  # seconds that a try may wait for the other side
+PAUSES = (1.0, 3.0)  # seconds before the second and the third try
+PATIENCE = 15.0  # seconds that the end of a run waits for notices under way
+WAITING = 100  # notices that wait; further ones are not sent
 _LATER = {408, 425, 429}
 _CAUSES = 3
 
@@ -49,7 +45,6 @@ class Webhook:
     """Sender of notices to one URL.
 
     Args:
-        url: address that gets the POST.
         run: name of the run in notices.
 
     Attributes:
@@ -87,11 +82,7 @@ class Webhook:
             self._give_up(f"{WAITING} notices wait")
 
     def close(self, patience: float = PATIENCE) -> dict[str, Any]:
-        """Wait for the notices under way, and return the counts; those that are left count as failed.
-
-        Args:
-            patience: most seconds to wait.
-        """
+        """Wait for the notices under way, and return the counts; those that are left count as failed."""
         if self._thread is not None:
             end = time.monotonic() + patience
             with contextlib.suppress(queue.Full):
@@ -162,11 +153,7 @@ def is_address(url: str) -> bool:
 
 
 def check_address(url: str) -> None:
-    """Check the address of a webhook.
-
-    Raises:
-        ConfigError: it is not an http or https address.
-    """
+    """Raise ConfigError unless the text is an http or https address."""
     if not is_address(url):
         raise ConfigError(
             f"the webhook is a text of {len(url)} characters that is not an http or https address",

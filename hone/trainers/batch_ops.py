@@ -28,9 +28,8 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import decoded, outside_tokenizer, token_texts
 from hone.data.types import Sample
-from hone.insight.archive.background import BackgroundWriter
 from hone.insight.archive.read import table_records
-from hone.insight.archive.write import write_vocabulary
+from hone.insight.archive.write import BackgroundWriter, write_vocabulary
 from hone.insight.invariant_checks import require_version
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore

@@ -37,9 +37,8 @@ from hone.generation import ENGINES
 from hone.generation.protocol import Constraint, Engine, SamplingParams
 from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
-from hone.insight.records import shown_score
+from hone.insight.records import shown_score, trace
 from hone.insight.run_files import containing_run, read_run
-from hone.insight.traces import trace
 from hone.models.devices import dtype_on
 from hone.models.loading import load_policy
 from hone.progress import progress

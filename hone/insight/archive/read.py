@@ -22,17 +22,12 @@ from hone.insight.archive.write import STEP_FILE, VOCABULARY
 
 _MOST_BYTES, _MOST_GROWTH, _ROWS = 2**26, 500, 16
 """Bytes that a file of a step may become at least, as a multiple of its own, and the rows that are read between two looks."""
-_BATCH = 256
-"""Rows that are held as Python objects at once."""
+_BATCH = 256  # rows that are held as Python objects at once
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Rollouts of a run by step. Each call lists the files again, so a run that trains can be read.
-
-    Attributes:
-        folder: folder with the files of the steps.
-    """
+    """Rollouts of a run by step."""
 
     folder: Path
 
@@ -46,7 +41,6 @@ class Archive:
         """Return the sequences of a step one by one, in the order of the batch.
 
         Args:
-            step: step with a file.
             columns: names of the values in a record; None for all. Columns that are not named are not read.
             uid: prompt group; None for all.
 
@@ -77,10 +71,8 @@ class Archive:
         return table.take(pa.array(chosen, pa.int64())).select(names)
 
     def complete(self, step: int) -> bool:
-        """Return whether the file of a step has all its sequences, not only those of the prompts stored at every step.
-
-        Raises:
-            HoneError: see :meth:`records`.
+        """Return whether the file of a step has all its sequences, not only those of the prompts stored at every
+        step.
         """
         with self._open(step) as file:
             return int(file.schema_arrow.metadata[ROWS_KEY]) == file.metadata.num_rows

@@ -20,29 +20,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 1
-"""Version of the format."""
-VERSION_KEY, ROWS_KEY = b"hone.archive", b"hone.rows"
-"""Keys of the metadata of a file."""
+VERSION = 1  # version of the format
+VERSION_KEY, ROWS_KEY = b"hone.archive", b"hone.rows"  # keys of the metadata of a file
 INT, FLOAT, NUMBER, TEXT, JSON = "int32", "float32", "float64", "string", "json"
 IDS, INTS, FLOATS = "list<int64>", "list<int32>", "list<float32>"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the archive.
-
-    Attributes:
-        name: name in the file.
-        kind: arrow type; ``json`` is a string with JSON.
-        about: meaning, with its unit.
-        required: True if no row may lack a value.
-    """
+    """One column of the archive."""
 
     name: str
-    kind: str
-    about: str
-    required: bool = False
+    kind: str  # arrow type; ``json`` is a string with JSON
+    about: str  # meaning, with its unit
+    required: bool = False  # True if no row may lack a value
 
     @property
     def by_token(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,15 @@ from hone.insight.redaction import redact_credentials
 from hone.insight.run_files import atomic_file, jsonable
 from hone.text import valid_text
 
+log = logging.getLogger("hone.insight")
+
 VOCABULARY = "vocabulary.parquet"
 STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _ROW_GROUP = 1000
-_SPELLED = ("prompt", "messages", "text", "episode")
-"""Columns whose text the token ids of the row spell."""
+_SPELLED = ("prompt", "messages", "text", "episode")  # columns whose text the token ids of the row spell
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return the file of a step in a folder of the archive."""
     return folder / f"step_{step}.parquet"
 
 
@@ -68,9 +70,6 @@ def write_step(folder: Path, step: int, table: pa.Table, *, rows: int | None = N
     """Write the file of a step under another name and rename it into place; return its path.
 
     Args:
-        folder: folder of the archive, created if absent.
-        step: number of the step.
-        table: see :func:`to_table`.
         rows: number of sequences of the step; None if all are in the table.
 
     Raises:
@@ -124,3 +123,44 @@ def _without_ids(table: pa.Table, rows: set[int]) -> pa.Table:
         place = table.schema.get_field_index(name)
         table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
     return table
+
+
+class BackgroundWriter:
+    """Writer of one file after the other in a thread. An error is raised by the next call.
+
+    >>> writer, written = BackgroundWriter(), []
+    >>> writer.submit(lambda: written.append(1))
+    >>> writer.wait()
+    >>> written
+    [1]
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "rollout archive")
+        self._pending: Future[object] | None = None
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Begin to write once the previous file is written.
+
+        Raises:
+            HoneError: the previous file could not be written.
+        """
+        self.wait()
+        self._pending = self._thread.submit(write)
+
+    def wait(self) -> None:
+        """Wait until the last file is written.
+
+        Raises:
+            HoneError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Finish the last file and end the thread; an error that no call has raised is logged."""
+        pending, self._pending = self._pending, None
+        self._thread.shutdown()
+        if pending is not None and (error := pending.exception()) is not None:
+            log.error("the rollout archive lacks its last file: %s", error)

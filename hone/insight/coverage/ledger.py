@@ -14,21 +14,16 @@ from hone.insight.step_lines import StepLines
 EQUAL_ANSWERS = "all answers equally good"
 """Filter reason of dynamic sampling. It selects by reward, so a difference in reward is by design."""
 
-NO_VERDICT = "too few verdicts"
-"""Reason of a failed draw: fewer than two of its episodes could be judged."""
-QUARANTINED = "quarantine"
-"""Filter reason of a row that ``data.quarantine`` names."""
+NO_VERDICT = "too few verdicts"  # reason of a failed draw: fewer than two of its episodes could be judged
+QUARANTINED = "quarantine"  # filter reason of a row that ``data.quarantine`` names
 
 
 class Stage(StrEnum):
     """Stage of an open draw."""
 
-    WAITING = "waiting"
-    """Taken from the sampler; no episode has begun."""
-    IN_FLIGHT = "in_flight"
-    """Its episodes are being played."""
-    FINISHED = "finished"
-    """Its group is complete and not trained yet."""
+    WAITING = "waiting"  # taken from the sampler; no episode has begun
+    IN_FLIGHT = "in_flight"  # its episodes are being played
+    FINISHED = "finished"  # its group is complete and not trained yet
 
 
 class Fate(StrEnum):
@@ -37,31 +32,20 @@ class Fate(StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"
     FAILED = "failed"
-    TOO_OLD = "too_old"
-    """Discarded because it exceeded the staleness bound."""
+    TOO_OLD = "too_old"  # discarded because it exceeded the staleness bound
 
 
 @dataclass
 class OpenDraw:
-    """One draw without a fate.
+    """One draw without a fate."""
 
-    Attributes:
-        draw: number of the draw over the whole run, from 0.
-        row: dataset row.
-        epoch: pass over the data, from 0.
-        stage: current stage.
-        uid: identity of the prompt group, known from admission.
-        source: ``data_source`` of the row, known from admission.
-        prompt_tokens: length of the prompt, if known.
-    """
-
-    draw: int
+    draw: int  # number of the draw over the whole run, from 0
     row: int
-    epoch: int
-    stage: Stage = Stage.WAITING
-    uid: str = ""
-    source: str = ""
-    prompt_tokens: int | None = None
+    epoch: int  # pass over the data, from 0
+    stage: Stage = Stage.WAITING  # current stage
+    uid: str = ""  # identity of the prompt group, known from admission
+    source: str = ""  # ``data_source`` of the row, known from admission
+    prompt_tokens: int | None = None  # length of the prompt, if known
 
 
 class CoverageLedger:
@@ -128,7 +112,6 @@ class CoverageLedger:
         """Record the fate of a finished draw that took part in a weight update.
 
         Args:
-            draw: number of the draw.
             lag: weight updates between admission and training.
             reward: mean reward of the group.
             tokens: mean response length of the group.
@@ -173,7 +156,6 @@ class CoverageLedger:
     # state -----------------------------------------------------------------------------------------------------------
 
     def open_draws(self) -> list[OpenDraw]:
-        """Return all draws without a fate, in order of drawing."""
         return list(self._open.values())
 
     def counts(self) -> dict[str, int]:

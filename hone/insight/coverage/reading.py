@@ -15,52 +15,32 @@ from hone.insight.run_files import COVERAGE_FILE, read_rows
 
 @dataclass(frozen=True, slots=True)
 class EndedDraw:
-    """One draw with its fate, as in ``coverage.jsonl``; None is an unknown value.
+    """One draw with its fate, as in ``coverage.jsonl``; None is an unknown value."""
 
-    Attributes:
-        step: step in which the draw got its fate.
-        draw: number of the draw over the whole run.
-        row: dataset row.
-        epoch: pass over the data.
-        uid: identity of the prompt group.
-        source: ``data_source`` of the row.
-        fate: end of the draw.
-        lag: weight updates between admission and training.
-        reason: reason of a filter or a failure.
-        reward: mean reward of the group.
-        tokens: mean response length of the group.
-        prompt_tokens: length of the prompt.
-    """
-
-    step: int
-    draw: int
+    step: int  # step in which the draw got its fate
+    draw: int  # number of the draw over the whole run
     row: int
     epoch: int
     uid: str
     source: str
     fate: str
-    lag: int | None = None
-    reason: str | None = None
-    reward: float | None = None
-    tokens: float | None = None
+    lag: int | None = None  # weight updates between admission and training
+    reason: str | None = None  # reason of a filter or a failure
+    reward: float | None = None  # mean reward of the group
+    tokens: float | None = None  # mean response length of the group
     prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Contents of a ``coverage.jsonl``.
+    """Contents of a ``coverage.jsonl``."""
 
-    Attributes:
-        draws: draws with a fate, in order of their fates.
-        steps: step to its counts, as :meth:`CoverageLedger.counts` returned them.
-        open_by_epoch: number of open draws at the last step, by epoch and stage.
-        problem: first violated invariant; None if the file is consistent.
-    """
-
-    draws: list[EndedDraw] = field(default_factory=list)
+    draws: list[EndedDraw] = field(default_factory=list)  # draws with a fate, in order of their fates
+    # step to its counts, as :meth:`CoverageLedger.counts` returned them
     steps: dict[int, dict[str, int]] = field(default_factory=dict)
+    # number of open draws at the last step, by epoch and stage
     open_by_epoch: dict[int, dict[str, int]] = field(default_factory=dict)
-    problem: str | None = None
+    problem: str | None = None  # first violated invariant; None if the file is consistent
 
     @property
     def counts(self) -> dict[str, int]:

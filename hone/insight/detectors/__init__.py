@@ -37,11 +37,6 @@ DETECTORS: tuple[type[Detector], ...] = (
 
 
 def build_detectors(settings: Settings, ignore: Iterable[str] = ()) -> list[Detector]:
-    """Return new detectors for a run.
-
-    Args:
-        settings: configuration of the run, flat.
-        ignore: names of detectors to leave out.
-    """
+    """Return new detectors for a run."""
     left_out = set(ignore)
     return [detector(settings) for detector in DETECTORS if detector.name not in left_out]

@@ -12,67 +12,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-Settings = Mapping[str, Any]
-"""Configuration of a run, flat: dotted key to value."""
-Metrics = Mapping[str, float]
-"""Metrics of a step."""
+Settings = Mapping[str, Any]  # configuration of a run, flat: dotted key to value
+Metrics = Mapping[str, float]  # metrics of a step
 
 WARNING, ERROR = "warning", "error"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Likely cause of a symptom.
+    """Likely cause of a symptom."""
 
-    Attributes:
-        evidence: what was measured, with numbers.
-        fix: what to change, with the exact keys.
-    """
-
-    evidence: str
-    fix: str
+    evidence: str  # what was measured, with numbers
+    fix: str  # what to change, with the exact keys
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """Symptom in the metrics of a step.
+    """Symptom in the metrics of a step."""
 
-    Attributes:
-        severity: ``warning`` or ``error``.
-        what: the symptom, with figures.
-        causes: likely causes, the most likely first.
-    """
-
-    severity: str
-    what: str
-    causes: tuple[Cause, ...]
+    severity: str  # ``warning`` or ``error``
+    what: str  # the symptom, with figures
+    causes: tuple[Cause, ...]  # likely causes, the most likely first
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Report of a detector.
-
-    Attributes:
-        detector: its name.
-        step: step that showed the symptom first.
-        severity: ``warning`` or ``error``.
-        what: the symptom, with figures.
-        why: why it matters.
-        causes: likely causes, the most likely first.
-        samples: step, uid and index of samples to look at, in the archive.
-    """
+    """Report of a detector."""
 
     detector: str
-    step: int
-    severity: str
-    what: str
-    why: str
-    causes: tuple[Cause, ...]
-    samples: tuple[Mapping[str, Any], ...] = ()
+    step: int  # step that showed the symptom first
+    severity: str  # ``warning`` or ``error``
+    what: str  # the symptom, with figures
+    why: str  # why it matters
+    causes: tuple[Cause, ...]  # likely causes, the most likely first
+    samples: tuple[Mapping[str, Any], ...] = ()  # step, uid and index of samples to look at, in the archive
 
     @property
     def fix(self) -> str:
-        """Return the fix of the likeliest cause."""
         return self.causes[0].fix
 
     def record(self) -> dict[str, Any]:
@@ -92,7 +68,6 @@ def render_alert(record: Mapping[str, Any], run: str = "RUN") -> str:
     """Return an object of ``alerts.jsonl`` as text, with the command that shows its samples.
 
     Args:
-        record: the object, with its step.
         run: run directory, or its name.
     """
     lines = [f"alert, step {record['step']}, {record['detector']} ({record['severity']}): {record['what']}."]
@@ -105,32 +80,18 @@ def render_alert(record: Mapping[str, Any], run: str = "RUN") -> str:
 
 
 class Detector(ABC):
-    """Detector of one symptom.
+    """Detector of one symptom."""
 
-    Args:
-        settings: configuration of the run, flat.
-
-    Attributes:
-        name: name in ``insight.stop_on`` and ``insight.ignore``.
-        question: question of a user that it answers.
-        changes: what its alerts advise to change, in order, as Markdown.
-        reads: metrics that decide whether it fires; steps that have none of them are not counted.
-        fires: figures at which it fires, with their source.
-        why: why the symptom matters.
-        warm_up: steps before it can fire, counted from the start of the run.
-        cool_down: steps without the symptom that end an episode.
-        columns: columns of the archive that :meth:`concern` reads.
-    """
-
-    name: ClassVar[str]
-    question: ClassVar[str]
-    changes: ClassVar[str]
+    name: ClassVar[str]  # name in ``insight.stop_on`` and ``insight.ignore``
+    question: ClassVar[str]  # question of a user that it answers
+    changes: ClassVar[str]  # what its alerts advise to change, in order, as Markdown
+    # metrics that decide whether it fires; steps that have none of them are not counted
     reads: ClassVar[tuple[str, ...]]
-    fires: ClassVar[str]
-    why: ClassVar[str]
-    warm_up: ClassVar[int] = 0
-    cool_down: ClassVar[int] = 20
-    columns: ClassVar[tuple[str, ...]] = ("score",)
+    fires: ClassVar[str]  # figures at which it fires, with their source
+    why: ClassVar[str]  # why the symptom matters
+    warm_up: ClassVar[int] = 0  # steps before it can fire, counted from the start of the run
+    cool_down: ClassVar[int] = 20  # steps without the symptom that end an episode
+    columns: ClassVar[tuple[str, ...]] = ("score",)  # columns of the archive that :meth:`concern` reads
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

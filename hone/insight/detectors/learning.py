@@ -120,7 +120,6 @@ class GradientSpike(Detector):
         yield Cause(f"gradients are clipped at {clip:g}", f"{prefix}clip_grad={clip / 4:.3g}")
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer large advantages on unlikely tokens."""
         pairs = zip(record["advantages"] or (), record["old_log_probs"] or (), strict=False)
         return max((abs(advantage * log_prob) for advantage, log_prob in pairs), default=0.0)
 
@@ -205,7 +204,6 @@ class EngineMismatch(Detector):
             )
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer samples with a large gap."""
         pairs = zip(record["old_log_probs"] or (), record["rollout_log_probs"] or (), strict=False)
         return max((abs(trainer - engine) for trainer, engine in pairs), default=0.0)
 
@@ -257,6 +255,5 @@ class CriticLag(Detector):
             yield Cause(f"returns reach from {low:.3g} to {high:.3g}", "scale the reward to about -1 to 1")
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer samples with a large error of the critic."""
         pairs = zip(record["values"] or (), record["returns"] or (), strict=False)
         return max((abs(value - target) for value, target in pairs), default=0.0)

@@ -20,7 +20,6 @@ class _Moves(Detector):
     columns = ("old_log_probs", "new_log_probs")
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer samples with a large change of a log-prob."""
         old, new = record["old_log_probs"] or (), record["new_log_probs"] or ()
         return max((abs(after - before) for before, after in zip(old, new, strict=False)), default=0.0)
 
@@ -187,7 +186,6 @@ class ReferenceKL(_Moves):
             yield step
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer samples with a large gap to the reference."""
         old, reference = record["old_log_probs"] or (), record["ref_log_probs"] or ()
         return max((abs(one - other) for one, other in zip(old, reference, strict=False)), default=0.0)
 

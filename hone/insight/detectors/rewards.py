@@ -35,7 +35,6 @@ class ZeroReward(Detector):
         return Symptom(ERROR, f"every reward of the last {self._streak.length} steps is 0", causes)
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer responses that were cut."""
         return float(record["stop_reason"] == "length")
 
 
@@ -90,7 +89,6 @@ class FlatReward(Detector):
         yield Cause(f"the learning rate is {rate:.3g}", f"{key}={2 * setting(self.settings, key, 1e-6):.3g}")
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Take samples of any score, in the order of the archive."""
         return 0.0
 
 
@@ -145,7 +143,6 @@ class AdvantageShift(Detector):
         return Symptom(WARNING, f"advantages span {spread:.3g}, the median was {usual:.3g}", causes)
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer samples with large advantages."""
         return max(map(abs, record["advantages"] or [0.0]))
 
 
@@ -222,5 +219,4 @@ class RewardHacking(Detector):
         return Symptom(ERROR, what, tuple(causes))
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer high scores."""
         return record["score"] or 0.0

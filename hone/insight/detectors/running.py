@@ -71,7 +71,6 @@ class ToolCalls(Detector):
         yield Cause("updates unlearn the form of calls", slower(self.settings))
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer episodes with many calls that did not work."""
         calls = [call for turn in (record["episode"] or {}).get("turns", ()) for call in turn.get("calls", ())]
         return sum(call.get("status", "ok") != "ok" for call in calls)
 
@@ -156,7 +155,6 @@ class SlowSteps(Detector):
         return max(2 * workers, min(needed, responses))
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer slow samples."""
         return record["seconds"] or 0.0
 
 
@@ -231,5 +229,4 @@ class MemoryGrowth(Detector):
         )
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer long responses."""
         return len(record["response_ids"] or ())

@@ -9,15 +9,12 @@ from statistics import fmean, median, pstdev
 
 __all__ = ["Baseline", "Reward", "Streak", "fmean", "median", "pstdev", "rose", "window"]
 
-SOLVED = 0.9
-"""Share of the range of seen scores above which a task counts as solved. Proposal of Hone."""
+SOLVED = 0.9  # share of the range of seen scores above which a task counts as solved. Proposal of Hone
 
-GAIN = 0.1
-"""Share of that range by which a reward that rises gains over a window. Proposal of Hone."""
+GAIN = 0.1  # share of that range by which a reward that rises gains over a window. Proposal of Hone
 
 
 def window(size: int) -> deque[float]:
-    """Return an empty history of the latest ``size`` values."""
     return deque(maxlen=size)
 
 
@@ -44,11 +41,7 @@ class Streak:
 
 
 class Baseline:
-    """Mean of the first values of a run, frozen afterwards.
-
-    Args:
-        size: number of values.
-    """
+    """Mean of the first values of a run, frozen afterwards."""
 
     def __init__(self, size: int = 20) -> None:
         self._size, self._values = size, list[float]()
@@ -63,16 +56,11 @@ class Baseline:
 
     @property
     def mean(self) -> float:
-        """Return the mean of the values, 0 without any."""
         return fmean(self._values) if self._values else 0.0
 
 
 class Reward:
-    """Level and trend of the score over the latest steps.
-
-    Args:
-        size: number of steps.
-    """
+    """Level and trend of the score over the latest steps."""
 
     def __init__(self, size: int) -> None:
         self.means = window(size)
@@ -96,7 +84,6 @@ class Reward:
 
     @property
     def falls(self) -> bool:
-        """True if the mean score fell over the window."""
         return rose([-mean for mean in self.means])
 
     @property

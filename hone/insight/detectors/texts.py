@@ -76,7 +76,6 @@ class EntropyCollapse(_Entropy):
         )
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer samples of low entropy."""
         return -fmean(record["entropy"]) if record["entropy"] else -1e9
 
 
@@ -108,7 +107,6 @@ class EntropyRise(_Entropy):
         return Symptom(WARNING, f"the entropy is {level:.3g} nats, at the start it was {start:.3g}", tuple(causes))
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer samples of high entropy."""
         return fmean(record["entropy"]) if record["entropy"] else -1e9
 
 
@@ -166,5 +164,4 @@ class ResponseLength(Detector):
             yield Cause(f"the loss aggregation {mode} weighs tokens by the length", f"{ACTOR}.loss_agg_mode={other}")
 
     def concern(self, record: Mapping[str, Any]) -> float:
-        """Prefer long responses."""
         return len(record["response_ids"] or ())

@@ -39,7 +39,6 @@ def tuning(settings: Settings, seen: str) -> Iterator[Cause]:
     """Yield changes that make updates smaller, in the order in which to try them; without a policy the learning rate only.
 
     Args:
-        settings: configuration of the run.
         seen: what was measured, as evidence of the first change.
     """
     key = learning_rate_key(settings)

@@ -19,8 +19,7 @@ log = logging.getLogger("hone")
 
 TIMED = frozenset(detector.name for detector in DETECTORS if all(map(is_timing, detector.reads)))
 """Names of the detectors of wall time and memory, whose alerts differ between two runs of one seed."""
-SAMPLES = 5
-"""Samples that an alert names."""
+SAMPLES = 5  # samples that an alert names
 
 
 class Watch:
@@ -28,7 +27,6 @@ class Watch:
 
     Args:
         directory: run directory; alerts go to its ``alerts.jsonl``, and their counts to ``run.json``.
-        settings: configuration of the run, flat.
         ignore: names of detectors that do not run.
         stop_on: names of detectors whose alert ends the run.
 
@@ -82,9 +80,7 @@ def diagnose_run(run: Path, rows: Iterable[Mapping[str, float]], settings: Setti
     """Return the alerts that all detectors give for a run, with samples of its archive.
 
     Args:
-        run: run directory.
         rows: metrics by step, in order, each with its ``step``.
-        settings: configuration of the run, flat.
     """
     detectors = build_detectors(settings)
     return [
@@ -99,9 +95,7 @@ def concerned_samples(run: Path, step: int, detector: Detector) -> tuple[dict[st
     """Return step, uid and index of the samples that illustrate a detector's symptom best.
 
     Args:
-        run: run directory.
         step: step of the symptom; the nearest step in the archive is read.
-        detector: detector that orders the samples.
     """
     try:
         archive = open_archive(run)

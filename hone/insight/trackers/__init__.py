@@ -6,9 +6,8 @@
 >>> trackers.finish("finished")                                                                # doctest: +SKIP
 """
 
-from hone.insight.trackers.base import TRACKERS, CompositeTracker, RunInfo, Tracker, build_trackers
+from hone.insight.trackers.base import TRACKERS, CompositeTracker, JsonlTracker, RunInfo, Tracker, build_trackers
 from hone.insight.trackers.console import ConsoleTracker
-from hone.insight.trackers.jsonl import JsonlTracker
 from hone.insight.trackers.mlflow import MlflowTracker
 from hone.insight.trackers.otel import OtelTracker
 from hone.insight.trackers.shown import Rollouts

@@ -51,15 +51,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of the run for the constructor of a tracker.
-
-    Attributes:
-        run_dir: the run directory.
-        project: groups runs.
-        experiment: names the run.
-        config_yaml: the resolved config.
-        total_steps: number of steps of the run.
-    """
+    """Description of the run for the constructor of a tracker."""
 
     run_dir: RunDirectory
     project: str
@@ -72,8 +64,7 @@ class RunInfo:
         return redact_tree(yaml.safe_load(self.config_yaml) or {})
 
 
-SAMPLES = 8
-"""Sequences of a step that trackers show by default."""
+SAMPLES = 8  # sequences of a step that trackers show by default
 
 TRACKERS: Registry[Callable[[RunInfo], Tracker]] = Registry("tracker", key="trainer.logger")
 """Tracker factories by the name that trainer.logger lists."""
@@ -94,8 +85,6 @@ def build_trackers(
     On resume, rewind the run directory first: trackers continue from its last step.
 
     Args:
-        names: names of trackers.
-        run_dir, project, experiment, config_yaml, total_steps: see :class:`RunInfo`.
         samples: sequences of a step that trackers show; None for all in the archive.
 
     Raises:
@@ -127,12 +116,9 @@ def _start(name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> T
 class CompositeTracker:
     """Composite of all trackers; errors of the run's record propagate, those of other trackers do not.
 
-    Failures of other trackers never end the run. They are counted, the first of each tracker is logged with its traceback,
-    and the counts are logged at the end.
+    The latter are counted, the first of each tracker is logged with its traceback, and the counts are logged at the end.
 
     Args:
-        record: writes ``metrics.jsonl``.
-        others: other trackers by name.
         info: the run, whose rollouts and curves are shown; None shows metrics and alerts alone.
         samples: sequences of a step that are shown; None for all in the archive.
 
@@ -239,3 +225,18 @@ def require(module: str, *, tracker: str) -> ModuleType:
             where="trainer.logger",
             fix=f"pip install 'hone-rl[{tracker}]', or leave '{tracker}' out of trainer.logger",
         ) from error
+
+
+@TRACKERS.register("jsonl")
+class JsonlTracker(Tracker):
+    """Append one line per call; always on. A metric that its step has already is refused."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._run_dir = info.run_dir
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run_dir.log_metrics(step, metrics)
+
+    def finish(self, status: str) -> None:
+        del status
+        self._run_dir.close()

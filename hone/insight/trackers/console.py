@@ -15,8 +15,7 @@ from rich.text import Text
 from hone.insight.curves import svg_curve
 from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker
 
-_SECONDS = 0.5
-"""Shortest time between two updates, so that fast steps do not flood the notebook."""
+_SECONDS = 0.5  # shortest time between two updates, so that fast steps do not flood the notebook
 
 
 class NotebookDisplay:
@@ -35,9 +34,6 @@ class NotebookDisplay:
         """Show a step.
 
         Args:
-            line: text of the step.
-            step: number of the step.
-            metrics: metrics of the step.
             metric: metric of the curve, if no earlier step has one.
         """
         self._line, self._metric = line, self._metric or metric
@@ -74,11 +70,9 @@ _FIELDS = (
 )
 """Label, candidate metrics (the first existing one is shown), format."""
 
-_WIDE = 110
-"""Smallest number of columns for a progress bar."""
+_WIDE = 110  # smallest number of columns for a progress bar
 
-_PACE_WINDOW = 20
-"""Number of steps that the ETA is computed from."""
+_PACE_WINDOW = 20  # number of steps that the ETA is computed from
 
 
 @TRACKERS.register("console")
@@ -86,7 +80,6 @@ class ConsoleTracker(Tracker):
     """Show step, reward, KL, length, tokens/s and ETA; validation results remain as lines above.
 
     Args:
-        info: the run.
         console: output; None means standard output.
     """
 
@@ -111,7 +104,6 @@ class ConsoleTracker(Tracker):
             self._progress.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step."""
         if not self._times or step > self._times[-1][0]:
             self._times.append((step, time.monotonic()))
         summary = summarise(metrics)
@@ -131,7 +123,6 @@ class ConsoleTracker(Tracker):
             self._line("  ".join([head, *(fields if summary else []), *validation, eta]))
 
     def finish(self, status: str) -> None:
-        """End the live line, and show the status of the run with the last numbers."""
         if self._progress is not None:
             self._progress.stop()
         last = self._times[-1][0] if self._times else 0

@@ -21,8 +21,7 @@ from hone.insight.trackers.shown import COLUMNS, Rollouts
 _BATCH = 1000  # limit of metrics, and _PARAMS of parameters, in one MLflow request
 _PARAMS = 100
 _LONGEST_VALUE = 6000
-_TABLES = "mlflow.loggedArtifacts"
-"""Tag of a run that names its tables, so that MLflow shows them as such."""
+_TABLES = "mlflow.loggedArtifacts"  # tag of a run that names its tables, so that MLflow shows them as such
 
 
 @TRACKERS.register("mlflow")
@@ -51,7 +50,6 @@ class MlflowTracker(Tracker):
         self._identity = identity
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics of a step."""
         now = int(time.time() * 1000)
         entries = [self._entities.Metric(metric_key(name), value, now, step) for name, value in metrics.items()]
         for start in range(0, len(entries), _BATCH):
@@ -71,11 +69,9 @@ class MlflowTracker(Tracker):
         self._client.set_tag(self._identity, f"alert.{alert['detector']}", text)
 
     def picture(self, file: Path) -> None:
-        """Store the picture ``curves.png``."""
         self._client.log_artifact(self._identity, str(file))
 
     def finish(self, status: str) -> None:
-        """Close the run as FINISHED, KILLED (interrupted) or FAILED."""
         states = {"finished": "FINISHED", "interrupted": "KILLED"}
         self._client.set_terminated(self._identity, status=states.get(status, "FAILED"))
 

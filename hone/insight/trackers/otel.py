@@ -15,8 +15,7 @@ from typing import Any
 from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, require
 from hone.insight.trackers.shown import Rollouts, ending, mean_advantage, prompt_of, shortened
 
-_BATCH = 512
-"""Spans of one request."""
+_BATCH = 512  # spans of one request
 
 
 @TRACKERS.register("otel")
@@ -24,7 +23,6 @@ class OtelTracker(Tracker):
     """Export the sampled episodes of each archived step as traces; metrics are not exported.
 
     Args:
-        info: the run.
         exporter: a ``SpanExporter`` that takes the spans; None for the one that the environment names.
     """
 
@@ -49,7 +47,6 @@ class OtelTracker(Tracker):
         self._tracer = self._provider.get_tracer("hone")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ignore metrics."""
         del step, metrics
 
     def rollouts(self, rollouts: Rollouts) -> None:
@@ -68,7 +65,6 @@ class OtelTracker(Tracker):
                 raise ConnectionError("the OpenTelemetry receiver did not take the spans")
 
     def finish(self, status: str) -> None:
-        """Close the exporter."""
         del status
         self._provider.shutdown()
         self._exporter.shutdown()
@@ -180,5 +176,4 @@ def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clock(seconds: float) -> int:
-    """Return a time in nanoseconds, as OpenTelemetry counts it."""
     return round(seconds * 1e9)

@@ -19,8 +19,7 @@ _READ = (
     *("step", "uid", "index", "part", "fate", "prompt", "messages", "text", "ground_truth", "stop_reason", "seconds"),
     *("score", "terms", "error", "episode", "loss_mask", "advantages"),
 )
-_LONGEST = 1500
-"""Characters of a cell."""
+_LONGEST = 1500  # characters of a cell
 _CURVES = (
     *("critic/rewards/mean", "train/loss", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl", "actor/entropy"),
     *("actor/grad_norm", "response_length/mean", "rewards/accuracies", "val/loss", "val/rewards/accuracies"),
@@ -30,21 +29,13 @@ _CURVES = (
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Some sequences of a step, spread evenly over the archive's file.
+    """Some sequences of a step, spread evenly over the archive's file."""
 
-    Attributes:
-        kind: ``rollouts`` or ``validation``.
-        step: number of the step.
-        records: the sequences, as the archive has them; credentials are hidden there already.
-        total: number of sequences in the file.
-        written: time at which the file was written, in seconds since 1970.
-    """
-
-    kind: str
+    kind: str  # ``rollouts`` or ``validation``
     step: int
-    records: list[dict[str, Any]]
-    total: int
-    written: float
+    records: list[dict[str, Any]]  # the sequences, as the archive has them; credentials are hidden there already
+    total: int  # number of sequences in the file
+    written: float  # time at which the file was written, in seconds since 1970
 
     def rows(self) -> list[list[Any]]:
         """Return one row per sequence with the values of :data:`COLUMNS`; long texts are cut in the middle."""
@@ -55,7 +46,6 @@ class NewRollouts:
     """Sampled rollouts of the steps whose file appears in the archive after the start of the process.
 
     Args:
-        directory: run directory.
         limit: largest number of sequences of a step; None for all in the file, 0 for none.
     """
 

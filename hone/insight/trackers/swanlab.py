@@ -34,26 +34,21 @@ class SwanLabTracker(Tracker):
         info.run_dir.set_tracker_id("swanlab", identity)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics of a step."""
         self._last = step
         self._run.log(dict(metrics), step=step)
 
     def rollouts(self, rollouts: Rollouts) -> None:
-        """Log a table ``samples/rollouts`` or ``samples/validation``."""
         table = self._swanlab.echarts.Table()
         table.add(list(COLUMNS), [["" if value is None else value for value in row] for row in rollouts.rows()])
         self._run.log({f"samples/{rollouts.kind}": table}, step=rollouts.step)
 
     def alert(self, step: int, alert: Mapping[str, Any]) -> None:
-        """Log a text ``alerts/<detector>``."""
         text = self._swanlab.Text(render_alert({"step": step, **alert}), caption=alert["severity"])
         self._run.log({f"alerts/{alert['detector']}": text}, step=step)
 
     def picture(self, file: Path) -> None:
-        """Log the picture ``curves``."""
         self._run.log({"curves": self._swanlab.Image(str(file))}, step=self._last)
 
     def finish(self, status: str) -> None:
-        """Upload remaining data and close; an interrupted run is marked as aborted, a failed one as crashed."""
         states = {"finished": "success", "interrupted": "aborted"}
         self._swanlab.finish(states.get(status, "crashed"))

@@ -42,16 +42,13 @@ class TensorBoardTracker(Tracker):
             self._write_hyperparameters(metrics)
 
     def rollouts(self, rollouts: Rollouts) -> None:
-        """Write a table ``samples/rollouts`` or ``samples/validation``."""
         self._writer.add_text(f"samples/{rollouts.kind}", markdown_table(rollouts), rollouts.step)
 
     def alert(self, step: int, alert: Mapping[str, Any]) -> None:
-        """Write a text ``alerts/<detector>``."""
         text = html.escape(render_alert({"step": step, **alert})).replace("\n", "  \n")
         self._writer.add_text(f"alerts/{alert['detector']}", text, step)
 
     def picture(self, file: Path) -> None:
-        """Write the picture ``curves``."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         png = file.read_bytes()
@@ -62,7 +59,6 @@ class TensorBoardTracker(Tracker):
         )
 
     def finish(self, status: str) -> None:
-        """Flush and close."""
         del status
         self._writer.close()
 

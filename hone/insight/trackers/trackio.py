@@ -35,26 +35,21 @@ class TrackioTracker(Tracker):
         info.run_dir.set_tracker_id("trackio", name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics of a step."""
         self._last = step
         self._run.log(dict(metrics), step=step)
 
     def rollouts(self, rollouts: Rollouts) -> None:
-        """Log a table ``samples/rollouts`` or ``samples/validation``."""
         table = self._trackio.Table(columns=list(COLUMNS), data=rollouts.rows())
         self._run.log({f"samples/{rollouts.kind}": table}, step=rollouts.step)
 
     def alert(self, step: int, alert: Mapping[str, Any]) -> None:
-        """Send an alert of Trackio, which its page of alerts shows."""
         level = getattr(self._trackio.AlertLevel, "ERROR" if alert["severity"] == "error" else "WARN")
         text = render_alert({"step": step, **alert})
         self._run.alert(title=f"{alert['detector']}, step {step}", text=text, level=level, step=step)
 
     def picture(self, file: Path) -> None:
-        """Log the picture ``curves``."""
         self._run.log({"curves": self._trackio.Image(str(file))}, step=self._last)
 
     def finish(self, status: str) -> None:
-        """Write remaining data and close."""
         del status
         self._run.finish()

@@ -35,7 +35,6 @@ class WandbTracker(Tracker):
         info.run_dir.set_tracker_id("wandb", identity)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics of a step."""
         self._last = step
         self._run.log(dict(metrics), step=step)
 
@@ -45,16 +44,13 @@ class WandbTracker(Tracker):
         self._run.log({f"samples/{rollouts.kind}": table}, step=self._last)
 
     def alert(self, step: int, alert: Mapping[str, Any]) -> None:
-        """Send an alert of wandb, which the run's page shows."""
         level = getattr(self._wandb.AlertLevel, "ERROR" if alert["severity"] == "error" else "WARN")
         text = render_alert({"step": step, **alert})
         self._run.alert(title=f"{alert['detector']}, step {step}", text=text, level=level)
 
     def picture(self, file: Path) -> None:
-        """Log the picture ``curves``."""
         self._run.log({"curves": self._wandb.Image(str(file))}, step=self._last)
 
     def finish(self, status: str) -> None:
-        """Upload remaining data and close; any status but ``finished`` and ``interrupted`` marks the run as failed."""
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status in ("finished", "interrupted") else 1)

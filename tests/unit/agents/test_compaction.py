@@ -16,8 +16,7 @@ from hone.config.agents import CompactionConfig, MultiTurnConfig
 from hone.data.episode_log import CallStatus, EpisodeEnd
 from hone.data.trajectories import to_batch
 from hone.data.types import Trajectory
-from hone.insight.records import trajectory_record
-from hone.insight.traces import trace
+from hone.insight.records import trace, trajectory_record
 from hone.trainers.split_episodes import join_segments
 
 SCHEMA = {

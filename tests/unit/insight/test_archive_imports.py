@@ -26,7 +26,7 @@ from hone.cli.archive import app
 from hone.errors import DataError
 from hone.insight.archive.read import open_archive
 from hone.insight.archive.schema import COLUMNS
-from hone.insight.traces import trace
+from hone.insight.records import trace
 
 DUMPS = Path(__file__).parent / "rollout_dumps"
 FORMATS = {

@@ -6,9 +6,8 @@ from support.archives import table
 
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
-from hone.insight.records import trajectory_record
+from hone.insight.records import sampled_traces, trace, trajectory_record
 from hone.insight.run_directory import RunDirectory
-from hone.insight.traces import sampled_traces, trace
 
 
 def record(log: EpisodeLog | None, index: int = 0, part: int = 0) -> dict:

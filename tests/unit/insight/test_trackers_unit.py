@@ -12,7 +12,7 @@ from hone.errors import ConfigError
 from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.insight.trackers import TRACKERS, CompositeTracker, ConsoleTracker, RunInfo, Tracker, build_trackers
 from hone.insight.trackers import base as base_module
-from hone.insight.trackers.jsonl import JsonlTracker
+from hone.insight.trackers.base import JsonlTracker
 from hone.insight.trackers.mlflow import metric_key
 from hone.insight.trackers.shown import COLUMNS
 

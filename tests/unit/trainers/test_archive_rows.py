@@ -23,9 +23,9 @@ from hone.data.tokenizer import token_texts
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import HoneError
-from hone.insight.archive.background import BackgroundWriter
 from hone.insight.archive.read import table_records
 from hone.insight.archive.schema import COLUMNS
+from hone.insight.archive.write import BackgroundWriter
 from hone.rewards.score import Cause, Score
 from hone.trainers.archive_rows import prompt_texts, rollout_table
 from hone.trainers.archiving import Archiving, place

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from hone.apps.lab.expected import TAIL, expected_pattern
-from hone.insight.traces import turn_messages
+from hone.insight.records import turn_messages
 
 
 class Bucket(StrEnum):
