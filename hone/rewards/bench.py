@@ -13,9 +13,8 @@ from hone.config.reward import RewardConfig
 from hone.data.episode_log import EpisodeEnd
 from hone.data.scored_rows import ScoredRow
 from hone.data.types import StopReason, Trajectory
-from hone.rewards.episode_probes import is_agentic
 from hone.rewards.manager import RewardManager, logger
-from hone.rewards.probes import Probe, after_thoughts, ordinary, traps, with_episodes
+from hone.rewards.probes import Probe, after_thoughts, is_agentic, ordinary, traps, with_episodes
 from hone.rewards.score import Cause, Score
 
 
@@ -29,19 +28,12 @@ class Trial:
 
 @dataclass
 class Bench:
-    """Result of a reward bench.
+    """Result of a reward bench."""
 
-    Attributes:
-        trials: all scored probes.
-        rows: number of rows with trials.
-        seconds_per_call: wall time of a call in its worker, without the first call; 0 for a single call.
-        stopped: reason why the bench ended early, or empty.
-    """
-
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)  # all scored probes
     rows: int = 0
-    seconds_per_call: float = 0.0
-    stopped: str = ""
+    seconds_per_call: float = 0.0  # wall time of a call in its worker, without the first call; 0 for a single call
+    stopped: str = ""  # reason why the bench ended early, or empty
 
     def of_kinds(self, *kinds: str) -> list[Trial]:
         """Return the trials of these kinds."""
@@ -72,8 +64,6 @@ def run_bench(
     """Score probes of every sample.
 
     Args:
-        config: config block ``reward``, which sets worker processes and time limit.
-        rows: rows of a dataset.
         adversarial: True to add adversarial answers and ground truths of another type.
         seconds: start no further row after this time. A call that times out or ends its process also ends the bench.
 

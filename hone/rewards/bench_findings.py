@@ -8,17 +8,13 @@ from hone.config.reward import RewardConfig
 from hone.data.checks.rewards import is_missing
 from hone.errors import Finding, RewardError
 from hone.rewards.bench import Bench, Trial
-from hone.rewards.code_probes import PRINTS
-from hone.rewards.probes import FORMS
+from hone.rewards.probes import FORMS, PRINTS
 from hone.rewards.score import Cause
 
-LARGE = 10.0
-"""Absolute reward above which a warning is given."""
-SLOW_STEP = 60.0
-"""Seconds of scoring per step above which a warning is given."""
+LARGE = 10.0  # absolute reward above which a warning is given
+SLOW_STEP = 60.0  # seconds of scoring per step above which a warning is given
 ORDINARY = ("golden", "wrong", "garbage", "empty", "truncated")
-UNANSWERED = ("cut", "nothing said", "injected text")
-"""Forms of bad episodes in which the policy gives no answer."""
+UNANSWERED = ("cut", "nothing said", "injected text")  # forms of bad episodes in which the policy gives no answer
 
 
 def bench_findings(
@@ -27,8 +23,6 @@ def bench_findings(
     """Yield the findings about a reward.
 
     Args:
-        bench: result of the bench.
-        config: config block ``reward``.
         sequences: responses scored per step; 0 if unknown.
         thinks: whether the policy writes thoughts. None, unknown: right answers that fail after a thought are only a warning.
     """

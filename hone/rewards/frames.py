@@ -20,8 +20,7 @@ _KNOWN = _HEADER.size - 8
 _MAGIC = b"HnRw"
 _CHUNK = 1 << 16
 NONCE_BYTES = 16
-MAX_ANSWER = 1 << 28
-"""Most bytes of a message from a worker."""
+MAX_ANSWER = 1 << 28  # most bytes of a message from a worker
 
 
 class ChannelError(Exception):
@@ -32,8 +31,6 @@ class Channel:
     """One end of a worker's socket.
 
     Args:
-        connection: connected stream socket.
-        nonce: random bytes of the worker.
         peer: pid that the other end sends; None takes it from the first frame.
         max_body: most bytes of a received frame; None means no limit.
     """
@@ -88,7 +85,6 @@ class Channel:
         return bool(self._poll.poll(None if timeout is None else timeout * 1000))
 
     def close(self) -> None:
-        """Close this end."""
         self._connection.close()
 
     def buffered(self) -> bytes | None:
@@ -123,5 +119,4 @@ class Channel:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a channel."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import NoVerdict
@@ -12,8 +13,61 @@ from hone.text import valid_data
 if TYPE_CHECKING:
     import httpx2
 
-FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
-"""Seconds before the first retry, doubled for each further one, and the maximum."""
+
+class Throttle:
+    """Throttle of calls: ``async with throttle: ...``.
+
+    It may be used in successive event loops, as programs that call ``asyncio.run`` several times do. Calls per minute are spaced
+    evenly, so that a service never receives a burst.
+
+    Args:
+        max_concurrent: maximum concurrent calls; None means unlimited.
+        per_minute: maximum calls started per minute; None means unlimited.
+    """
+
+    def __init__(self, max_concurrent: int | None = None, per_minute: float | None = None) -> None:
+        self.max_concurrent = max_concurrent
+        self._pause = 60.0 / per_minute if per_minute else 0.0
+        self._next = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._semaphore = asyncio.Semaphore(1)
+
+    @property
+    def limits(self) -> bool:
+        return self.max_concurrent is not None or self._pause > 0
+
+    def wait_seconds(self, calls: int) -> float:
+        """Return the seconds until the last of ``calls`` calls may start under the limit per minute."""
+        return self._pause * calls
+
+    async def __aenter__(self) -> None:
+        if self.max_concurrent is not None:
+            await self._loop_semaphore().acquire()
+        if self._pause:
+            now = time.monotonic()
+            begin = max(now, self._next)
+            self._next = begin + self._pause
+            try:
+                await asyncio.sleep(begin - now)
+            except asyncio.CancelledError:
+                self._release()
+                raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._release()
+
+    def _loop_semaphore(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self.max_concurrent or 1)
+        return self._semaphore
+
+    def _release(self) -> None:
+        if self.max_concurrent is not None:
+            self._semaphore.release()
+
+
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled for each further one, and the maximum
 _BUSY = {408, 409, 425, 429}
 
 
@@ -30,8 +84,6 @@ class JsonService:
     The client may be used in successive event loops.
 
     Args:
-        url: base URL of the service.
-        token: bearer token, or None.
         timeout: seconds per try.
         retries: tries after the first.
 

@@ -64,19 +64,16 @@ class RewardManager:
 
     @property
     def reads_episodes(self) -> bool:
-        """True if a source of scores reads the record of an episode."""
         return any(source.reads_episodes for source in self.sources)
 
     @property
     def may_probe(self) -> bool:
-        """True if further calls of all sources cost nothing."""
         return all(source.may_probe for source in self.sources)
 
     def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
         """Check, before any generation, that every data source can be scored.
 
         Args:
-            data_sources: number of rows by data source.
             self_scored: data sources whose episodes compute their reward.
 
         Raises:
@@ -98,7 +95,6 @@ class RewardManager:
         """Score each trajectory; scores are in the same order.
 
         Args:
-            trajectories: trajectories to score.
             training: True to normalise terms as ``reward.terms`` configures; validation leaves them unchanged.
 
         Raises:
@@ -126,7 +122,6 @@ class RewardManager:
         return [outcome.score for outcome in outcomes if outcome is not None]
 
     def close(self) -> None:
-        """Stop the worker processes and services."""
         for source in self.sources:
             source.close()
         self.services.close()
@@ -265,7 +260,6 @@ def _episode_error(trajectory: Trajectory) -> str | None:
 
 
 def _episode_reward(trajectory: Trajectory) -> float | None:
-    """Return the reward that the episode computed itself, or None."""
     return None if trajectory.episode is None else trajectory.episode.reward
 
 

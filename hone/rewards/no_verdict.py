@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from hone.rewards.score import Cause, Score
 
-LATEST = 64
-"""Number of latest responses over which the rate is taken; a larger batch counts as a whole."""
+LATEST = 64  # number of latest responses over which the rate is taken; a larger batch counts as a whole
 FEWEST = 16
 """Number of responses from which on a rate is meaningful: fewer are treated as if the missing ones all had a verdict."""
 
@@ -26,7 +25,6 @@ class NoVerdictRate:
 
     @property
     def counted(self) -> int:
-        """Number of responses that the rate is taken over."""
         return sum(count for _, count in self._latest)
 
     def allowed(self, count: int) -> int:

@@ -16,8 +16,7 @@ LARGEST = 1e16
 """Largest absolute reward or term: the sum of a million squares of it is finite in float32, in which advantages are computed."""
 MAX_NESTING = 32
 """Levels of lists and dicts that are kept of an extra value; writers and trackers walk through them recursively."""
-PLACED = ("turn_rewards", "token_rewards")
-"""Keys of a returned dict that assign the score to turns or tokens."""
+PLACED = ("turn_rewards", "token_rewards")  # keys of a returned dict that assign the score to turns or tokens
 
 
 def to_score(value: Any) -> Score:

@@ -30,8 +30,7 @@ from hone.rewards.score import Score
 from hone.rewards.target import Outcome, Target
 
 MAX_CHUNK = 64
-MAX_ATTEMPTS = 3
-"""Processes in which a call is tried that fail for another reason than the call."""
+MAX_ATTEMPTS = 3  # processes in which a call is tried that fail for another reason than the call
 _END_SECONDS = 10.0
 
 logger = logging.getLogger("hone.rewards")
@@ -39,19 +38,13 @@ logger = logging.getLogger("hone.rewards")
 
 @dataclass
 class Job:
-    """Batch of calls.
+    """Batch of calls."""
 
-    Attributes:
-        outcomes: outcome of each call; None if the job was cancelled before.
-        max_failures: cancel the job when more calls than this have failed.
-        done: resolves to ``outcomes``.
-    """
-
-    outcomes: list[Outcome | None]
-    max_failures: int
+    outcomes: list[Outcome | None]  # outcome of each call; None if the job was cancelled before
+    max_failures: int  # cancel the job when more calls than this have failed
     missing: int
     failures: int = 0
-    done: Future[list[Outcome | None]] = field(default_factory=Future)
+    done: Future[list[Outcome | None]] = field(default_factory=Future)  # resolves to ``outcomes``
 
 
 @dataclass(frozen=True)
@@ -65,11 +58,6 @@ class _Task:
 
 class WorkerPool:
     """Pool of processes that call one target.
-
-    Args:
-        target: target to call.
-        num_workers: number of processes.
-        limits: limits of each process.
 
     Attributes:
         is_async: True if the target is asynchronous.

@@ -42,15 +42,10 @@ _MARKS = ("<<<answer", "answer>>>")
 
 @dataclass(frozen=True)
 class Rubric:
-    """Prompt and scale of a judge.
+    """Prompt and scale of a judge."""
 
-    Attributes:
-        text: prompt with {question}, {response} and {ground_truth}.
-        max_score: score of a perfect response.
-    """
-
-    text: str
-    max_score: float
+    text: str  # prompt with {question}, {response} and {ground_truth}
+    max_score: float  # score of a perfect response
 
     @classmethod
     def from_config(cls, config: JudgeConfig) -> Rubric:

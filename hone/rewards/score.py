@@ -10,25 +10,16 @@ from typing import Any
 class Cause(StrEnum):
     """Cause of a missing verdict."""
 
-    DECLINED = "declined"
-    """The reward function returned None."""
-    INFRASTRUCTURE = "infrastructure"
-    """The reward function returned or raised :class:`~hone.errors.NoVerdict`."""
-    RAISED = "raised"
-    """The reward function raised another exception."""
-    INVALID = "invalid"
-    """The reward function returned something that is not a usable score."""
+    DECLINED = "declined"  # the reward function returned None
+    INFRASTRUCTURE = "infrastructure"  # the reward function returned or raised :class:`~hone.errors.NoVerdict`
+    RAISED = "raised"  # the reward function raised another exception
+    INVALID = "invalid"  # the reward function returned something that is not a usable score
     TIMEOUT = "timeout"
-    MEMORY = "memory"
-    """The call needed more memory than ``reward.memory_mb``."""
-    CRASH = "crash"
-    """The call ended its process."""
-    SERVICE = "service"
-    """A judge or a reward server gave no usable answer."""
-    SANDBOX = "sandbox"
-    """The sandbox failed, not the program in it."""
-    EPISODE = "episode"
-    """A tool, an environment or an agent loop failed."""
+    MEMORY = "memory"  # the call needed more memory than ``reward.memory_mb``
+    CRASH = "crash"  # the call ended its process
+    SERVICE = "service"  # a judge or a reward server gave no usable answer
+    SANDBOX = "sandbox"  # the sandbox failed, not the program in it
+    EPISODE = "episode"  # a tool, an environment or an agent loop failed
 
     @property
     def may_pass(self) -> bool:
@@ -38,31 +29,24 @@ class Cause(StrEnum):
 
 @dataclass
 class Score:
-    """Score of one response.
+    """Score of one response."""
 
-    Attributes:
-        total: reward of the complete response.
-        terms: named numbers of the scorer, each logged as ``reward/<name>/mean`` (for example ``acc``, ``format``).
-        extra: other values that the scorer returned (for example ``pred``, used by maj@n), kept with the sample.
-        error: why there is no verdict, or None. Such a score has no meaning besides: the response is left out.
-        cause: kind of the error; None with a verdict.
-        unshaped: reward before the trainer's length penalty; None without one.
-        turn_rewards: parts of the total earned by each assistant turn, as returned by the scorer.
-        token_rewards: parts of the total earned by each token of the response, as returned by the scorer.
-        placed: rewards by token of the response. The rest of the total is placed on the last sampled token.
-        elsewhere: share of the total that is placed in other segments of the episode.
-    """
-
-    total: float
+    total: float  # reward of the complete response
+    # named numbers of the scorer, each logged as ``reward/<name>/mean`` (for example ``acc``, ``format``)
     terms: dict[str, float] = field(default_factory=dict)
+    # other values that the scorer returned (for example ``pred``, used by maj@n), kept with the sample
     extra: dict[str, Any] = field(default_factory=dict)
+    # why there is no verdict, or None. Such a score has no meaning besides: the response is left out
     error: str | None = None
-    cause: Cause | None = None
-    unshaped: float | None = None
+    cause: Cause | None = None  # kind of the error; None with a verdict
+    unshaped: float | None = None  # reward before the trainer's length penalty; None without one
+    # parts of the total earned by each assistant turn, as returned by the scorer
     turn_rewards: list[float] | None = None
+    # parts of the total earned by each token of the response, as returned by the scorer
     token_rewards: list[float] | None = None
+    # rewards by token of the response. The rest of the total is placed on the last sampled token
     placed: dict[int, float] = field(default_factory=dict)
-    elsewhere: float = 0.0
+    elsewhere: float = 0.0  # share of the total that is placed in other segments of the episode
 
     @property
     def verdict(self) -> float | None:

@@ -16,15 +16,13 @@ from hone.data.answers import last_answer
 from hone.data.types import Trajectory
 from hone.errors import NoVerdict, RewardError, did_you_mean
 from hone.insight import activity
-from hone.rewards.http import JsonService, ServiceError
+from hone.rewards.http import JsonService, ServiceError, Throttle
 from hone.rewards.outcome import failed, failed_by, to_score, to_scores
 from hone.rewards.pool import WorkerPool
 from hone.rewards.process import ASYNC_GRACE, WorkerLimits
 from hone.rewards.scorers import SCORERS, Scorer, scorer_for
 from hone.rewards.services import Services
-from hone.rewards.signatures import CONVERSATIONS
-from hone.rewards.target import ARGUMENTS, PLURALS, Outcome, Target
-from hone.rewards.throttle import Throttle
+from hone.rewards.target import ARGUMENTS, CONVERSATIONS, PLURALS, Outcome, Target
 from hone.user_objects import UserObject, is_user_object, user_object
 
 
@@ -115,8 +113,7 @@ async def run_calls(
     return outcomes
 
 
-SERVICE_CALLS = 64
-"""Default limit of concurrent service calls."""
+SERVICE_CALLS = 64  # default limit of concurrent service calls
 
 
 class Source(ABC):
@@ -152,7 +149,6 @@ class Source(ABC):
 
 
 def worker_limits(config: RewardConfig) -> WorkerLimits:
-    """Return the limits of worker processes."""
     return WorkerLimits(memory_mb=config.memory_mb, output_kb=config.max_output_kb)
 
 
@@ -168,10 +164,6 @@ def function_source(function: CustomRewardConfig, config: RewardConfig) -> Sourc
 
 class FunctionSource(Source):
     """Function in a file, called in worker processes with a time limit for each call.
-
-    Args:
-        function: file, name and additional arguments.
-        config: config block ``reward``.
 
     Raises:
         RewardError: the function cannot be loaded or called.
@@ -207,7 +199,6 @@ class FunctionSource(Source):
         return file
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """Score each trajectory in the worker processes."""
         if self.batch:
             with self._waiting(1):
                 return split(await self._call(batched_with_conversations(trajectories)), len(trajectories))
@@ -219,26 +210,21 @@ class FunctionSource(Source):
 
     @property
     def may_probe(self) -> bool:
-        """True for a synchronous function of one response."""
         return not self.batch and not self.pool.is_async
 
     @property
     def reads_episodes(self) -> bool:
-        """True if the function's file mentions ``episode`` or ``num_turns``."""
         return self._object is None and mentions_episodes(Path(self.path))
 
     def name_of(self, trajectory: Trajectory) -> str:
-        """Return file and name of the function."""
         return self.path if self._object is not None else f"{self.path}:{self.name}"
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """Return the function's path with the hash of its file."""
         if self._object is not None:
             return {self.path: f"sha256:{self._object.source_hash}"}
         return {f"{self.path}:{self.name}": file_hash(Path(self.path))}
 
     def close(self) -> None:
-        """Stop the worker processes."""
         self.pool.close()
 
     async def _call(self, call: dict[str, Any]) -> Outcome:
@@ -256,7 +242,6 @@ class RemoteSource(Source):
 
     Args:
         function: its address (``path``) and additional arguments.
-        config: config block ``reward``.
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
@@ -266,18 +251,15 @@ class RemoteSource(Source):
         self.throttle = Throttle(config.max_concurrent or SERVICE_CALLS, config.requests_per_minute)
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """Score each trajectory by a request."""
         if self.batch:
             return split(await self._call(batched(trajectories), len(trajectories)), len(trajectories))
         calls = [partial(self._call, arguments(trajectory)) for trajectory in trajectories]
         return await run_calls(calls, self.throttle, allowed)
 
     def name_of(self, trajectory: Trajectory) -> str:
-        """Return the server's address."""
         return self.address
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """Return the server's address."""
         return {self.address: "remote"}
 
     async def _call(self, call: Mapping[str, Any], count: int | None = None) -> Outcome:
@@ -302,8 +284,6 @@ class ScorerSource(Source):
     Args:
         scorer: scorer for every row, or None.
         options: keyword arguments; each scorer receives those it supports.
-        config: config block ``reward``.
-        services: services for scorers.
 
     Raises:
         RewardError: no scorer supports an option.
@@ -318,7 +298,6 @@ class ScorerSource(Source):
         self._check_options([scorer] if scorer else [SCORERS.get(name) for name in SCORERS])
 
     def check(self, data_sources: Mapping[str, int]) -> None:
-        """Check that every data source has an installed scorer with its services."""
         scorers = {source: self.forced or scorer_for(source) for source in data_sources}
         missing = sorted(
             (source for source, scorer in scorers.items() if scorer is None), key=lambda s: -data_sources[s]
@@ -344,7 +323,6 @@ class ScorerSource(Source):
         self._check_options(list(used.values()))
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """Score each trajectory by its scorer."""
         chosen = [self._scorer(trajectory) for trajectory in trajectories]
         outcomes: list[Outcome | None] = [None] * len(chosen)
         sent = [index for index, scorer in enumerate(chosen) if scorer.may_hang]
@@ -373,26 +351,21 @@ class ScorerSource(Source):
 
     @property
     def may_probe(self) -> bool:
-        """True unless the scorer of every row is a judge."""
         return self.forced is None or self.forced.name != "llm_judge"
 
     @property
     def reads_episodes(self) -> bool:
-        """True if the scorer of every row reads ``episode``."""
         return self.forced is not None and mentions_episodes(Path(self.forced.file))
 
     def name_of(self, trajectory: Trajectory) -> str:
-        """Return the name of the scorer."""
         scorer = self.forced or scorer_for(trajectory.sample.data_source)
         return "no scorer" if scorer is None else f"scorer {scorer.name}"
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """Return the names of the scorers of these data sources with hashes of their files."""
         used = [self.forced] if self.forced else [scorer_for(source) for source in data_sources]
         return {scorer.name: file_hash(Path(scorer.file)) for scorer in used if scorer is not None}
 
     def close(self) -> None:
-        """Stop the worker processes."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -437,7 +410,6 @@ def mentions_episodes(path: Path) -> bool:
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file's content, as recorded in run.json."""
     return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 

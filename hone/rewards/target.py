@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,33 +12,104 @@ from hone.rewards.frames import MAX_ANSWER
 from hone.rewards.outcome import to_score, to_scores
 from hone.rewards.score import Score
 
+CONVERSATIONS = "conversations_of_responses"
+"""Name under which the pool sends the conversations, which only functions of the second kind receive."""
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter of this name; one of TRL's has ``completions``."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+
+
+class Adapted:
+    """Reward function that takes the arguments the pool sends, whatever its own signature: Hone's or that of TRL.
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)      one response
+        def reward(completions, prompts=..., **columns)                                       lists, recognised by ``completions``
+
+    A function of the second kind gets one list entry per response of the call: the completion (where the prompt is chat messages, the
+    messages after it: one of the assistant, or those of the episode with its tool messages), ``completion_ids``, and the columns
+    ``prompts``, ``ground_truth``, ``data_source`` and those of ``extra_info``. A function of the first kind may also take ``last_answer``
+    (``last_answers`` where the arguments are lists): the last turn without thoughts and tool calls.
+
+    Args:
+        kwargs: additional keyword arguments of every call.
+        batch: True if the arguments of a call are lists.
+    """
+
+    def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, batch: bool) -> None:
+        self.function, self.kwargs, self.batch = function, dict(kwargs), batch
+        self.by_columns = takes(function, "completions")
+        self._answer = "last_answers" if batch else "last_answer"
+        self._with_answer = takes(function, self._answer) and self._answer not in kwargs
+        names = PLURALS if batch else ARGUMENTS
+        self.arguments = (*names, self._answer) if self._with_answer else names
+
+    @property
+    def is_async(self) -> bool:
+        called = type(self.function).__call__
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Call the function; return its value, or a coroutine of it."""
+        conversations = arguments.pop(CONVERSATIONS, None)
+        if not self.by_columns and self._with_answer:
+            extras = arguments["extra_infos"] if self.batch else [arguments["extra_info"]]
+            answers = [extra.get("last_answer") for extra in extras]
+            arguments[self._answer] = answers if self.batch else answers[0]
+        if not self.by_columns:
+            return self.function(**arguments, **self.kwargs)
+        value = self.function(**self._columns(arguments, conversations), **self.kwargs)
+        return self._awaited(value) if inspect.isawaitable(value) else self._one_or_all(value)
+
+    async def _awaited(self, value: Any) -> Any:
+        return self._one_or_all(await value)
+
+    def _one_or_all(self, values: Any) -> Any:
+        if self.batch:
+            return values
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 1:
+            return values[0]
+        raise ValueError(f"returned {values!r} for a list of 1 completion, not a list of 1 number")
+
+    def _columns(self, arguments: Mapping[str, Any], conversations: Any) -> dict[str, list[Any]]:
+        if self.batch:
+            texts, truths = arguments["solution_strs"], arguments["ground_truths"]
+            sources, extras = arguments["data_sources"], arguments["extra_infos"]
+        else:
+            texts, truths = [arguments["solution_str"]], [arguments["ground_truth"]]
+            sources, extras = [arguments["data_source"]], [arguments["extra_info"]]
+        held = conversations or [{"prompt": None, "turns": None, "ids": []}] * len(texts)
+        names = dict.fromkeys(name for extra in extras for name in extra)
+        columns = {name: [extra.get(name) for extra in extras] for name in names}
+        completions = [
+            text if one["prompt"] is None else one["turns"] or [{"role": "assistant", "content": text}]
+            for text, one in zip(texts, held, strict=True)
+        ]
+        columns |= {"prompts": [one["prompt"] for one in held], "completions": completions, "data_source": sources}
+        columns["completion_ids"] = [list(one["ids"]) for one in held]
+        return {"ground_truth": truths, **columns}
+
+
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PLURALS = tuple(f"{name}s" for name in ARGUMENTS)
-BROKEN = 70
-"""Exit code of a worker that failed outside of the function (EX_SOFTWARE)."""
+BROKEN = 70  # exit code of a worker that failed outside of the function (EX_SOFTWARE)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Function or scorers that a worker calls.
+    """Function or scorers that a worker calls."""
 
-    Attributes:
-        timeout: seconds per call (asynchronous calls are cancelled here; the parent kills the worker for others).
-        path: file of a reward function, or its shown name with ``code``; None for the built-in scorers.
-        name: name of the function in the file.
-        kwargs: additional keyword arguments of every call.
-        code: the function itself, pickled in the pool's process; None if it is in the file.
-        scorers: built-in scorers to prepare.
-        batch: True if a call scores many responses: arguments and return value are lists.
-    """
-
-    timeout: float
-    path: str | None = None
-    name: str = ""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    code: bytes | None = None
-    scorers: tuple[str, ...] = ()
-    batch: bool = False
+    timeout: float  # seconds per call (asynchronous calls are cancelled here; the parent kills the worker for others)
+    path: str | None = None  # file of a reward function, or its shown name with ``code``; None for the built-in scorers
+    name: str = ""  # name of the function in the file
+    kwargs: dict[str, Any] = field(default_factory=dict)  # additional keyword arguments of every call
+    code: bytes | None = None  # the function itself, pickled in the pool's process; None if it is in the file
+    scorers: tuple[str, ...] = ()  # built-in scorers to prepare
+    batch: bool = False  # True if a call scores many responses: arguments and return value are lists
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -50,7 +123,6 @@ class Target:
 
     @property
     def shown(self) -> str:
-        """Description for messages."""
         return self.path or f"the built-in scorers {', '.join(self.scorers)}"
 
     def read(self, value: Any, call: dict[str, Any]) -> Score | list[Score]:
@@ -74,25 +146,17 @@ class Ready:
     is_async: bool
 
     def encode(self) -> bytes:
-        """Return the message as JSON."""
         return json.dumps({"ready": vars(self)}).encode()
 
 
 class LoadFailure(Exception):
-    """Message that the function cannot be loaded.
-
-    Attributes:
-        what: description of the problem.
-        fix: fix of the problem.
-        traceback: traceback of the user's file, if it raised.
-    """
+    """Message that the function cannot be loaded."""
 
     def __init__(self, what: str, fix: str, traceback: str = "") -> None:
         super().__init__(what, fix, traceback)
         self.what, self.fix, self.traceback = what, fix, traceback
 
     def encode(self) -> bytes:
-        """Return the message as JSON."""
         return json.dumps({"failure": {"what": self.what, "fix": self.fix, "traceback": self.traceback}}).encode()
 
 

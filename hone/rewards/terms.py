@@ -22,25 +22,15 @@ _MIN_DEVIATION = 1e-6
 
 @dataclass(frozen=True)
 class Term:
-    """Term of a reward.
+    """Term of a reward."""
 
-    Attributes:
-        name: name of the term, logged as ``reward/<name>/mean``.
-        scorer: built-in scorer, None for a function.
-        function: custom function, None for a scorer.
-        weight: factor of the term in the sum.
-        clip: minimum and maximum, after normalisation and before the weight.
-        normalize: one of :data:`NORMALIZATIONS`, or None. Validation does not normalise.
-        options: keyword arguments of the scorer.
-    """
-
-    name: str
-    scorer: str | None = None
-    function: CustomRewardConfig | None = None
-    weight: float = 1.0
-    clip: tuple[float, float] | None = None
-    normalize: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str  # name of the term, logged as ``reward/<name>/mean``
+    scorer: str | None = None  # built-in scorer, None for a function
+    function: CustomRewardConfig | None = None  # custom function, None for a scorer
+    weight: float = 1.0  # factor of the term in the sum
+    clip: tuple[float, float] | None = None  # minimum and maximum, after normalisation and before the weight
+    normalize: str | None = None  # one of :data:`NORMALIZATIONS`, or None. Validation does not normalise
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the scorer
 
 
 _KEYS = ("name", "scorer", "function", "weight", "clip", "normalize", "options")
@@ -71,9 +61,6 @@ def combine(
     """Combine the scores of all terms into one score per trajectory.
 
     Args:
-        terms: terms of the reward.
-        scores: score of each trajectory, for each term.
-        trajectories: scored trajectories.
         normalized: True to normalise terms as configured.
     """
     values = [

@@ -36,8 +36,7 @@ from hone.insight.redaction import redact_text
 from hone.rewards.frames import Channel
 from hone.rewards.outcome import failed, failed_by
 from hone.rewards.score import Cause, Score
-from hone.rewards.signatures import Adapted
-from hone.rewards.target import BROKEN, LoadFailure, Ready, Target, encode_result
+from hone.rewards.target import BROKEN, Adapted, LoadFailure, Ready, Target, encode_result
 from hone.user_code import UserCodeError, last_line, load_file
 
 _FIRST_DESCRIPTOR = 100

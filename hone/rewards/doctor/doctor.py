@@ -2,17 +2,298 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from hone.config.reward import RewardConfig
-from hone.data.types import Trajectory
-from hone.rewards.doctor.detectors import Finding, findings
-from hone.rewards.doctor.history import History
-from hone.rewards.doctor.probing import Prober, probes_of
+from hone.data.types import Trajectory, row_of
+from hone.errors import HoneError
+from hone.rewards.doctor.history import SHOWN, History
+from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
+
+FEWEST_TRIES = 4  # responses of a task from which on its rate of missing verdicts counts
+FEWEST_MISSING = 6
+FEWEST_CALLS = 16  # calls or responses from which on a rate of time limits counts
+TIMEOUT_SHARE = 0.3  # share of calls at a time limit that is a finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A defect with its evidence."""
+
+    kind: str
+    what: str
+    why: str
+    fix: str
+    # uids of the rows concerned; empty if the defect is not one of tasks
+    tasks: list[str] = field(default_factory=list)
+    episodes: list[dict[str, Any]] = field(default_factory=list)  # up to three episodes
+    # what the defect is of, where one kind can be of several things, such as one of several time limits
+    about: str = ""
+
+
+def findings(history: History) -> Iterator[Finding]:
+    """Yield what all detectors find now."""
+    for detector in DETECTORS:
+        yield from detector(history)
+
+
+class _ProbeDefect(NamedTuple):
+    """Defect that probes of a kind show: its name, the probe, texts, and the share of a task's probes that must show it."""
+
+    name: str
+    probe: str
+    what: str
+    why: str
+    fix: str
+    least_share: float = 0.0
+
+
+_FOR_NOTHING = (
+    "the policy learns to say nothing, or to break the verifier",
+    "give such answers the lowest reward",
+)
+_PROBE_DEFECTS = (
+    _ProbeDefect(
+        "passes_empty", "empty", "an empty answer passes, with at least the best reward of the task", *_FOR_NOTHING
+    ),
+    _ProbeDefect(
+        "passes_traceback",
+        "traceback",
+        "the text of an exception passes, with at least the best reward of the task",
+        *_FOR_NOTHING,
+    ),
+    _ProbeDefect(
+        "ignores_answer",
+        "foreign",
+        "right answers to other tasks pass, whose ground truth differs",
+        "the verdict does not depend on the answer, so these tasks reward anything",
+        "compare with ground_truth in the verifier of these tasks",
+        0.5,
+    ),
+    _ProbeDefect(
+        "does_not_repeat",
+        "repeat",
+        "the same response has another reward when it is scored again",
+        "the noise of the verdict is noise of the gradient, and a run does not repeat",
+        "remove random numbers, clocks and shared state from the verifier",
+    ),
+)
+
+
+def defects_that_probes_show(history: History) -> Iterator[Finding]:
+    """Find tasks whose verifier answers a probe as a sound one would not, at least twice in all."""
+    for defect in _PROBE_DEFECTS:
+        kind = defect.probe
+        tasks = [
+            name for name, task in history.tasks.items() if task.hits[kind] > defect.least_share * task.probes[kind]
+        ]
+        hits = sum(history.tasks[name].hits[kind] for name in tasks)
+        if hits >= 2:
+            what = f"{defect.what} ({hits} times in {len(tasks)} tasks)"
+            yield Finding(defect.name, what, defect.why, defect.fix, tasks, _evidence(history, kind, tasks))
+
+
+def failures_in_few_tasks(history: History) -> Iterator[Finding]:
+    """Find few tasks that have most of the missing verdicts."""
+    missing = sum(task.missing for task in history.tasks.values())
+    bad = [n for n, t in history.tasks.items() if t.tries >= FEWEST_TRIES and t.missing >= 0.75 * t.tries]
+    held = sum(history.tasks[name].missing for name in bad)
+    if missing >= FEWEST_MISSING and bad and held >= 0.5 * missing and len(bad) <= max(1, len(history.tasks) // 4):
+        yield Finding(
+            "failing_tasks",
+            f"{len(bad)} of {len(history.tasks)} tasks have {held} of the {missing} missing verdicts",
+            "their episodes cost time and teach nothing: the environment of these tasks is broken",
+            "repair them, or leave them out",
+            bad,
+            _evidence(history, "missing", bad),
+        )
+
+
+def time_limits_that_pin(history: History) -> Iterator[Finding]:
+    """Find time limits that a large share of calls or responses reaches."""
+    latest = history.latest
+    made: Counter[str] = Counter()
+    late: Counter[str] = Counter()
+    for limits in latest:
+        for tool, (calls, timeouts) in limits.calls.items():
+            made[tool] += calls
+            late[tool] += timeouts
+    rates = [(f"calls of the tool {tool}", late[tool], made[tool], "multi_turn.tool_timeout") for tool in sorted(made)]
+    rates.append(("scorings", sum(limits.scoring for limits in latest), len(latest), "reward.timeout"))
+    rates.append(("episodes", sum(limits.episode for limits in latest), len(latest), "multi_turn.max_episode_seconds"))
+    for what, count, total, key in rates:
+        if total >= FEWEST_CALLS and count >= TIMEOUT_SHARE * total:
+            tasks = [name for kind, name in history.evidence if kind == "time"]
+            yield Finding(
+                "time_limit",
+                f"{count} of the latest {total} {what} reached their time limit",
+                "the limit decides what is rewarded, not the answer",
+                f"raise {key}, or make them faster",
+                [],
+                _evidence(history, "time", tasks),
+                about=what,
+            )
+
+
+def skips_that_pass(history: History) -> Iterator[Finding]:
+    """Find tasks whose verifier reports that it skipped, or ran no test, and passes the response."""
+    tasks = [name for name, task in history.tasks.items() if task.skipped]
+    count = sum(history.tasks[name].skipped for name in tasks)
+    if count >= 2:
+        yield Finding(
+            "skip_passes",
+            f"{count} responses to {len(tasks)} tasks pass although their verifier reports that it judged nothing",
+            "a skipped check is not a right answer",
+            "return None (no verdict) where nothing was judged",
+            tasks,
+            _evidence(history, "skip", tasks),
+        )
+
+
+DETECTORS: tuple[Callable[[History], Iterator[Finding]], ...] = (
+    defects_that_probes_show,
+    failures_in_few_tasks,
+    time_limits_that_pin,
+    skips_that_pass,
+)
+
+
+def _evidence(history: History, kind: str, tasks: list[str]) -> list[dict[str, Any]]:
+    episodes = [episode for name in tasks for episode in history.evidence.get((kind, name), ())]
+    return episodes[:SHOWN]
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "solution.py", line 1, in <module>\nTimeoutError: timed out'
+KINDS = ("repeat", "foreign", "empty", "traceback")  # kinds of probes
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One response to score again."""
+
+    kind: str  # of :data:`KINDS`
+    trajectory: Trajectory  # the response, with the text of the probe
+    score: Score  # score of the original response
+
+
+def probes_of(trajectories: Sequence[Trajectory], scores: Sequence[Score], count: int) -> list[Probe]:
+    """Return the probes of up to ``count`` responses, of different tasks; passing ones come first.
+
+    A foreign answer passed on another task, whose ground truth differs: it should not pass here.
+    """
+    judged = [(t, s) for t, s in zip(trajectories, scores, strict=True) if s.error is None and not t.part]
+    judged.sort(key=lambda pair: not pair[1].passes)
+    chosen = list({row_of(t.uid): (t, s) for t, s in reversed(judged)}.values())[::-1]
+    chosen.sort(key=lambda pair: not pair[1].passes)
+    right = [t for t, s in judged if s.passes]
+    probes: list[Probe] = []
+    for trajectory, score in chosen[:count]:
+        probes.append(Probe("repeat", trajectory, score))
+        other = next((t for t in right if differs(t, trajectory)), None)
+        for kind, text in (("foreign", other and other.text), ("empty", ""), ("traceback", TRACEBACK)):
+            if text is not None:
+                probes.append(Probe(kind, replace(trajectory, text=text, episode=None), score))
+    return probes
+
+
+def differs(other: Trajectory, trajectory: Trajectory) -> bool:
+    """Return whether a response is to another task, with another ground truth and another text."""
+    truths = [t.sample.ground_truth for t in (other, trajectory)]
+    if None in truths or other.text.strip() == trajectory.text.strip():
+        return False
+    return row_of(other.uid) != row_of(trajectory.uid) and _plain(truths[0]) != _plain(truths[1])
+
+
+def _plain(truth: object) -> object:
+    try:
+        return float(str(truth))
+    except ValueError:
+        return str(truth).strip().casefold()
+
+
+def is_hit(probe: Probe, again: Score, best: float | None) -> bool:
+    """Return whether a probe shows its defect; ``best`` is the task's highest reward so far."""
+    if again.error is not None:
+        return False
+    if probe.kind == "repeat":
+        return (
+            abs(again.total - (probe.score.unshaped if probe.score.unshaped is not None else probe.score.total))
+            > _ROUNDING
+        )
+    as_good = again.passes and again.total >= (best or 0.0)
+    return as_good and (probe.kind != "foreign" or probe.score.passes)
+
+
+class Prober:
+    """Scores probes in a thread, with worker processes of its own, while the run trains.
+
+    Attributes:
+        failed: batches of probes that could not be scored.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.failed = 0
+        quiet = replace(
+            config, max_no_verdict_rate=1.0, max_retries=0, num_workers=1, reward_model=type(config.reward_model)()
+        )
+        self._config = quiet
+        self._manager: RewardManager | None = None
+        self._starting, self._closed = threading.Lock(), False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="doctor")
+        self._running: tuple[list[Probe], Future[list[Score]]] | None = None
+
+    def submit(self, probes: list[Probe]) -> None:
+        """Begin to score probes, unless earlier ones are still being scored."""
+        if self._running is None and probes:
+            self._running = probes, self._thread.submit(self._score, [probe.trajectory for probe in probes])
+
+    def collect(self, history: History, *, wait: bool = False) -> None:
+        """Add results that are there to the history; ``wait`` waits for them."""
+        if self._running is None or not (wait or self._running[1].done()):
+            return
+        probes, future = self._running
+        self._running = None
+        try:
+            scores = future.result()
+        except HoneError as error:
+            self.failed += 1
+            if self.failed == 1:  # an environment that scores its own episodes fails in every step
+                log.warning("the environment doctor cannot score its probes, also in later steps: %s", error.what)
+            return
+        for probe, again in zip(probes, scores, strict=True):
+            task = history.tasks.get(row_of(probe.trajectory.uid))
+            hit = is_hit(probe, again, None if task is None else task.best)
+            history.probed(probe.kind, probe.trajectory, again, hit=hit)
+
+    def close(self) -> None:
+        """End the thread and its processes; probes under way are dropped."""
+        if self.failed > 1:
+            log.warning("the environment doctor could not score its probes in %d steps", self.failed)
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._starting:  # a process that is just starting is ended too
+            if self._manager is not None:
+                self._manager.close()
+
+    def _score(self, trajectories: list[Trajectory]) -> list[Score]:
+        with self._starting:
+            if self._closed:
+                return []
+            self._manager = self._manager or RewardManager(self._config)
+        numbered = [replace(trajectory, index=number) for number, trajectory in enumerate(trajectories)]
+        return asyncio.run(self._manager.score(numbered))
+
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +308,6 @@ class EnvironmentDoctor:
     Its record is empty in a resumed process. It changes neither rewards nor data.
 
     Args:
-        config: config block ``reward``.
-        folder: run directory, which receives ``doctor.jsonl`` and ``quarantine.jsonl``.
         probes: whether the verifier may be called again: it costs nothing and has no other effect.
     """
 
@@ -40,11 +319,7 @@ class EnvironmentDoctor:
         self._quarantined: set[str] = set()
 
     def observe(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Finding]:
-        """Add a step's episodes, and report defects that are new or whose cool-down is over.
-
-        Returns:
-            The reported findings.
-        """
+        """Add a step's episodes, and report defects that are new or whose cool-down is over."""
         self.history.observe(trajectories, scores)
         if self._prober is not None:
             self._prober.collect(self.history)
@@ -65,7 +340,6 @@ class EnvironmentDoctor:
         return self.report(step)
 
     def close(self) -> None:
-        """End the processes of the probes."""
         if self._prober is not None:
             self._prober.close()
 

@@ -11,47 +11,30 @@ from hone.data.episode_log import CallStatus, EpisodeEnd
 from hone.data.types import Trajectory, row_of
 from hone.rewards.score import Cause, Score
 
-LATEST = 256
-"""Number of latest responses that rates of time limits are taken over."""
-SHOWN = 3
-"""Number of episodes kept as evidence, of each task and kind."""
+LATEST = 256  # number of latest responses that rates of time limits are taken over
+SHOWN = 3  # number of episodes kept as evidence, of each task and kind
 _TEXT = 400
 
 
 @dataclass
 class Task:
-    """Counts of one dataset row.
+    """Counts of one dataset row."""
 
-    Attributes:
-        tries: responses.
-        missing: responses without a verdict.
-        skipped: passing responses whose verifier reports that it skipped, or ran no test.
-        probes: number of probes by kind.
-        hits: number of probes by kind in which the defect showed.
-        best: highest reward; None before the first verdict.
-    """
-
-    tries: int = 0
-    missing: int = 0
-    skipped: int = 0
-    probes: Counter[str] = field(default_factory=Counter)
-    hits: Counter[str] = field(default_factory=Counter)
-    best: float | None = None
+    tries: int = 0  # responses
+    missing: int = 0  # responses without a verdict
+    skipped: int = 0  # passing responses whose verifier reports that it skipped, or ran no test
+    probes: Counter[str] = field(default_factory=Counter)  # number of probes by kind
+    hits: Counter[str] = field(default_factory=Counter)  # number of probes by kind in which the defect showed
+    best: float | None = None  # highest reward; None before the first verdict
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits that one response reached.
+    """Time limits that one response reached."""
 
-    Attributes:
-        scoring: whether its scoring timed out.
-        episode: whether its episode reached ``max_episode_seconds``.
-        calls: number of calls and of timeouts by tool.
-    """
-
-    scoring: bool
-    episode: bool
-    calls: Mapping[str, tuple[int, int]]
+    scoring: bool  # whether its scoring timed out
+    episode: bool  # whether its episode reached ``max_episode_seconds``
+    calls: Mapping[str, tuple[int, int]]  # number of calls and of timeouts by tool
 
 
 class History:

@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.rewards.sandbox.landlock import SIGNALS, rules
 from hone.rewards.sandbox.limits import Limits
-from hone.rewards.sandbox.system_calls import system_call_filter
+from hone.rewards.sandbox.system_calls import SIGNALS, rules, system_call_filter
 
-FIRST_USER, USERS = 61184, 4096
-"""User ids for programs of root; systemd reserves this range for users without a name."""
+FIRST_USER, USERS = 61184, 4096  # user ids for programs of root; systemd reserves this range for users without a name
 PROTECTIONS = {
     "network": "other machines, and servers on this one",
     "files": "files that the trainer's user or everyone may read or write",
@@ -51,21 +49,13 @@ _users = itertools.count(secrets.randbelow(USERS))
 
 @dataclass(frozen=True)
 class Backend:
-    """Method of confining a program.
+    """Method of confining a program."""
 
-    Attributes:
-        name: ``bubblewrap``, ``user`` or ``process``.
-        python: interpreter for programs.
-        filtered: True to filter system calls.
-        landlock: version of Landlock; 0 to use none.
-        cgroup: folder of a control group (version 2) in which each program gets its own; empty without one.
-    """
-
-    name: str
-    python: str
-    filtered: bool = True
-    landlock: int = 0
-    cgroup: str = ""
+    name: str  # ``bubblewrap``, ``user`` or ``process``
+    python: str  # interpreter for programs
+    filtered: bool = True  # True to filter system calls
+    landlock: int = 0  # version of Landlock; 0 to use none
+    cgroup: str = ""  # folder of a control group (version 2) in which each program gets its own; empty without one
 
     @property
     def memory_bound(self) -> str:
@@ -90,8 +80,6 @@ class Backend:
         """Return the request for the supervisor.
 
         Args:
-            limits: limits of the program.
-            stdin: standard input of the program.
             files: text by path in the program's folder.
             main: file to run.
         """

@@ -15,9 +15,8 @@ from pathlib import Path
 from hone.errors import ConfigError
 from hone.rewards.sandbox.backends import PROTECTIONS, Backend
 from hone.rewards.sandbox.execution import execute
-from hone.rewards.sandbox.landlock import landlock_version
 from hone.rewards.sandbox.limits import Limits
-from hone.rewards.sandbox.system_calls import system_call_filter
+from hone.rewards.sandbox.system_calls import landlock_version, system_call_filter
 
 logger = logging.getLogger("hone.rewards")
 

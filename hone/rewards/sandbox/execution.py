@@ -15,10 +15,8 @@ from typing import Any
 from hone.rewards.sandbox.backends import Backend
 from hone.rewards.sandbox.limits import Ending, Limits, Result
 
-MAIN = "main.py"
-"""Name of the program's file in its folder."""
-GRACE = 30.0
-"""Seconds beyond the limit for the supervisor to start and end all processes."""
+MAIN = "main.py"  # name of the program's file in its folder
+GRACE = 30.0  # seconds beyond the limit for the supervisor to start and end all processes
 logger = logging.getLogger("hone.rewards")
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 

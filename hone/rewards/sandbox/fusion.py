@@ -6,9 +6,8 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from hone.rewards.http import JsonService, ServiceError
+from hone.rewards.http import JsonService, ServiceError, Throttle
 from hone.rewards.sandbox.limits import Ending, Limits, Result
-from hone.rewards.throttle import Throttle
 
 
 class FusionSandbox:
@@ -17,7 +16,6 @@ class FusionSandbox:
     Args:
         url: URL of the server, with or without ``/run_code``.
         limits: limits of each program; the protocol supports time and memory.
-        max_concurrent: maximum concurrent programs.
     """
 
     def __init__(self, url: str, *, limits: Limits | None = None, max_concurrent: int = 64) -> None:

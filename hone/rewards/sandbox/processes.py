@@ -102,7 +102,6 @@ def _memory(task: Path) -> int:
 
 
 def _maps(pid: int) -> list[bytes]:
-    """Return the mappings of a process."""
     with _as_user_of(pid):
         for task in _tasks(pid):
             with contextlib.suppress(OSError):

@@ -48,8 +48,6 @@ class Sandbox:
         """Run a Python program; failures of the program are in the result.
 
         Args:
-            code: the program.
-            stdin: standard input of the program.
             files: text of additional files by path in the working folder.
             limits: limits that replace the sandbox's.
 

@@ -5,7 +5,7 @@ writes one JSON answer to standard output. When standard input closes, the reque
 Orphans of the program become children of this process, so none escapes.
 
     request: argv, tail, env, stdin, files {path: text}, directory (make one for the files), uid, filter (base64, or null),
-             landlock (see landlock.rules, or null), cgroup (folder, or empty), limits {...}
+             landlock (see system_calls.rules, or null), cgroup (folder, or empty), limits {...}
     answer:  ending, exit_code, stdout, stderr (base64), seconds, error, left (folder that could not be removed)
 """
 
@@ -43,17 +43,14 @@ from processes import (
     usage,
 )  # noqa: E402
 
-POLL = 0.02
-"""Seconds between two checks of memory and processor time, and at least between two of the program's files."""
+POLL = 0.02  # seconds between two checks of memory and processor time, and at least between two of the program's files
 CHUNK = 65536
-CONFINING_PROCESSES = 4
-"""Maximum number of processes that only confine the program."""
+CONFINING_PROCESSES = 4  # maximum number of processes that only confine the program
 _DROP_BOUND, _CAPABILITIES = 24, 0x20080522  # of prctl(2), and the version of capset(2)
 _SET_DUMPABLE, _SUBREAPER, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 4, 36, 38, 22, 2  # of prctl(2)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT, _BELOW_PATH = 444, 445, 446, 1  # system calls of Landlock
 _SOCKET = socket_bytes()
-_UNSEEN = 25
-"""Looks in a row at processes that hide what they have open, after which they are ended."""
+_UNSEEN = 25  # looks in a row at processes that hide what they have open, after which they are ended
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -72,11 +69,7 @@ def main() -> None:
 
 
 class Supervised:
-    """Supervised program, from start to end.
-
-    Args:
-        request: see the module docstring.
-    """
+    """Supervised program, from start to end."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.request, self.limits = request, request["limits"]

@@ -1,6 +1,7 @@
-"""Filter of system calls (seccomp) for sandboxed programs, as a program of the kernel's packet filter.
+"""Rules by which a program confines itself: a filter of system calls (seccomp), and rules of Landlock (Linux 5.13 and newer).
 
-It closes what no other limit covers: memory that belongs to no process (files in memory, shared mappings without a file, queues, pages
+The supervisor, which imports nothing of the package, gets both as bytes, numbers and paths. The filter is a program of the kernel's packet
+filter. It closes what no other limit covers: memory that belongs to no process (files in memory, shared mappings without a file, queues, pages
 that pipes refer to, objects of the kernel without a limit), other processes and their memory, changes of the machine, and kernel
 interfaces that no program for a reward needs. Sockets are those within the program, of a kind whose buffers the supervisor can count:
 where a program has no network namespace of its own, pairs only. Numbers: the kernel's tables of system calls.
@@ -8,10 +9,48 @@ where a program has no network namespace of its own, pairs only. Numbers: the ke
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import platform
 import socket
 import struct
+from typing import Any
+
+_CREATE_RULESET, _VERSION = 444, 1  # number of the system call, and its flag to ask for the version
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE, _DEVICE_CONTROL = (1 << bit for bit in (0, 1, 2, 3, 14, 15))
+_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+"""All rights to files by the first version that knows them."""
+_TCP, _SCOPES = 0b11, 0b11  # bind and connect (version 4); abstract sockets and signals of others (version 6)
+SIGNALS = 6  # first version that keeps signals from other processes
+_READABLE = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/sys", "/proc/filesystems")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+def landlock_version() -> int:
+    """Return the version of the kernel's interface; 0 if there is none."""
+    return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION))
+
+
+def rules(version: int, readable: list[str]) -> dict[str, Any]:
+    """Return the rules for a program that reads some folders and writes only to its own.
+
+    Args:
+        readable: paths of files and folders that the program reads and executes.
+
+    Returns:
+        ``handled``: restricted rights to files, to the network, and scopes; ``paths``: allowed rights by path; ``folder``: rights
+        in the program's folder; ``file``: those rights that a file can have.
+    """
+    everything = max(rights for first, rights in _RIGHTS.items() if first <= version)
+    reading = _EXECUTE | _READ_FILE | _READ_FOLDER
+    paths = dict.fromkeys([*readable, *_READABLE], reading) | dict.fromkeys(_DEVICES, _READ_FILE | _WRITE_FILE)
+    return {
+        "handled": [everything, _TCP if version >= 4 else 0, _SCOPES if version >= SIGNALS else 0],
+        "paths": paths,
+        "folder": everything,
+        "file": (_EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICE_CONTROL) & everything,
+    }
+
 
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ, ...
@@ -74,7 +113,6 @@ def system_call_filter(*, sockets: bool, machine: str | None = None) -> bytes | 
 
     Args:
         sockets: True to allow sockets of this machine (AF_UNIX), for a program with its own network namespace.
-        machine: name of the architecture; by default this machine's.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES:

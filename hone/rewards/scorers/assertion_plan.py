@@ -18,10 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-REACHED = "_reached_"
-"""Function that the texts call at each of their assertions."""
-SOLUTION = "solution"
-"""Module name of the program, for tests that import it."""
+REACHED = "_reached_"  # function that the texts call at each of their assertions
+SOLUTION = "solution"  # module name of the program, for tests that import it
 _ALIASES = {"np": "numpy", "numpy": "numpy"} | {name: name for name in sys.stdlib_module_names}
 _COMPARISONS = {"isclose": "math", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest"}
 _COMPARISONS |= dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections")

@@ -34,14 +34,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 SOLUTION, TESTS = "solution", "tests"
-MAX_ITEMS = 1_000_000
-"""Maximum number of values read from an iterator of the tests."""
+MAX_ITEMS = 1_000_000  # maximum number of values read from an iterator of the tests
 _PURE = (
     "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator random re"
     " statistics string typing"
 )
-MODULES = frozenset(_PURE.split())
-"""Modules that the tests may use because the solution has imported them."""
+MODULES = frozenset(_PURE.split())  # modules that the tests may use because the solution has imported them
 JUDGING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "count", "index", "find"})
 """Methods of plain values that compare with an argument: objects of the solution have none."""
 LONG_INTEGERS = ("-X", "int_max_str_digits=0")

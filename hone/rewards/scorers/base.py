@@ -26,28 +26,19 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Built-in scorer.
+    """Built-in scorer."""
 
-    Attributes:
-        name: registered name.
-        compute: ``f(data_source, solution_str, ground_truth, extra_info=None, **options) -> dict`` with ``score``.
-        data_sources: names and shell patterns of the data sources that it scores.
-        options: names of its options.
-        may_hang: True to run the scorer in a worker process with a time limit.
-        package: required package and the extra of Hone that installs it, or None.
-        prepare: called once in a worker, before time is measured (slow imports).
-        context: arguments of :data:`CONTEXT` that it receives.
-        check: called before the run with the services; raises RewardError if the scorer cannot work.
-    """
-
-    name: str
+    name: str  # registered name
+    # ``f(data_source, solution_str, ground_truth, extra_info=None, **options) -> dict`` with ``score``
     compute: Callable[..., Any]
-    data_sources: tuple[str, ...]
-    options: frozenset[str] = frozenset()
-    may_hang: bool = False
-    package: tuple[str, str] | None = None
+    data_sources: tuple[str, ...]  # names and shell patterns of the data sources that it scores
+    options: frozenset[str] = frozenset()  # names of its options
+    may_hang: bool = False  # True to run the scorer in a worker process with a time limit
+    package: tuple[str, str] | None = None  # required package and the extra of Hone that installs it, or None
+    # called once in a worker, before time is measured (slow imports)
     prepare: Callable[[], object] = field(default=_nothing)
-    context: frozenset[str] = frozenset()
+    context: frozenset[str] = frozenset()  # arguments of :data:`CONTEXT` that it receives
+    # called before the run with the services; raises RewardError if the scorer cannot work
     check: Callable[[Any], object] | None = None
 
     @property
@@ -67,7 +58,6 @@ class Scorer:
 
     @property
     def text(self) -> str:
-        """Docstring of the scorer."""
         return inspect.cleandoc(self.compute.__doc__ or "")
 
     @property
@@ -96,11 +86,9 @@ class Scorer:
 
     @property
     def file(self) -> str:
-        """Path of the scorer's source file."""
         return str(inspect.getsourcefile(inspect.unwrap(self.compute)))
 
     def is_installed(self) -> bool:
-        """Return whether the required package is installed."""
         return self.package is None or importlib.util.find_spec(self.package[0]) is not None
 
     def check_installed(self) -> None:

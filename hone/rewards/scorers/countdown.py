@@ -13,8 +13,7 @@ from typing import Any
 from hone.data.answers import final_answer, plain_text
 from hone.rewards.scorers.base import register_scorer
 
-MAX_CHARACTERS = 256
-"""Maximum length of an expression in characters."""
+MAX_CHARACTERS = 256  # maximum length of an expression in characters
 
 _DIVIDED = ("÷", "\\div")
 _SIGNS = re.compile(r"×|÷|\\times|\\cdot|\\div")

@@ -12,8 +12,7 @@ from typing import Any
 from hone.data.answers import TAIL, chosen_letter, final_answer, find_numbers, read_number, tagged_answer
 from hone.rewards.scorers.base import register_scorer
 
-MAX_TAGS = 10
-"""Maximum number of answer tags; a response with more is guessing."""
+MAX_TAGS = 10  # maximum number of answer tags; a response with more is guessing
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

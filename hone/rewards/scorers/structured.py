@@ -9,8 +9,7 @@ from typing import Any
 from hone.data.answers import tagged_answer
 from hone.rewards.scorers.base import register_scorer
 
-MAX_CHARACTERS = 100_000
-"""Maximum length of JSON text in characters."""
+MAX_CHARACTERS = 100_000  # maximum length of JSON text in characters
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 

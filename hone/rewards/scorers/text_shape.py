@@ -24,8 +24,7 @@ SCRIPTS = {
     "el": ("GREEK",),
 }
 """Prefixes of the Unicode names of a language's letters."""
-MAX_CHARACTERS = 20_000
-"""Maximum number of characters of a response that are examined."""
+MAX_CHARACTERS = 20_000  # maximum number of characters of a response that are examined
 
 
 @register_scorer("length", "length", whole_text=True)

@@ -23,8 +23,7 @@ from hone.rewards.sandbox import Ending
 from hone.rewards.sandbox.backends import PROTECTIONS, Backend
 from hone.rewards.sandbox.choice import choose
 from hone.rewards.sandbox.execution import execute
-from hone.rewards.sandbox.landlock import SIGNALS, landlock_version
-from hone.rewards.sandbox.system_calls import system_call_filter
+from hone.rewards.sandbox.system_calls import SIGNALS, landlock_version, system_call_filter
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.data.types import Sample
-from hone.rewards.code_probes import code_probes
+from hone.rewards.probes import code_probes
 from hone.rewards.scorers.assertion_plan import plan_of
-from hone.rewards.scorers.code import read_tests, same_output, same_value
-from hone.rewards.scorers.fences import last_program
+from hone.rewards.scorers.code import last_program, read_tests, same_output, same_value
 
 PYTHON = ("python", "Python", "py", "python3", "py3", "python title='a.py'", "{.python .numberLines}", " python", "python:a.py", "python {1,3}")  # fmt: skip
 OTHER = ("text", "bash", "json", "c++", "output", "pycon", "sh title='x'", "python-repl", "javascript", "plaintext")

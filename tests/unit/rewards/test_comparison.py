@@ -22,7 +22,7 @@ from hone.config.reward import RewardConfig
 from hone.data.files import read_rows
 from hone.errors import HoneError
 from hone.insight.run_directory import RunDirectory
-from hone.rewards.episode_probes import LOOP, bad_episodes, good_episode, plain_episode
+from hone.rewards.probes import LOOP, bad_episodes, good_episode, plain_episode
 from hone.rewards.score import Score
 from hone.trainers.reporting import sample_record
 

@@ -13,10 +13,10 @@ from hone.config.reward import RewardConfig
 from hone.data.episode_log import EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
+from hone.rewards.http import Throttle
 from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
 from hone.rewards.terms import Term, combine, read_terms
-from hone.rewards.throttle import Throttle
 
 
 def trajectory(text: str = "text", *, uid: str = "a", mask: tuple[int, ...] = (1,), log: EpisodeLog | None = None, part: int = 0) -> Trajectory:  # fmt: skip
