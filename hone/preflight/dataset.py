@@ -15,8 +15,7 @@ from hone.errors import ConfigError, DataError, Finding, HoneError
 from hone.preflight.template import rendered
 from hone.progress import progress
 
-KINDS = {"rl": "prompt", "sft": "messages", "prefer": "chosen"}
-"""Uses of a dataset, and the column that each needs."""
+KINDS = {"rl": "prompt", "sft": "messages", "prefer": "chosen"}  # uses of a dataset, and the column that each needs
 
 
 @dataclass(frozen=True)
@@ -46,23 +45,16 @@ class DatasetOptions:
 
 @dataclass
 class DatasetReport:
-    """Result of a check of a dataset.
+    """Result of a check of a dataset."""
 
-    Attributes:
-        kinds: possible uses of the dataset.
-        findings: errors first, then warnings.
-        numbers: statistics of the checked files, see :func:`hone.data.statistics.statistics`.
-        lengths: characters of each prompt or conversation for histograms; with a tokenizer also tokens.
-    """
-
-    kinds: list[str]
-    findings: list[Finding]
-    numbers: dict[str, Any]
+    kinds: list[str]  # possible uses of the dataset
+    findings: list[Finding]  # errors first, then warnings
+    numbers: dict[str, Any]  # statistics of the checked files, see :func:`hone.data.statistics.statistics`
+    # characters of each prompt or conversation for histograms; with a tokenizer also tokens
     lengths: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def stops(self) -> bool:
-        """True when a run with this dataset would not start."""
         return any(finding.stops for finding in self.findings)
 
 

@@ -10,8 +10,7 @@ from hone.config.trees import TREES, AnyConfig
 from hone.preflight import machine
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
-_SLOWER = 1.5
-"""Ratio of the times of a bfloat16 and a float32 matmul above which the rule warns."""
+_SLOWER = 1.5  # ratio of the times of a bfloat16 and a float32 matmul above which the rule warns
 
 
 @rule("R02", *TREES.values(), stage=Stage.ENVIRONMENT)

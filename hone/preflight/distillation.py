@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK = "distillation"
 SINGLE_TURN = "single_turn"
-_PATIENCE = 60.0
-"""Most seconds that a teacher's server may take for a check."""
+_PATIENCE = 60.0  # most seconds that a teacher's server may take for a check
 
 
 @rule("R84", RLConfig)

@@ -58,7 +58,6 @@ class Check:
     fix: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """Return the check as plain data."""
         return {"name": self.name, "status": self.status, "found": self.result, "fix": self.fix}
 
 

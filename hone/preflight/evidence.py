@@ -11,7 +11,7 @@ from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.data.model_settings import decoder_settings
-from hone.errors import ConfigError, DataError, Finding, HoneError
+from hone.errors import ConfigError, DataError, Finding, HoneError, RewardError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
 from hone.preflight.reading import columns, defaults, file_list, read_model, required
@@ -19,17 +19,16 @@ from hone.preflight.reading import columns, defaults, file_list, read_model, req
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hone.agents.base import AgentLoop
     from hone.agents.context import EpisodeContext
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
     from hone.data.row_images import RowImages
-    from hone.preflight.loops import Loops
     from hone.preflight.plan.model import ModelShape
     from hone.preflight.plan.work import Work
 
 
-_DECODED = 64
-"""Images that are decoded."""
+_DECODED = 64  # images that are decoded
 
 
 class Evidence:
@@ -129,8 +128,6 @@ class Evidence:
     @functools.cached_property
     def loops(self) -> Loops:
         """The agent loops of an RL run's rows."""
-        from hone.preflight.loops import Loops
-
         assert isinstance(self.config, RLConfig)
         return Loops(self.config)
 
@@ -164,9 +161,7 @@ class Evidence:
 
     @functools.cached_property
     def reward_findings(self) -> list[Finding]:
-        """Findings of trying the reward on a few rows, see :mod:`hone.preflight.reward_trial`."""
-        from hone.preflight.reward_trial import try_reward
-
+        """Findings of trying the reward on a few rows, see :func:`try_reward`."""
         template = str(self.tokenizer.chat_template or "") if self.tokenizer is not None else ""
         thinks = any(mark in template for mark in ("<think>", "</think>", "[THINK]"))
         return try_reward(self.config, thinks=thinks) if isinstance(self.config, RLConfig) else []
@@ -271,3 +266,78 @@ def _image_problems(images: RowImages, rows: list[Row], keys: Iterable[str]) -> 
 
 def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+class Loops:
+    """Agent loops of an RL run."""
+
+    def __init__(self, config: RLConfig) -> None:
+        from hone.agents.catalogue import default_loop
+
+        rollout = config.actor_rollout_ref.rollout
+        self._default = default_loop(rollout.multi_turn, rollout.agent)
+        self._classes: dict[str, type[AgentLoop] | None] = {}
+
+    def name(self, row: Row) -> str:
+        return str(row.values.get("agent_name") or self._default)
+
+    def loop_class(self, row: Row) -> type[AgentLoop] | None:
+        """Return the class of the loop that plays a row; None for an unknown name, which R48 reports."""
+        name = self.name(row)
+        if name not in self._classes:
+            self._classes[name] = self._class(name)
+        return self._classes[name]
+
+    def _class(self, name: str) -> type[AgentLoop] | None:
+        from hone.agents.catalogue import AGENT_LOOPS
+
+        try:
+            return AGENT_LOOPS.get(name)
+        except HoneError:
+            return None
+
+
+CALL_SECONDS = 10.0  # time limit of one call, chosen to keep preflight short
+ALL_SECONDS = 5.0  # time after which no further row is tried
+
+
+def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
+    """Return the findings about the reward of a run; none when a reward model alone gives the reward.
+
+    Args:
+        thinks: True if the policy writes thoughts, as its chat template says.
+    """
+    from hone.data.scored_rows import scored_rows
+    from hone.rewards.bench import run_bench
+    from hone.rewards.bench_findings import bench_findings
+
+    model = config.reward.reward_model
+    if not config.preflight.reward_rows or (model.enable and model.combine == "replace"):
+        return []
+    try:
+        rows = scored_rows(
+            file_list(config.data.train_files),
+            reward_fn_key=config.data.reward_fn_key,
+            prompt_key=config.data.prompt_key,
+            limit=config.preflight.reward_rows,
+        )
+    except HoneError:
+        return []  # R42 reports it
+    settings = replace(config.reward, timeout=min(config.reward.timeout, CALL_SECONDS))
+    try:
+        bench = run_bench(settings, rows, seconds=ALL_SECONDS, agentic=_plays_tools(config))
+    except RewardError as problem:
+        return [] if problem.code == "R43" else [_coded(problem, "R50")]
+    except HoneError:
+        return []  # an unknown scorer: R11 reports it
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    return list(bench_findings(bench, settings, sequences, thinks=thinks))
+
+
+def _plays_tools(config: RLConfig) -> bool:
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.multi_turn.enable and rollout.agent.default_agent_loop not in (None, "single_turn")
+
+
+def _coded(e: HoneError, code: str) -> Finding:
+    return Finding(type(e)(e.what, why=e.why, fix=e.fix, where=e.where, code=code), stops=True)

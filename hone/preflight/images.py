@@ -84,7 +84,6 @@ def image_limits(config: AnyConfig, kind: str = "qwen3_vl") -> Iterator[Finding]
     """Yield an error for each setting with which a run reads no images.
 
     Args:
-        config: of the run.
         kind: ``model_type`` of the model.
     """
     yield from _backend_limits(config)

@@ -41,29 +41,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about the machine, sizes in bytes.
-
-    Attributes:
-        cpus: CPUs of the machine.
-        affinity: cores that this process may run on.
-        quota: cores that the container's CPU quota allows (may be a fraction); None without a quota.
-        memory: memory that a process may use: that of the machine, or the container's limit if smaller.
-        shared_memory: size of /dev/shm; None when it does not exist.
-        open_files: soft limit of open files.
-        gpus: GPUs that nvidia-smi reports.
-        gpu_users: processes on the GPUs.
-        omp_threads: value of ``OMP_NUM_THREADS``; None if unset.
-    """
+    """Facts about the machine, sizes in bytes."""
 
     cpus: int
-    affinity: int
-    quota: float | None
-    memory: int
-    shared_memory: int | None
-    open_files: int
-    gpus: tuple[Gpu, ...] = ()
-    gpu_users: tuple[GpuUser, ...] = field(default=())
-    omp_threads: int | None = None
+    affinity: int  # cores that this process may run on
+    quota: float | None  # cores that the container's CPU quota allows (may be a fraction); None without a quota
+    memory: int  # memory that a process may use: that of the machine, or the container's limit if smaller
+    shared_memory: int | None  # size of /dev/shm; None when it does not exist
+    open_files: int  # soft limit of open files
+    gpus: tuple[Gpu, ...] = ()  # GPUs that nvidia-smi reports
+    gpu_users: tuple[GpuUser, ...] = field(default=())  # processes on the GPUs
+    omp_threads: int | None = None  # value of ``OMP_NUM_THREADS``; None if unset
 
     @property
     def usable_cpus(self) -> int:

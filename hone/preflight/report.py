@@ -21,29 +21,22 @@ log = logging.getLogger("hone.preflight")
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of the rules.
+    """Findings of the rules."""
 
-    Attributes:
-        findings: errors, then warnings; each in the order of the stages.
-        silenced: number of findings per code that ``preflight.allow`` silenced.
-    """
-
-    findings: list[Finding]
+    findings: list[Finding]  # errors, then warnings; each in the order of the stages
+    # number of findings per code that ``preflight.allow`` silenced
     silenced: Counter[str] = field(default_factory=Counter)
 
     @property
     def errors(self) -> list[Finding]:
-        """Findings that stop the run."""
         return [finding for finding in self.findings if finding.stops]
 
     @property
     def warnings(self) -> list[Finding]:
-        """Findings that do not stop the run."""
         return [finding for finding in self.findings if not finding.stops]
 
     @property
     def stops(self) -> bool:
-        """True when the run must not start."""
         return bool(self.errors)
 
     def render(self) -> str:
@@ -52,7 +45,6 @@ class Report:
         return "\n".join([*lines, *self._silenced_line()])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain data."""
         return {"findings": [finding.as_json() for finding in self.findings], "silenced": dict(self.silenced)}
 
     def _silenced_line(self) -> list[str]:

@@ -27,16 +27,11 @@ __all__ = ["RULES", "Check", "Finding", "Rule", "Stage", "error", "findings", "r
 class Stage(IntEnum):
     """Stage of a rule, by the data that it reads."""
 
-    ARITHMETIC = 1
-    """Keys and their combinations."""
-    FILES = 2
-    """Directories, dataset files, their columns and rows."""
-    TEMPLATE = 3
-    """Rows as the tokenizer renders them."""
-    REWARD = 4
-    """The reward, tried on a few rows."""
-    ENVIRONMENT = 5
-    """The machine."""
+    ARITHMETIC = 1  # keys and their combinations
+    FILES = 2  # directories, dataset files, their columns and rows
+    TEMPLATE = 3  # rows as the tokenizer renders them
+    REWARD = 4  # the reward, tried on a few rows
+    ENVIRONMENT = 5  # the machine
 
 
 Check = Callable[..., Iterable[Finding]]

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from hone.models.registry import family_of
 from hone.preflight.plan.model import ModelShape
 
-LOGIT_ROWS = 2048
-"""Rows of logits that exist at a time (:func:`hone.algorithms.logits.chunked_log_probs`)."""
+LOGIT_ROWS = 2048  # rows of logits that exist at a time (:func:`hone.algorithms.logits.chunked_log_probs`)
 
 _KEPT = {
     # (executor, bfloat16): bytes per number of (hidden, queries, keys, feed-forward width), more with query and key norms
@@ -31,35 +30,26 @@ _KEPT = {
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of a model on one device, and what they hold in bytes.
-
-    Attributes:
-        tokens: tokens in the matmuls of the largest micro-batch, this rank's share.
-        responses: those whose log-prob is computed.
-        gathered: whether no matmul copies its weight: FSDP gathers parameters in bfloat16, or frozen ones are held so.
-        tiles: chunks of the feed-forward part, 1 without tiling.
-        tensor: ranks that share every matrix.
-        on_host: whether kept activations go to the host's memory.
-        prompt_copies: tokens in attention per token in the matmuls: on a GPU each response brings its prompt along.
-        ring: ranks of ring attention.
-    """
+    """The passes of a model on one device, and what they hold in bytes."""
 
     shape: ModelShape
     on_cpu: bool
     bf16: bool
-    tokens: float = 0.0
-    responses: float = 0.0
+    tokens: float = 0.0  # tokens in the matmuls of the largest micro-batch, this rank's share
+    responses: float = 0.0  # those whose log-prob is computed
+    # whether no matmul copies its weight: FSDP gathers parameters in bfloat16, or frozen ones are held so
     gathered: bool = False
     divided: bool = False
     lora_rank: int = 0
     checkpointing: bool = False
     keeps_attention: bool = False
-    tiles: int = 1
-    tensor: int = 1
-    on_host: bool = False
+    tiles: int = 1  # chunks of the feed-forward part, 1 without tiling
+    tensor: int = 1  # ranks that share every matrix
+    on_host: bool = False  # whether kept activations go to the host's memory
+    # tokens in attention per token in the matmuls: on a GPU each response brings its prompt along
     prompt_copies: float = 1.0
     scale: float = 1.0
-    ring: int = 1
+    ring: int = 1  # ranks of ring attention
 
     @property
     def executor(self) -> str:

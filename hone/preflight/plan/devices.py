@@ -12,31 +12,19 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """Numbers of the device of one process.
-
-    Attributes:
-        memory: bytes that a process may use.
-        wide_rate: float32 operations per second that matmuls reach (a multiplication with its addition counts two).
-        narrow_rate: the same in bfloat16.
-        bandwidth: bytes per second between memory and processor.
-        launch: seconds that a small operation takes at least.
-        link: bytes per second to a device of the same node.
-        network: bytes per second to a device of another node.
-        host: bytes per second to the host's memory; 0 on a CPU, where that is the same.
-        overhead: bytes that a process takes before it holds a model.
-    """
+    """Numbers of the device of one process."""
 
     name: str
     on_cpu: bool
-    memory: float
-    wide_rate: float
-    narrow_rate: float
-    bandwidth: float
-    launch: float
-    link: float
-    network: float
-    host: float = 0.0
-    overhead: float = 0.0
+    memory: float  # bytes that a process may use
+    wide_rate: float  # float32 operations per second that matmuls reach (a multiplication with its addition counts two)
+    narrow_rate: float  # the same in bfloat16
+    bandwidth: float  # bytes per second between memory and processor
+    launch: float  # seconds that a small operation takes at least
+    link: float  # bytes per second to a device of the same node
+    network: float  # bytes per second to a device of another node
+    host: float = 0.0  # bytes per second to the host's memory; 0 on a CPU, where that is the same
+    overhead: float = 0.0  # bytes that a process takes before it holds a model
 
     @property
     def computes_bfloat16(self) -> bool:
@@ -44,7 +32,6 @@ class Device:
         return not self.on_cpu and self.name not in _WITHOUT_BFLOAT16 and self.narrow_rate > self.wide_rate
 
     def rate(self, *, bf16: bool) -> float:
-        """Return the operations per second of matmuls."""
         return self.narrow_rate if bf16 else self.wide_rate
 
 
@@ -57,10 +44,8 @@ class Cluster:
     device: Device
 
 
-MATMUL_SHARE = 0.7
-"""Share of the stated rate that large matmuls reach."""
-_BANDWIDTH_SHARE = 0.85
-"""Share of the stated bandwidth that a kernel reaches which reads and writes much."""
+MATMUL_SHARE = 0.7  # share of the stated rate that large matmuls reach
+_BANDWIDTH_SHARE = 0.85  # share of the stated bandwidth that a kernel reaches which reads and writes much
 _SPECS = {
     # name: GiB, dense TFLOP/s in float32 (TF32 off) and bfloat16 (float16 where it has none), TB/s of memory, GB/s to a neighbour
     "B200-180GB": (180, 75, 2250, 8.0, 900),
@@ -78,16 +63,13 @@ _SPECS = {
     "MI300X-192GB": (192, 163.4, 1307, 5.3, 448),
 }
 _WITHOUT_BFLOAT16 = ("V100-32GB", "T4-16GB")
-_USABLE = 0.94
-"""Share of a GPU's stated memory that a process can have (error correction and the driver take the rest)."""
+_USABLE = 0.94  # share of a GPU's stated memory that a process can have (error correction and the driver take the rest)
 _NETWORK, _HOST = 25e9, 20e9
 _LAUNCH = 6e-6
-_CONTEXT = 0.8 * GIB
-"""CUDA's own memory in a process, and NCCL's."""
+_CONTEXT = 0.8 * GIB  # CUDA's own memory in a process, and NCCL's
 
 
 def known_devices() -> tuple[str, ...]:
-    """Return the names of the GPUs in the table."""
     return tuple(_SPECS)
 
 

@@ -18,17 +18,13 @@ from hone.models.registry import family_of
 from hone.preflight.plan.activations import Passes
 from hone.preflight.plan.work import Work
 
-SERVED_PREFILL_TOKENS = 8192
-"""Tokens of a forward pass of vLLM and SGLang where ``max_num_batched_tokens`` is not set."""
+SERVED_PREFILL_TOKENS = 8192  # tokens of a forward pass of vLLM and SGLang where ``max_num_batched_tokens`` is not set
 VLLM_CPU_CACHE_BYTES, SGLANG_CPU_CACHE_TOKENS = 2 * 2**30, 65536
 """Limits of the caches on a CPU (:mod:`hone.generation.server`)."""
-SHARE_STEP = 0.05
-"""Proposed shares of a device are multiples of this."""
-_SAMPLING_BYTES = 24
-"""Bytes per logit while a token is sampled: four float32 copies, and their sums in float64."""
+SHARE_STEP = 0.05  # proposed shares of a device are multiples of this
+_SAMPLING_BYTES = 24  # bytes per logit while a token is sampled: four float32 copies, and their sums in float64
 _CACHE_ROUNDING = 32
-_SHARE_OF_FREE = 0.9
-"""Share of the free memory that pages take at most (:mod:`hone.generation.native.paged.support`)."""
+_SHARE_OF_FREE = 0.9  # share of the free memory that pages take at most (:mod:`hone.generation.native.paged.support`)
 
 
 class CacheShape(NamedTuple):
@@ -51,7 +47,6 @@ def space_for_pages(work: Work, pool: Pool, capacity: float, resident: float) ->
     """Return the bytes that a KV cache may take: without pages any, else what the engine's share and the free memory allow.
 
     Args:
-        pool: of the process.
         capacity: bytes of its device.
         resident: bytes that training holds in all phases.
     """
@@ -78,7 +73,6 @@ def cache_shape(work: Work, pool: Pool, space: float = math.inf) -> CacheShape:
     """Return the KV cache at its largest: in training, or when validation prompts are answered, each once.
 
     Args:
-        pool: of the process.
         space: bytes that the cache may take; one sequence counts anyway.
     """
     config, rollout = work.config, work.rollout
@@ -149,7 +143,6 @@ def engine_bytes(work: Work, pool: Pool, capacity: float, overhead: float) -> fl
     A share that is too small for an engine to start counts as the device for which it would suffice.
 
     Args:
-        pool: of the process that the engines belong to.
         capacity: bytes of its device.
         overhead: bytes of a bare process.
     """

@@ -24,8 +24,7 @@ from hone.preflight.plan.memory import CACHE, ENGINE, Memory, memory_of
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import Work, work_of
 
-TIGHT = 0.92
-"""Share of the memory that a plan may fill: holes between blocks take the rest."""
+TIGHT = 0.92  # share of the memory that a plan may fill: holes between blocks take the rest
 _ROUNDING = 256
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -41,20 +40,15 @@ class Knob:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A run that is fitted to a device by turning knobs.
-
-    Attributes:
-        largest_budget: most tokens of a micro-batch that fit, None where not even one sequence does.
-        faster: a setting that saves time and fits too.
-    """
+    """A run that is fitted to a device by turning knobs."""
 
     config: AnyConfig
     work: Work
     memories: tuple[Memory, ...]
     knobs: tuple[Knob, ...]
     fits: bool
-    largest_budget: int | None
-    faster: str | None = None
+    largest_budget: int | None  # most tokens of a micro-batch that fit, None where not even one sequence does
+    faster: str | None = None  # a setting that saves time and fits too
 
     @property
     def fullest(self) -> Memory:
@@ -72,21 +66,17 @@ class Fitter:
     activation_scale: float = 1.0
 
     def work(self, config: AnyConfig) -> Work:
-        """Return the numbers of a variant."""
         kind = {"on_cpu": self.device.on_cpu, "bfloat16": self.device.computes_bfloat16}
         work = work_of(config, self.shape, **kind, others=self.others)
         return dataclasses.replace(work, activation_scale=self.activation_scale)
 
     def memories(self, work: Work) -> tuple[Memory, ...]:
-        """Return the memory of one process of each pool."""
         return tuple(memory_of(work, pool, self.device.overhead, self.device.memory) for pool in work.pools)
 
     def fullest(self, config: AnyConfig) -> Memory:
-        """Return the memory of the process that needs most."""
         return max(self.memories(self.work(config)), key=lambda memory: memory.peak.total)
 
     def peak(self, config: AnyConfig) -> float:
-        """Return the bytes of the fullest process."""
         return self.fullest(config).peak.total
 
     @property

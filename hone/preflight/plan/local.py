@@ -36,8 +36,7 @@ _MATMUL = {"cpu": (1024, 512, 1536), "cuda": (8192, 4096, 4096)}
 _ATTEMPTS, _COPIED, _SMALL_OPERATIONS = 5, 64 * 2**20, 2000
 _IMPORTS = "import hone.trainers.rl, hone.rewards.pool, psutil; print(psutil.Process().memory_info().rss)"
 _LINK, _NETWORK, _HOST = 32e9, 1.2e9, 20e9
-_MEASURED_LENGTH = 128
-"""Most tokens of a prompt and of a response in the micro-batch that is measured."""
+_MEASURED_LENGTH = 128  # most tokens of a prompt and of a response in the micro-batch that is measured
 
 
 def local_device(config: AnyConfig, *, again: bool = False) -> Device:
@@ -58,11 +57,7 @@ def local_device(config: AnyConfig, *, again: bool = False) -> Device:
 
 
 def bare_device(memory: float, *, on_cpu: bool, bfloat16: bool = False) -> Device:
-    """Return a device that matters for its memory alone, with a constant for the bare process: nothing is measured.
-
-    Args:
-        bfloat16: whether it computes in bfloat16.
-    """
+    """Return a device that matters for its memory alone, with a constant for the bare process: nothing is measured."""
     overhead = _PROCESS_BYTES if on_cpu else _CONTEXT_BYTES
     return Device("", on_cpu, memory, 1.0, 2.0 if bfloat16 else 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, overhead)
 

@@ -22,12 +22,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config.limits import (
+    ADAM_BYTES,
     BROADCAST_BUFFERS,
     FROZEN_BYTES,
     GATHER_BUCKET_BYTES,
     GRADIENT_BYTES,
     OFFLOAD_IN_FLIGHT_BYTES,
+    ORTHOGONALISED_NUMBERS,
 )
+from hone.config.model import OptimConfig
 from hone.config.pools import Pool
 from hone.preflight.plan.engines import (
     cache_bytes,
@@ -41,7 +44,6 @@ from hone.preflight.plan.engines import (
     uses_pages,
 )
 from hone.preflight.plan.model import ModelShape
-from hone.preflight.plan.optimizer import average_bytes, state_bytes, step_bytes
 from hone.preflight.plan.work import TrainedModel, Work
 from hone.training.backends.megatron.support import NAME as MEGATRON
 
@@ -63,11 +65,9 @@ class Phase:
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
     def size(self, part: str) -> float:
-        """Return the bytes of a part, 0 without it."""
         return self.parts.get(part, 0.0)
 
 
@@ -80,7 +80,6 @@ class Memory:
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
 
     def as_json(self, unit: float = 1.0) -> dict[str, Any]:
@@ -323,3 +322,55 @@ def _syncing(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
     if "rollout" in pool.roles and (pool.divided or work.served):
         sent = bucket if work.served else GATHER_BUCKET_BYTES
         yield {"weights in transfer": copies * min(whole, max(sent, embedding))}
+
+
+MUON = "Muon"
+_EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)  # two moments of a byte a number, with a float32 scale for 256 numbers
+_MOMENTS = {"Adagrad": 1, "RMSprop": 1, "SGD": 0, MUON: 1}
+"""Numbers of optimizer state per parameter; 2 for optimizers of Adam's kind."""
+
+
+def moment_bytes(optim: OptimConfig) -> float:
+    """Return the bytes of an optimizer's state per parameter; of Muon, per parameter of a layer's matrix."""
+    if optim.optimizer == "AdamW8bit":
+        return _EIGHT_BIT_BYTES
+    moments = _MOMENTS.get(optim.optimizer.rpartition(":")[2].rpartition(".")[2], 2)
+    return GRADIENT_BYTES * (moments + bool(optim.override_optimizer_config.get("momentum") and not moments))
+
+
+def state_bytes(model: TrainedModel) -> float:
+    """Return the bytes of a model's optimizer state and of the average of its weights, over all ranks."""
+    optim, count = model.optim, model.trained_parameters
+    matrices = _matrix_parameters(model) if optim.optimizer == MUON else count
+    return moment_bytes(optim) * matrices + ADAM_BYTES * (count - matrices) + average_bytes(model)
+
+
+def average_bytes(model: TrainedModel) -> float:
+    """Return the bytes of the average of a model's weights, over all ranks."""
+    return 0.0 if model.optim.ema_decay is None else FROZEN_BYTES * model.trained_parameters
+
+
+def step_bytes(model: TrainedModel, *, divided: bool, on_cpu: bool) -> float:
+    """Return the bytes that a step of the optimizer takes besides its state, on each rank.
+
+    Muon orthogonalises the matrices of the layers, which takes copies of the largest one; every rank computes whole matrices.
+
+    Args:
+        divided: whether the model is divided over ranks, so that a matrix is all-gathered first.
+        on_cpu: whether matrices are orthogonalised in float32 instead of bfloat16.
+    """
+    if model.optim.optimizer != MUON:
+        return 0.0
+    shape, number = model.shape, 4 if on_cpu else 2
+    if model.lora_rank:
+        matrix = model.lora_rank * max(shape.hidden, shape.width, shape.queries)
+    else:
+        matrix = shape.hidden * max(shape.width, shape.queries)
+        if shape.experts:  # the matrices that read the residual stream are one
+            matrix = min(2 * matrix * shape.experts, max(2 * matrix, ORTHOGONALISED_NUMBERS))
+    # the direction, the whole matrix, an iteration's input and output, and the result
+    return matrix * (4 + 4 * divided + 3 * number + 4)
+
+
+def _matrix_parameters(model: TrainedModel) -> int:
+    return model.trained_parameters if model.lora_rank else model.shape.layers * model.shape.matrices

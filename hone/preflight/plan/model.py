@@ -21,27 +21,20 @@ _HEADER_LIMIT = 100 * 2**20
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder.
-
-    Attributes:
-        kind: its ``model_type``.
-        parameters: all of them, tied ones once.
-        width: inner width of the feed-forward part; of one expert where there are experts.
-        experts, chosen: experts of a layer, and those that compute a token; 0 for a dense model.
-    """
+    """Sizes of a decoder."""
 
     kind: str
-    parameters: int
+    parameters: int  # all of them, tied ones once
     layers: int
     hidden: int
     heads: int
     key_value_heads: int
     head_dim: int
-    width: int
+    width: int  # inner width of the feed-forward part; of one expert where there are experts
     vocabulary: int
     tied: bool
-    experts: int = 0
-    chosen: int = 0
+    experts: int = 0  # of a layer; 0 for a dense model
+    chosen: int = 0  # experts that compute a token
     cache: CacheSize = CacheSize(0)
 
     @classmethod
@@ -72,7 +65,6 @@ class ModelShape:
 
     @property
     def queries(self) -> int:
-        """Width of all queries."""
         return self.heads * self.head_dim
 
     @property

@@ -10,16 +10,13 @@ from hone.preflight.plan.devices import GIB
 from hone.preflight.plan.engines import uses_pages
 from hone.preflight.plan.fit import budget_key
 from hone.preflight.plan.memory import Memory, Phase
-from hone.preflight.plan.plan import Plan, dtype_of
-from hone.preflight.plan.search import Placement
+from hone.preflight.plan.plan import Placement, Plan, dtype_of
 from hone.preflight.plan.step_time import StepTime, rows_at_once
 
-_SHOWN = 6
-"""Placements to name after the chosen one."""
+_SHOWN = 6  # placements to name after the chosen one
 
 
 def render(plan: Plan) -> str:
-    """Return the whole plan."""
     lines = [*_head(plan), ""]
     if plan.placements:
         lines += [*_placement_lines(plan), ""]

@@ -11,16 +11,12 @@ from typing import NamedTuple
 from hone.config.pools import Pool, engine_devices
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
-from hone.preflight.plan.memory import cache_space, shards_of
-from hone.preflight.plan.optimizer import state_bytes
+from hone.preflight.plan.memory import cache_space, shards_of, state_bytes
 from hone.preflight.plan.work import TrainedModel, Work
 
-_OPERATIONS = 28
-"""Operations of a layer in a decode step on a CPU."""
-_GRAPH_SECONDS = 24e-6
-"""Least seconds of a layer in a decode step on a GPU: 12 kernels of a CUDA graph."""
-_LOGIT_BYTES = 40
-"""Bytes that sampling reads and writes per logit."""
+_OPERATIONS = 28  # operations of a layer in a decode step on a CPU
+_GRAPH_SECONDS = 24e-6  # least seconds of a layer in a decode step on a GPU: 12 kernels of a CUDA graph
+_LOGIT_BYTES = 40  # bytes that sampling reads and writes per logit
 
 
 class StepTime(NamedTuple):
@@ -33,11 +29,9 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
         return sum(self)
 
     def as_json(self) -> dict[str, float]:
-        """Return the seconds by stage."""
         return {name: round(value, 4) for name, value in {**self._asdict(), "total": self.total}.items()}
 
 

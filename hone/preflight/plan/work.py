@@ -26,32 +26,24 @@ from hone.preflight.plan.activations import Passes
 from hone.preflight.plan.model import ModelShape, frozen_parameters, shape_of
 from hone.preflight.reading import read_json
 
-TEACHER = "teacher"
-"""Name of the shapes of teachers, with a number from 0."""
+TEACHER = "teacher"  # name of the shapes of teachers, with a number from 0
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model, and how it is trained.
-
-    Attributes:
-        max_tokens: most tokens of a micro-batch.
-        mini_batch: prompts per update, over all ranks.
-        value: whether it predicts values instead of log-probs.
-        frozen: parameters of a vision tower that is not trained.
-    """
+    """A model, and how it is trained."""
 
     shape: ModelShape
     optim: OptimConfig
     bf16: bool
-    max_tokens: int
-    mini_batch: int
+    max_tokens: int  # most tokens of a micro-batch
+    mini_batch: int  # prompts per update, over all ranks
     epochs: int
     checkpointing: bool
-    value: bool = False
+    value: bool = False  # whether it predicts values instead of log-probs
     lora_rank: int = 0
     keeps_attention: bool = False
-    frozen: int = 0
+    frozen: int = 0  # parameters of a vision tower that is not trained
 
     @property
     def trained_parameters(self) -> int:
@@ -74,39 +66,28 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A run in numbers.
-
-    Attributes:
-        pools: of devices, the actor's first.
-        prompt, response: longest ones, in tokens.
-        samples: rows that share a prompt.
-        batch: prompts per step.
-        teachers: frozen models of distillation with weights of their own.
-        activation_scale: measured activations divided by those of the closed form.
-    """
+    """A run in numbers."""
 
     config: AnyConfig
     on_cpu: bool
     actor: TrainedModel
     reference: bool
-    pools: tuple[Pool, ...]
-    prompt: int
-    response: int
-    samples: int
-    batch: int
+    pools: tuple[Pool, ...]  # of devices, the actor's first
+    prompt: int  # longest one, in tokens
+    response: int  # longest one, in tokens
+    samples: int  # rows that share a prompt
+    batch: int  # prompts per step
     critic: TrainedModel | None = None
     reward_model: TrainedModel | None = None
-    teachers: tuple[TrainedModel, ...] = ()
-    activation_scale: float = 1.0
+    teachers: tuple[TrainedModel, ...] = ()  # frozen models of distillation with weights of their own
+    activation_scale: float = 1.0  # measured activations divided by those of the closed form
 
     @property
     def main(self) -> Pool:
-        """The actor's pool."""
         return self.pools[0]
 
     @cached_property
     def spec(self) -> RunSpec | None:
-        """Derived facts of an RL run."""
         return RunSpec(self.config) if isinstance(self.config, RLConfig) else None
 
     @property

@@ -6,9 +6,8 @@ import pytest
 
 from hone.config import RLConfig, load_config
 from hone.models.registry import CacheSize
-from hone.preflight.plan.memory import Phase, checkpoint_bytes, memory_of
+from hone.preflight.plan.memory import Phase, checkpoint_bytes, memory_of, step_bytes
 from hone.preflight.plan.model import ModelShape
-from hone.preflight.plan.optimizer import step_bytes
 from hone.preflight.plan.work import Work, work_of
 
 OPTIM, MODEL = "actor_rollout_ref.actor.optim", "actor_rollout_ref.model"

@@ -9,7 +9,7 @@ from support.preflight import change
 
 from hone.config import RLConfig
 from hone.preflight import Stage, findings
-from hone.preflight.reward_trial import try_reward
+from hone.preflight.evidence import try_reward
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 

@@ -14,7 +14,7 @@ from support.models import random_batch, tiny_model
 from hone.config.model import OptimConfig
 from hone.errors import ConfigError
 from hone.models.heads import PolicyHead
-from hone.preflight.plan.optimizer import moment_bytes
+from hone.preflight.plan.memory import moment_bytes
 from hone.training.backends.local import LocalBackend
 from hone.training.eight_bits import join_parts, parts_of
 from hone.training.engine import TrainSettings

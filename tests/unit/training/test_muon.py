@@ -17,8 +17,8 @@ from hone.config.model import ModelConfig, OptimConfig
 from hone.errors import ConfigError
 from hone.models.heads import PolicyHead
 from hone.models.loading import load_policy
+from hone.preflight.plan.memory import state_bytes
 from hone.preflight.plan.model import ModelShape
-from hone.preflight.plan.optimizer import state_bytes
 from hone.preflight.plan.work import TrainedModel
 from hone.training import muon
 from hone.training.backends.local import LocalBackend
