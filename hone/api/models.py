@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.api.calls import api_call
-from hone.api.objects import Episodes, GivenObjects, Reward, Tools, reward_keys
-from hone.api.rows import dataset_files
+from hone.api.objects import Episodes, GivenObjects, Reward, Tools, dataset_files, reward_keys
 from hone.api.runs import Run, model_directory
-from hone.api.settings import override_words
+from hone.api.settings import api_call, override_words
 
 if TYPE_CHECKING:
     from hone.agents.base import AgentLoop

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
+import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from hone.config import load_config
 from hone.config.trees import AnyConfig, model_block
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError, HoneError, did_you_mean
 
 BLOCKS = (
     *("trainer.", "data.", "algorithm.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."),
@@ -145,3 +148,35 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEBUG_VARIABLE = "HONE_DEBUG"
+"""Environment variable that keeps the internal frames in the traceback of a user's mistake."""
+
+
+def api_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function callable in a notebook, and raise its :class:`HoneError` without the frames inside the package.
+
+    A function that starts event loops of its own cannot run inside the loop of a notebook, because asyncio refuses a loop within
+    a loop. The notebook's loop is taken from this thread for the time of the call.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        outer = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        try:
+            return function(*args, **kwargs)
+        except HoneError as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                raise
+            raise error.with_traceback(None) from None
+        finally:
+            if outer is not None:
+                asyncio.set_event_loop(outer)
+                asyncio._set_running_loop(outer)
+
+    return call

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.api.calls import api_call
-from hone.api.objects import Episodes, GivenObjects, Reward, Tools, reward_keys
-from hone.api.rows import dataset_files
+from hone.api.objects import Episodes, GivenObjects, Reward, Tools, dataset_files, reward_keys
 from hone.api.runs import Run, model_directory
-from hone.api.settings import build_config, flat_values, model_key
+from hone.api.settings import api_call, build_config, flat_values, model_key
 from hone.user_objects import PREFIX
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ def show(
 
     from hone.config import load_with_provenance
     from hone.config.environment import written_tree
-    from hone.config.sources import explained
+    from hone.config.layers import explained
     from hone.insight.redaction import redact_entry, redact_tree
     from hone.user_code import admit
 

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hone.config.keys import KeyDoc, article, documentation, leaf_values
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError, HoneError, did_you_mean
+
+
+class ConfigProblems(ConfigError):
+    """All mistakes in a configuration; ``problems`` holds the single errors."""
+
+    def __init__(self, problems: Sequence[HoneError]) -> None:
+        self.problems = list(problems)
+        super().__init__(f"{len(self.problems)} problems", code=self.problems[0].code)
+
+    def render(self) -> str:
+        return "\n".join([*(problem.render() for problem in self.problems), f"({len(self.problems)} problems)"])
+
+
+def raise_together(problems: Sequence[HoneError]) -> None:
+    """Raise a single problem, or :class:`ConfigProblems` with several; do nothing without problems."""
+    problems = list({problem.render(): problem for problem in problems}.values())  # two rules may meet the same mistake
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigProblems(problems)
+
 
 Provenance = dict[str, str]
 """Origin of each value: dotted path to "preset grpo", "file DIR/NAME.yaml" or "command line"."""

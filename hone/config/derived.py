@@ -30,8 +30,7 @@ T = TypeVar("T")
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
 _ROLLOUT = "actor_rollout_ref.rollout"
-HALF_A_GPU = 0.5
-"""Largest ``ray.device_fraction`` at which two workers can have the same GPU."""
+HALF_A_GPU = 0.5  # largest ``ray.device_fraction`` at which two workers can have the same GPU
 
 
 @dataclass(frozen=True)
@@ -45,27 +44,18 @@ class Decision(Generic[T]):
 class OldLogProbs(Enum):
     """Source of the old log-probs, those of the policy that sampled."""
 
-    OWN_PASS = "own_pass"
-    """A forward pass of the trainer before the update."""
-    UPDATE_PASS = "update_pass"
-    """The forward pass of the single update, before the weights change."""
-    ENGINE = "engine"
-    """The engine that sampled (bypass mode)."""
+    OWN_PASS = "own_pass"  # a forward pass of the trainer before the update
+    UPDATE_PASS = "update_pass"  # the forward pass of the single update, before the weights change
+    ENGINE = "engine"  # the engine that sampled (bypass mode)
 
 
 @dataclass(frozen=True)
 class RoleNeed:
-    """A role of the run with a model.
+    """A role of the run with a model."""
 
-    Attributes:
-        name: actor, rollout, reference, critic, reward_model or teacher.
-        replicated: whether each process holds a whole model; otherwise the model is sharded over the pool.
-        reason: why the run needs the role.
-    """
-
-    name: str
-    replicated: bool
-    reason: str
+    name: str  # actor, rollout, reference, critic, reward_model or teacher
+    replicated: bool  # whether each process holds a whole model; otherwise the model is sharded over the pool
+    reason: str  # why the run needs the role
 
 
 class Derived(NamedTuple):
@@ -117,7 +107,6 @@ class RunSpec:
 
     @property
     def policy_loss(self) -> str:
-        """Name of the policy loss in use."""
         return policy_loss_name(self.config.actor_rollout_ref.actor.policy_loss.loss_mode, self.correction)
 
     @cached_property

@@ -35,7 +35,6 @@ def resolve_dtype(dtype: str, *, bfloat16: bool) -> str:
     """Return the dtype that a ``dtype`` key means; this is the only rule for ``auto``.
 
     Args:
-        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         bfloat16: whether the device is a GPU with instructions for bfloat16. CPUs count as devices without.
     """
     if dtype != "auto":

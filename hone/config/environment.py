@@ -27,7 +27,6 @@ def environment_values(raw: dict[Any, Any], config: Any) -> dict[Path, tuple[str
 
     Args:
         raw: composed tree as plain values, with its interpolations.
-        config: the loaded tree.
     """
     texts = {path: text for path, text in _texts(raw, ()) if _from_environment(raw, path, text)}
     resolved = dataclasses.asdict(config) if texts else {}

@@ -8,13 +8,10 @@ import pickle
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hone.config.check import Provenance, complaints, place, wrong_type
-from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
-from hone.config.migration.command_line import outcome_text, unsupported
-from hone.config.migration.reading import Outcome, key_in_tree, read_setting
+from hone.config.check import Provenance, complaints, place, raise_together, wrong_type
+from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation, unknown_key
+from hone.config.migration.reading import Outcome, key_in_tree, outcome_text, read_setting, unsupported
 from hone.config.overrides import COMMAND_LINE, override_value
-from hone.config.problems import raise_together
-from hone.config.suggest import unknown_key
 from hone.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,9 +21,6 @@ if TYPE_CHECKING:
 
 class Inspection:
     """Collect the keys that the layers set, in order of precedence, and every mistake in them.
-
-    Args:
-        schema: root dataclass of the tree.
 
     Attributes:
         provenance: origin of the last value of each key.

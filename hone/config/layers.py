@@ -25,17 +25,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.aliases import full_key
 from hone.config.check import Provenance
+from hone.config.environment import written_leaves
 from hone.config.inspection import Inspection, typed_tree
-from hone.config.migration.command_line import translate_overrides
+from hone.config.keys import documentation
+from hone.config.migration.reading import translate_overrides
 from hone.config.overrides import apply, is_group, one_line, override_value, parse_overrides
+from hone.config.tree import RLConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.text import read_yaml
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
+
 
 log = logging.getLogger("hone.config")
 
@@ -49,25 +52,15 @@ _FILE_FIX = "a config file is a mapping of blocks in UTF-8; its defaults list, i
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of the values of a tree.
-
-    Args:
-        schema: root dataclass.
-        kind: folder of its presets ("rl", "sft").
-        preset: name of a preset of that kind.
-        directory: absolute folder of the user's file; None without a file.
-        name: name of that file, with or without ``.yaml``.
-        overrides: command-line overrides in Hydra's grammar.
-        by_method: without a preset and a file, begin with the preset of the method.
-    """
+    """Sources of the values of a tree."""
 
     schema: type
-    kind: str
-    preset: str | None
-    directory: Path | None
-    name: str | None
-    overrides: list[str]
-    by_method: bool = False
+    kind: str  # folder of its presets ("rl", "sft")
+    preset: str | None  # name of a preset of that kind
+    directory: Path | None  # absolute folder of the user's file; None without a file
+    name: str | None  # name of that file, with or without ``.yaml``
+    overrides: list[str]  # command-line overrides in Hydra's grammar
+    by_method: bool = False  # without a preset and a file, begin with the preset of the method
 
     @property
     def file_label(self) -> str:
@@ -266,3 +259,39 @@ def _as_config_error(what: str, fix: str = _FILE_FIX) -> Iterator[None]:
         raise ConfigError(f"{what} is not valid YAML: {one_line(error)}", fix="correct the line") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{what} cannot be composed: {one_line(error)}", fix=fix) from error
+
+
+SHORT_BLOCKS: dict[type, dict[str, str]] = {
+    RLConfig: {"model": "actor_rollout_ref.model", "trainer.async": "trainer.async_training"}
+}
+"""Block of each short name, by tree: ``hone train model.path=DIR`` is the policy's model, as in the other commands."""
+
+
+def full_key(key: str, schema: type) -> str:
+    """Return the key that a name means; any other name unchanged.
+
+    >>> full_key("model.path", RLConfig)
+    'actor_rollout_ref.model.path'
+    """
+    blocks = SHORT_BLOCKS.get(schema, {})
+    block = next((name for name in blocks if key.startswith(f"{name}.")), None)
+    return key if block is None else blocks[block] + key.removeprefix(block)
+
+
+DEFAULT, DERIVED = "default", "derived"
+
+
+def explained(config: Any, provenance: Provenance) -> Iterator[tuple[str, Any, str]]:
+    """Yield ``(path, value, source)`` of every key: its origin, ``default``, or ``derived from`` other keys.
+
+    Values from the environment are interpolations. A default that refers to other keys (``runs/${trainer.project_name}``) is derived from them.
+    """
+    defaults = {key.path: key.default for key in documentation(type(config))}
+    for path, value in written_leaves(config):
+        default = defaults[path]
+        if path in provenance:
+            yield path, value, provenance[path]
+        elif isinstance(default, str) and "${" in default:
+            yield path, value, f"{DERIVED} from {default}"
+        else:
+            yield path, value, DEFAULT

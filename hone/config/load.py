@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hone.config.check import Provenance, check_values
+from hone.config.check import Provenance, check_values, raise_together
+from hone.config.derived import RunSpec
 from hone.config.environment import environment_values, unresolved, written_tree
-from hone.config.implied import settle
 from hone.config.layers import Sources, compose
-from hone.config.problems import raise_together
 from hone.config.tree import RLConfig
 from hone.config.trees import PRESET_KINDS, AnyConfig
 from hone.errors import ConfigError
@@ -106,3 +106,39 @@ def _raw(composed: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(composed, resolve=False)
+
+
+log = logging.getLogger("hone")
+
+CORRECTION = "algorithm.rollout_correction"
+ASYNC_CORRECTION = "decoupled_token_is"
+"""Rollout correction of asynchronous training: old log-probs of the trainer, truncated importance weights per token."""
+
+
+def settle(config: Any, provenance: Provenance) -> None:
+    """Set what asynchronous training implies: an engine process of its own, and a rollout correction.
+
+    ``provenance`` says which keys were set, and gets those that are set here.
+    """
+    if not isinstance(config, RLConfig) or not RunSpec(config).asynchronous:
+        return
+    keys = config.trainer.async_training
+    origin = f"from trainer.async_training.{'max_staleness' if keys.max_staleness else 'stream'}"
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    if config.trainer.runtime == "local" and rollout.name == "native" and rollout.num_replicas is None:
+        rollout.num_replicas = 1
+        provenance["actor_rollout_ref.rollout.num_replicas"] = origin
+    if keys.max_staleness and not any(key.startswith(CORRECTION) for key in provenance):
+        correction.preset = ASYNC_CORRECTION
+        provenance[f"{CORRECTION}.preset"] = origin
+    values = ", ".join(
+        f"{key.rpartition('.')[2]}={_value(config, key)}" for key in provenance if provenance[key] == origin
+    )
+    if values:
+        log.info("%s: %s", origin, values)
+
+
+def _value(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config

@@ -16,28 +16,18 @@ from hone.errors import ConfigError
 class Layout:
     """Parallel sizes of a pool; nothing is started or allocated.
 
-    Attributes:
-        world: number of ranks.
-        dp_replicate: copies of the parameters.
-        dp_shard: data-parallel ranks over which one copy is sharded.
-        sequence: ranks that share the tokens of a row (Ulysses).
-        tensor: ranks that share every matrix.
-        expert: ranks that share the experts.
-        pipeline: stages of layers.
-        context: ranks that share the tokens of a row, in attention too (ring).
-
     Raises:
         ConfigError: the sizes do not multiply to ``world``.
     """
 
-    world: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    sequence: int = 1
-    tensor: int = 1
-    expert: int = 1
-    pipeline: int = 1
-    context: int = 1
+    world: int = 1  # number of ranks
+    dp_replicate: int = 1  # copies of the parameters
+    dp_shard: int = 1  # data-parallel ranks over which one copy is sharded
+    sequence: int = 1  # ranks that share the tokens of a row (Ulysses)
+    tensor: int = 1  # ranks that share every matrix
+    expert: int = 1  # ranks that share the experts
+    pipeline: int = 1  # stages of layers
+    context: int = 1  # ranks that share the tokens of a row, in attention too (ring)
 
     def __post_init__(self) -> None:
         if self.dp_size * self.ranks_a_shard != self.world:

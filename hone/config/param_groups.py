@@ -16,17 +16,11 @@ _KEYS = ("params", "lr_mult", "weight_decay")
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One entry.
+    """One entry."""
 
-    Attributes:
-        params: regular expression, found anywhere in a parameter's name.
-        lr_mult: factor of the learning rate.
-        weight_decay: of all its parameters, norms and biases included; None for the optimizer's.
-    """
-
-    params: re.Pattern[str]
-    lr_mult: float = 1.0
-    weight_decay: float | None = None
+    params: re.Pattern[str]  # regular expression, found anywhere in a parameter's name
+    lr_mult: float = 1.0  # factor of the learning rate
+    weight_decay: float | None = None  # of all its parameters, norms and biases included; None for the optimizer's
 
 
 def read_param_groups(entries: Sequence[Mapping[str, Any]], key: str = KEY) -> list[ParamGroup]:
@@ -40,9 +34,6 @@ def read_param_groups(entries: Sequence[Mapping[str, Any]], key: str = KEY) -> l
 
 def assign_groups(names: Iterable[str], groups: Sequence[ParamGroup], key: str = KEY) -> dict[str, ParamGroup]:
     """Return the entry of each parameter that has one: the first whose expression is found in its name.
-
-    Args:
-        names: of the trained parameters.
 
     Raises:
         ConfigError: an entry applies to no parameter.

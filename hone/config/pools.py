@@ -14,8 +14,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError
 
-MAIN_POOL = "main"
-"""Name of the pool of the actor, and of every role without a pool of its own."""
+MAIN_POOL = "main"  # name of the pool of the actor, and of every role without a pool of its own
 
 POOL_BLOCKS = {
     "rollout": "actor_rollout_ref.rollout",
@@ -29,29 +28,18 @@ POOL_BLOCKS = {
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices and the roles that share them: one process per device holds all of these roles.
+    """Devices and the roles that share them: one process per device holds all of these roles."""
 
-    Attributes:
-        name: main, or the name of the only role of the pool.
-        block: configuration block with the sizes of the pool.
-        nodes: nodes of the pool.
-        per_node: processes per node.
-        roles: names of the roles, in order of creation.
-        replicated: whether every process holds whole models.
-        parallel: parallel sizes of a sharded model.
-    """
-
-    name: str
-    block: str
+    name: str  # main, or the name of the only role of the pool
+    block: str  # configuration block with the sizes of the pool
     nodes: int
-    per_node: int
-    roles: tuple[str, ...]
-    replicated: bool
-    parallel: ParallelConfig
+    per_node: int  # processes per node
+    roles: tuple[str, ...]  # names of the roles, in order of creation
+    replicated: bool  # whether every process holds whole models
+    parallel: ParallelConfig  # parallel sizes of a sharded model
 
     @property
     def world(self) -> int:
-        """Processes of the pool."""
         return self.nodes * self.per_node
 
     @property
@@ -88,21 +76,13 @@ def engine_devices(config: RLConfig) -> int:
 
 
 def check_layouts(pools: Iterable[Pool]) -> None:
-    """Check that the parallel sizes divide the processes of every pool.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError unless the parallel sizes divide the processes of every pool."""
     for pool in pools:
         _ = pool.layout
 
 
 def check_engines(config: AnyConfig) -> None:
-    """Check that the rollout workers of every node divide into whole engines; an offline run has none.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError unless the rollout workers of every node divide into whole engines; an offline run has none."""
     if not isinstance(config, RLConfig):
         return
     rollout, size = config.actor_rollout_ref.rollout, engine_devices(config)

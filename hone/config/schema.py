@@ -10,8 +10,7 @@ from typing import Any
 from hone.config.keys import field_docs
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object"}
-_REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
-"""An interpolation, which is allowed for any value."""
+_REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}  # an interpolation, which is allowed for any value
 
 
 def json_schema(tree: type) -> dict[str, Any]:

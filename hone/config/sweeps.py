@@ -15,29 +15,19 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 MOST_TRIALS = 10_000
-_MOST_REPEATS = 100_000
-"""Draws in a row that repeat a trial, after which all values of narrow intervals count as drawn."""
+_MOST_REPEATS = 100_000  # draws in a row that repeat a trial, after which all values of narrow intervals count as drawn
 
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """Key with several values.
-
-    Attributes:
-        key: the key.
-        values: its values as override texts; empty for an interval.
-        low: lower end of an interval.
-        high: upper end of an interval.
-        logarithmic: True for draws that are uniform in the logarithm.
-        whole: True for an interval of whole numbers.
-    """
+    """Key with several values."""
 
     key: str
-    values: tuple[str, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    logarithmic: bool = False
-    whole: bool = False
+    values: tuple[str, ...] = ()  # its values as override texts; empty for an interval
+    low: float = 0.0  # lower end of an interval
+    high: float = 0.0  # upper end of an interval
+    logarithmic: bool = False  # True for draws that are uniform in the logarithm
+    whole: bool = False  # True for an interval of whole numbers
 
     @property
     def size(self) -> float:
@@ -47,7 +37,6 @@ class SweepAxis:
         return int(self.high) - int(self.low) + 1 if self.whole else math.inf
 
     def draw(self, generator: random.Random) -> str:
-        """Return a random value."""
         if self.values:
             return generator.choice(self.values)
         if self.whole and not self.logarithmic:
@@ -62,9 +51,6 @@ class SweepAxis:
 
 def parse_sweep(words: Sequence[str]) -> tuple[list[str], list[SweepAxis]]:
     """Separate the overrides that sweep a key from those that set one value.
-
-    Args:
-        words: overrides in Hydra's grammar.
 
     Returns:
         The overrides with one value, unchanged; and an axis for each of the others.

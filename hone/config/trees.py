@@ -24,11 +24,9 @@ PRESET_KINDS: dict[type, str] = {
 }
 """The folder of presets of each tree."""
 
-OfflineConfig = SFTConfig | PreferenceConfig | RewardModelConfig
-"""The configuration of a run over a fixed dataset."""
+OfflineConfig = SFTConfig | PreferenceConfig | RewardModelConfig  # the configuration of a run over a fixed dataset
 
-AnyConfig = RLConfig | OfflineConfig
-"""The configuration of a run of any kind."""
+AnyConfig = RLConfig | OfflineConfig  # the configuration of a run of any kind
 
 
 def model_block(config: AnyConfig) -> tuple[str, ModelConfig]:

@@ -27,8 +27,7 @@ from hone.user_objects import is_user_object
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE = re.compile(r"(.+\.(?:py|pyc|so|ya?ml))(?::\w*)?")
-_CLASS = r"(?:custom_\w+\.path|class_path|class_name)"
-"""Keys that also take a module or a class with dots."""
+_CLASS = r"(?:custom_\w+\.path|class_path|class_name)"  # keys that also take a module or a class with dots
 _MAX_FILE = 2**22
 
 

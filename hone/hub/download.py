@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError, ModelError
-from hone.hub.names import HubName
 from hone.progress import LINE_SECONDS
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "merges.txt")
@@ -32,19 +31,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Download:
-    """A repository in the local cache.
+    """A repository in the local cache."""
 
-    Attributes:
-        name: the name it was asked by.
-        kind: "model" or "dataset".
-        path: folder of the snapshot.
-        commit: revision of the snapshot, as the hub names it.
-    """
-
-    name: HubName
-    kind: str
-    path: Path
-    commit: str
+    name: HubName  # the name it was asked by
+    kind: str  # "model" or "dataset"
+    path: Path  # folder of the snapshot
+    commit: str  # revision of the snapshot, as the hub names it
 
     def record(self) -> dict[str, Any]:
         """Return name, commit, and size and hash of every file, for ``run.json``."""
@@ -217,3 +209,39 @@ def _from_modelscope(name: HubName, kind: str, patterns: Sequence[str]) -> Downl
             code="E-hub",
         ) from error
     return Download(name, kind, path, name.revision or "master")
+
+
+_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?::(?P<subset>[\w.-]*))?(?::(?P<split>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
+)
+_FILE_ENDINGS = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".gguf", ".safetensors", ".yaml", ".py")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository of the hub, with the part of a dataset and the revision to use."""
+
+    repository: str  # ORG/NAME
+    subset: str | None = None  # configuration of a dataset; None means its default
+    split: str | None = None  # split of a dataset; None means the only one, or the one the key is for
+    revision: str | None = None  # branch, tag or commit; None means the main branch
+
+    def __str__(self) -> str:
+        part = f":{self.subset or ''}:{self.split}" if self.split else f":{self.subset}" if self.subset else ""
+        return self.repository + part + (f"@{self.revision}" if self.revision else "")
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """Return the hub name in a text, or None where the text is a local path.
+
+    A text is a local path if it exists, if its first folder exists, or if it ends like a file.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None or text.endswith(_FILE_ENDINGS):
+        return None
+    if Path(text).exists() or Path(text.partition("/")[0]).exists():
+        return None
+    return HubName(
+        match["repository"], subset=match["subset"] or None, split=match["split"], revision=match["revision"]
+    )

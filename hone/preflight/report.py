@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.problems import raise_together
+from hone.config.check import raise_together
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError, Finding, did_you_mean
 from hone.preflight.evidence import Evidence

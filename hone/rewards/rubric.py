@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.config.reward_services import JudgeConfig
+from hone.config.reward import JudgeConfig
 from hone.data.answers import last_answer, leading_number
 from hone.data.images import content_text
 from hone.errors import RewardError

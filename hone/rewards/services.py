@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hone.config.reward import RewardConfig
-from hone.config.reward_services import JudgeConfig
+from hone.config.reward import JudgeConfig, RewardConfig
 from hone.errors import NoVerdict, RewardError
 from hone.rewards.http import JsonService, ServiceError
 from hone.rewards.rubric import Rubric

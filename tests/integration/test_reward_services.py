@@ -18,8 +18,7 @@ from support.messages import raises
 from support.patience import SOON
 from support.services import serve
 
-from hone.config.reward import CustomRewardConfig, RewardConfig
-from hone.config.reward_services import JudgeConfig, SandboxConfig, SandboxFusionConfig
+from hone.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig, SandboxConfig, SandboxFusionConfig
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import RewardError
 from hone.rewards import http

@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.aliases import full_key
 from hone.config.check import yaml_value
-from hone.config.keys import KeyDoc, blocks, documentation
+from hone.config.keys import KeyDoc, blocks, documentation, unknown_key
+from hone.config.layers import full_key
 from hone.config.migration import TABLES
-from hone.config.migration.wording import described
-from hone.config.suggest import unknown_key
+from hone.config.migration.entries import described
 from hone.config.trees import TREES
 
 _SHOWN = 8

@@ -13,18 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "disable", "disabled", "none")
-"""Values that switch a feature off."""
+from hone.config.check import yaml_value
 
-Others = Mapping[str, Any]
-"""Values of all other keys of the configuration."""
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "disable", "disabled", "none")  # values that switch a feature off
+
+Others = Mapping[str, Any]  # values of all other keys of the configuration
 
 
 class Refused(Exception):
     """An unsupported value.
 
     Args:
-        what: feature that the value requests.
         instead: alternative.
         stand_in: nearest keys and values, for a translated configuration.
     """
@@ -139,3 +138,33 @@ def expand(pattern: str) -> list[str]:
 def _compiled(path: str) -> re.Pattern[str]:
     body, rest = (path[:-3], r"(?P<rest>\..+)?") if path.endswith(".**") else (path, "")
     return re.compile(r"[^.]+".join(re.escape(part) for part in body.split("*")) + rest)
+
+
+def described(entry: Entry | None) -> str:
+    """Return the translation of a key as a sentence."""
+    match entry:
+        case Renamed(to, says):
+            return f"Another name of {to}" + (f": {says}." if says else ".")
+        case Changed(says, _, to):
+            return f"Taken as {', '.join(to)}" + (f": {says}." if says else ".") if to else f"Known: {says}."
+        case Settled(says, only, instead):
+            others = f" Other values than {yaml_value(list(only))} are not supported yet: {instead}." if only else ""
+            return f"Always so here: {says}.{others}"
+        case Unsupported(what, instead, _):
+            return f"Not supported yet: {what}. Instead: {instead}."
+        case Foreign(reason):
+            return f"No meaning here: {reason}."
+    return "Not known."
+
+
+def kind(entry: Entry) -> str:
+    """Return the heading under which the documentation lists an entry."""
+    match entry:
+        case Renamed() | Changed():
+            return "Other names"
+        case Settled():
+            return "Always so here"
+        case Unsupported():
+            return "Not supported yet"
+        case Foreign():
+            return "Without meaning here"

@@ -2,16 +2,345 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hone.config.migration.conversions import BY_NAME, Words
-from hone.config.migration.entries import OFF, Changed, Entry, Foreign, Renamed, Settled, Table, Unsupported
+from hone.config.migration.entries import (
+    OFF,
+    Changed,
+    Entry,
+    Foreign,
+    Others,
+    Refused,
+    Renamed,
+    Settled,
+    Table,
+    Unsupported,
+)
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.text import read_yaml
+
+_TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "otel")
+_MISSING_TRACKERS = ("vemlp_wandb", "clearml")
+_ALWAYS_WRITTEN = ("file", "jsonl")  # trackers whose work is always done: every run writes metrics.jsonl
+_TRACES = "actor_rollout_ref.rollout.trace"
+_AGENT_WORKERS = 8  # verl's default of rollout.agent.num_workers
+_TEACHERS = "distillation.teacher_models."
+_KEEP: Any = object()
+
+
+@dataclass(frozen=True)
+class Words:
+    """A conversion by rules. The first that applies decides; a value without a rule is kept."""
+
+    path: str  # the key that is set
+    words: Mapping[Any, Any] = field(default_factory=dict)  # verl's value to Hone's
+    # values that set nothing, or ``rest``: all others
+    nothing: list[Any] | Literal["rest"] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)  # values that are kept
+    # values that Hone does not support, or ``rest``: all others
+    refuse: list[Any] | Literal["rest"] = field(default_factory=list)
+    what: str = ""  # the unsupported value in words; ``{value}`` stands for it
+    instead: str = ""  # what to write instead
+    nearest: Any = _KEEP  # the value that a translated configuration gets instead
+    set: Any = _KEEP  # the value that any other one becomes
+
+    def __call__(self, value: Any, others: Others) -> dict[str, Any]:
+        """Return the keys to set.
+
+        Raises:
+            Refused: the value is not supported.
+        """
+        for known, word in self.words.items():
+            if _same(value, known):
+                return {self.path: word}
+        if _among(value, self.nothing):
+            return {}
+        if _among(value, self.refuse) and not _among(value, self.keep):
+            nearest = {} if self.nearest is _KEEP else {self.path: self.nearest}
+            raise Refused(self.what.format(value=value), self.instead, nearest)
+        return {self.path: value if self.set is _KEEP else self.set}
+
+
+def _same(left: Any, right: Any) -> bool:
+    return left == right and isinstance(left, bool) == isinstance(right, bool)
+
+
+def _among(value: Any, values: Iterable[Any]) -> bool:
+    return values == "rest" or any(_same(value, known) for known in values)
+
+
+def _micro_batch(value: Any, others: Others) -> dict[str, Any]:
+    """A micro-batch over all devices becomes one per device."""
+    if value is None:
+        return {}
+    sizes = (value, others.get("trainer.nnodes", 1), others.get("trainer.n_gpus_per_node", 1))
+    if not all(isinstance(size, int) for size in sizes):
+        raise Refused(
+            "a micro-batch over a number of devices that is not written here", "ppo_micro_batch_size_per_gpu=N"
+        )
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    return {key: max(1, value // max(1, sizes[1] * sizes[2]))}
+
+
+def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
+    """Truncated importance sampling, as it was spelled before rollout correction."""
+    if not isinstance(value, int | float) or value <= 0:
+        return {}
+    block = "algorithm.rollout_correction"
+    return {f"{block}.rollout_is": "token", f"{block}.rollout_is_threshold": str(float(value))}
+
+
+def _contents(value: Any, others: Others) -> dict[str, Any]:
+    """The parts of a checkpoint: all of them are always written."""
+    unknown = set(value or []) - {"model", "optimizer", "extra", "hf_model"}
+    if unknown:
+        raise Refused(f"checkpoints with {', '.join(sorted(unknown))}", "leave it out")
+    return {}
+
+
+def _correction_level(value: Any, others: Others) -> dict[str, Any]:
+    """``rollout_is`` was a switch before it named the level."""
+    if value in (None, False):
+        return {}
+    level = others.get("algorithm.rollout_is_level", "token") if value is True else value
+    return {"algorithm.rollout_correction.rollout_is": level}
+
+
+def _threshold(value: Any, others: Others) -> dict[str, Any]:
+    return {} if value is None else {"algorithm.rollout_correction.rollout_is_threshold": str(value)}
+
+
+def _batch(value: Any, others: Others) -> dict[str, Any]:
+    """0 means as many prompts as the mini-batches between two weight syncs take, in asynchronous training."""
+    return _between_syncs(value, others) if value == 0 else {"data.train_batch_size": value}
+
+
+def _between_syncs(value: Any, others: Others) -> dict[str, Any]:
+    """Return the prompts of the mini-batches between two weight syncs, unless the batch has a size of its own."""
+    if others.get("data.train_batch_size"):
+        return {}
+    block = "async_training"
+    sizes = (
+        others.get("actor_rollout_ref.actor.ppo_mini_batch_size", 256),
+        others.get(f"{block}.require_batches", 1),
+        others.get(f"{block}.trigger_parameter_sync_step", 1),
+    )
+    return {"data.train_batch_size": math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 256}
+
+
+def _staleness(value: Any, others: Others) -> dict[str, Any]:
+    """Return the weight updates that a share of a batch may be old."""
+    return {"trainer.async_training.max_staleness": math.ceil(value) if isinstance(value, (int, float)) else value}
+
+
+def _distillation(value: Any, others: Others) -> dict[str, Any]:
+    """Distillation with verl's defaults, on devices of its own if it has nodes."""
+    block = "distillation.distillation_loss"
+    if not value:
+        return {}
+    defaults = {"loss_mode": "k3", "use_policy_gradient": False}
+    keys: dict[str, Any] = {"distillation.enable": True}
+    keys |= {f"distillation.{name}": word for name, word in defaults.items() if f"{block}.{name}" not in others}
+    if f"{block}.use_task_rewards" not in others:
+        keys["distillation.task_weight"] = 1.0
+    if others.get(f"{block}.loss_mode") == "forward_kl_topk":
+        keys["distillation.tail_bucket"] = False  # verl leaves the other tokens out
+    if others.get("distillation.nnodes"):
+        keys["distillation.enable_resource_pool"] = True
+    return keys
+
+
+def _teacher(value: Any, others: Others) -> dict[str, Any]:
+    """The only teacher."""
+    teachers = {others[key] for key in others if key.startswith(_TEACHERS) and key.endswith(".model_path")}
+    if teachers - {value}:
+        raise Refused("several teachers by name", "distillation.teachers={SOURCE: DIRECTORY, ...}")
+    return {} if value is None else {"distillation.path": value}
+
+
+def _transport(value: Any, others: Others) -> dict[str, Any]:
+    block = "actor_rollout_ref.rollout.checkpoint_engine"
+    if value == "delta_sharded":
+        return {f"{block}.backend": "auto", f"{block}.delta": True}
+    if value == "nccl":
+        return {f"{block}.between_workers": "broadcast"}
+    if value in ("hccl", "nixl", "kimi_ckpt_engine", "mooncake"):
+        raise Refused(f"weights sent by {value}", f"{block}.backend=auto", {f"{block}.backend": "auto"})
+    return {f"{block}.backend": "auto" if value == "naive" else value}
+
+
+def _trackers(value: Any, others: Others) -> dict[str, Any]:
+    """The trackers, without those that are always at work or do not exist here, and with the one that gets traces."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return {"trainer.logger": value}
+    wanted = [name for name in names if name not in _ALWAYS_WRITTEN]
+    if others.get(f"{_TRACES}.backend") == "mlflow" and "mlflow" not in wanted:
+        wanted.append("mlflow")
+    missing = [name for name in wanted if name in _MISSING_TRACKERS]
+    if missing:
+        kept = [name for name in wanted if name in _TRACKERS] or ["console"]
+        shown = ",".join(kept)
+        raise Refused(f"the tracker {', '.join(missing)}", f"trainer.logger=[{shown}]", {"trainer.logger": kept})
+    return {"trainer.logger": wanted}
+
+
+def _traces(value: Any, others: Others) -> dict[str, Any]:
+    """The service of the traces is one of the trackers."""
+    if value is None:
+        return {}
+    if value == "mlflow":
+        named = others.get("trainer.logger", ["console"])
+        return _trackers([named] if isinstance(named, str) else named, {f"{_TRACES}.backend": "mlflow", **others})
+    raise Refused(
+        f"traces in {value}",
+        "trainer.logger=[console,wandb] for tables of rollouts, or trainer.logger=[console,otel] for traces by OpenTelemetry",
+    )
+
+
+def _traced_samples(value: Any, others: Others) -> dict[str, Any]:
+    """verl counts prompts of one worker; Hone counts the sequences of a step."""
+    if others.get(f"{_TRACES}.backend") is None:
+        return {}
+    if value is None:
+        return {"trainer.log_rollout_samples": None}
+    workers = others.get("actor_rollout_ref.rollout.agent.num_workers", _AGENT_WORKERS)
+    sizes = (value, workers, others.get("actor_rollout_ref.rollout.n", 1))
+    if not all(isinstance(size, int) for size in sizes):
+        raise Refused("a number of traces that is not written here", "trainer.log_rollout_samples=N")
+    return {"trainer.log_rollout_samples": math.prod(sizes)}
+
+
+def _manager(value: Any, others: Others) -> dict[str, Any]:
+    """``dapo`` penalizes length here; in verl it does so only with the overlong buffer enabled."""
+    if value in ("naive", "batch", "prime"):
+        return {"reward.reward_manager": value}
+    if value == "dapo":
+        punished = any(
+            setting and "overlong_buffer" in key and key.endswith(".enable") for key, setting in others.items()
+        )
+        return {"reward.reward_manager": "dapo" if punished else "naive"}
+    if value in ("gdpo", "remote", "rate_limited", None):
+        return {}
+    raise Refused(
+        f"the reward manager {value}",
+        "reward.custom_reward_function.path=FILE.py, called for each response in worker processes",
+    )
+
+
+def _same_length(value: Any, others: Others) -> dict[str, Any]:
+    limit = others.get("data.max_response_length")
+    if value is None or limit is None or value == limit:
+        return {}
+    raise Refused(
+        f"an overlong penalty up to {value} tokens, where responses may have {limit}",
+        "data.max_response_length for both",
+    )
+
+
+def _resumed(value: Any, others: Others) -> dict[str, Any]:
+    return {} if value is None else {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": value}
+
+
+_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "muon": "Muon", "dist_muon": "Muon", None: "AdamW"}
+_OWN_OPTIMIZERS = ("torchao.optim:AdamW8bit",)  # import paths that are names of Hone
+
+
+def _optimizer(value: Any, others: Others, *, block: str) -> dict[str, Any]:
+    """A class of another module than torch.optim has its import path."""
+    name, module = _OPTIMIZERS.get(value, value), others.get(f"{block}.optimizer_impl") or "torch.optim"
+    path = f"{module}:{name}"
+    return {f"{block}.optimizer": name if module == "torch.optim" or path in _OWN_OPTIMIZERS else path}
+
+
+def _optimizer_module(value: Any, others: Others, *, block: str) -> dict[str, Any]:
+    """The module belongs to the optimizer; verl's default is AdamW."""
+    if value in (None, "torch.optim") or f"{block}.optimizer" in others:
+        return {}
+    return _optimizer("AdamW", others, block=block)
+
+
+_OPTIMS = {"actor_": "actor_rollout_ref.actor.optim", "critic_": "critic.optim", "": "optim"}
+
+
+def _accumulated_batch(value: Any, others: Others) -> dict[str, Any]:
+    """The rows of an update on one device."""
+    return _batch_of(value, others.get("gradient_accumulation_steps", 1))
+
+
+def _accumulation(value: Any, others: Others) -> dict[str, Any]:
+    return _batch_of(others.get("per_device_train_batch_size", 8), value)
+
+
+def _batch_of(rows: Any, steps: Any) -> dict[str, Any]:
+    if not (isinstance(rows, int) and isinstance(steps, int)):
+        raise Refused("a batch size that is not a number", "data.train_batch_size=N")
+    return {"data.train_batch_size": rows * steps}
+
+
+def _whole_epochs(value: Any, others: Others) -> dict[str, Any]:
+    if not isinstance(value, int | float) or value != int(value):
+        raise Refused(f"{value} passes over the data", "trainer.total_training_steps=N", {"trainer.total_epochs": 1})
+    return {"trainer.total_epochs": int(value)}
+
+
+def _lora_targets(value: Any, others: Others) -> dict[str, Any]:
+    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
+    return {"model.target_modules": "all-linear" if names == ["all"] else names}
+
+
+def _reported(value: Any, others: Others) -> dict[str, Any]:
+    names = value if isinstance(value, list) else [value]
+    if "all" in names:
+        raise Refused(
+            "all trackers that are installed", "trainer.logger=[console, NAME]", {"trainer.logger": ["console"]}
+        )
+    return _trackers(["console", *(name for name in names if name not in (None, "none"))], others)
+
+
+def _gradient_checkpointing(value: Any, others: Others) -> dict[str, Any]:
+    return {
+        "model.enable_gradient_checkpointing": value is not True
+        if "disable_gradient_checkpointing" in others
+        else bool(value)
+    }
+
+
+BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
+    "micro_batch": _micro_batch,
+    "ratio_cap": _ratio_cap,
+    "contents": _contents,
+    "correction_level": _correction_level,
+    "threshold": _threshold,
+    "batch": _batch,
+    "between_syncs": _between_syncs,
+    "staleness": _staleness,
+    "distillation": _distillation,
+    "teacher": _teacher,
+    "transport": _transport,
+    "trackers": _trackers,
+    "traces": _traces,
+    "traced_samples": _traced_samples,
+    "manager": _manager,
+    "same_length": _same_length,
+    "resumed": _resumed,
+    **{f"{role}optimizer": partial(_optimizer, block=block) for role, block in _OPTIMS.items()},
+    **{f"{role}optimizer_module": partial(_optimizer_module, block=block) for role, block in _OPTIMS.items()},
+    "accumulated_batch": _accumulated_batch,
+    "accumulation": _accumulation,
+    "whole_epochs": _whole_epochs,
+    "lora_targets": _lora_targets,
+    "reported": _reported,
+    "gradient_checkpointing": _gradient_checkpointing,
+}
+"""Conversions that the tables refer to."""
 
 
 def _read(name: str) -> dict[str, Any]:

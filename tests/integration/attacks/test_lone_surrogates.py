@@ -24,7 +24,7 @@ from hone.agents.rendering import renderer_for
 from hone.agents.tools import Tool, ToolError, ToolResult
 from hone.agents.tools.calculator import Calculator
 from hone.cli.main import app
-from hone.config.reward_services import JudgeConfig
+from hone.config.reward import JudgeConfig
 from hone.data.episode_log import CallStatus, EpisodeEnd
 from hone.data.files import read_rows
 from hone.data.messages import schemas_of

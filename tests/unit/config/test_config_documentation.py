@@ -8,9 +8,8 @@ import pytest
 from pages.config import config_page
 
 from hone.config import TREES, RLConfig, documentation
-from hone.config.keys import blocks, field_docs, leaf_values
+from hone.config.keys import blocks, field_docs, leaf_values, nearest_keys
 from hone.config.run import TrainerConfig
-from hone.config.suggest import nearest_keys
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from hone.errors import HoneError
-from hone.hub.datasets import find_splits
+from hone.hub.download import HubName, parse_hub_name
 from hone.hub.get import get_model
 from hone.hub.known_models import KNOWN_MODELS
-from hone.hub.names import HubName, parse_hub_name
+from hone.hub.resolve import find_splits
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,12 @@ from hone.apps.verl.launch import (
     shown,
 )
 from hone.config.check import yaml_value
-from hone.config.keys import blocks, documentation
+from hone.config.keys import blocks, documentation, nearest_keys
 from hone.config.migration import DEFAULTS, LLAMA_FACTORY, TABLES, Outcome, Reading, read_by, read_setting
 from hone.config.migration.entries import Foreign, Unsupported
 from hone.config.migration.reading import key_in_tree
 from hone.config.overrides import override_value, parse_overrides
 from hone.config.sft import SFTConfig
-from hone.config.suggest import nearest_keys
 from hone.config.trees import TREES
 from hone.errors import ConfigError, did_you_mean
 
