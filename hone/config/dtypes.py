@@ -32,10 +32,8 @@ class DtypeKey(NamedTuple):
 
 
 def resolve_dtype(dtype: str, *, bfloat16: bool) -> str:
-    """Return the dtype that a ``dtype`` key means; this is the only rule for ``auto``.
-
-    Args:
-        bfloat16: whether the device is a GPU with instructions for bfloat16. CPUs count as devices without.
+    """Return the dtype that a ``dtype`` key means; this is the only rule for ``auto``. ``bfloat16``: whether the device
+    is a GPU with instructions for bfloat16. CPUs count as devices without.
     """
     if dtype != "auto":
         return dtype

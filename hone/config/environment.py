@@ -23,10 +23,8 @@ _PLAIN_REFERENCE = re.compile(r"(?<!\\)\$\{\s*(\.*[\w.]*)\s*\}")
 
 
 def environment_values(raw: dict[Any, Any], config: Any) -> dict[Path, tuple[str, Any]]:
-    """Return the text and the value of every entry that comes from the environment.
-
-    Args:
-        raw: composed tree as plain values, with its interpolations.
+    """Return the text and the value of every entry that comes from the environment. ``raw``: composed tree as plain
+    values, with its interpolations.
     """
     texts = {path: text for path, text in _texts(raw, ()) if _from_environment(raw, path, text)}
     resolved = dataclasses.asdict(config) if texts else {}
@@ -75,10 +73,8 @@ def environment_variables(config: Any) -> dict[str, str]:
 
 
 def written_value(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key of a configuration that was written, with interpolations resolved; None without the key.
-
-    Raises:
-        ConfigError: an environment variable is not set.
+    """Return the value of a key of a configuration that was written, with interpolations resolved; None without the
+    key. Raises ConfigError: an environment variable is not set.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

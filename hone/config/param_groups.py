@@ -24,19 +24,15 @@ class ParamGroup:
 
 
 def read_param_groups(entries: Sequence[Mapping[str, Any]], key: str = KEY) -> list[ParamGroup]:
-    """Return the entries of ``key``.
-
-    Raises:
-        ConfigError: an entry has an unknown setting, lacks its expression, or has a value out of range.
+    """Return the entries of ``key``. Raises ConfigError: an entry has an unknown setting, lacks its expression, or has
+    a value out of range.
     """
     return [_read(entry, f"{key}[{number}]") for number, entry in enumerate(entries)]
 
 
 def assign_groups(names: Iterable[str], groups: Sequence[ParamGroup], key: str = KEY) -> dict[str, ParamGroup]:
-    """Return the entry of each parameter that has one: the first whose expression is found in its name.
-
-    Raises:
-        ConfigError: an entry applies to no parameter.
+    """Return the entry of each parameter that has one: the first whose expression is found in its name. Raises
+    ConfigError: an entry applies to no parameter.
     """
     names = list(names)
     matches = {name: [group for group in groups if group.params.search(name)] for name in names}

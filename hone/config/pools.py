@@ -49,11 +49,7 @@ class Pool:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of a model over the processes.
-
-        Raises:
-            ConfigError: the parallel sizes do not divide the processes.
-        """
+        """Layout of a model over the processes. Raises ConfigError: the parallel sizes do not divide the processes."""
         if self.replicated:
             return Layout(self.world, dp_shard=self.world)
         return Layout.plan(self.world, self.parallel)
@@ -104,10 +100,8 @@ def check_engines(config: AnyConfig) -> None:
 
 
 def check_local(config: AnyConfig) -> None:
-    """Check that the local runtime's single process is enough.
-
-    Raises:
-        ConfigError: several processes, or a role with a separate pool, without Ray.
+    """Check that the local runtime's single process is enough. Raises ConfigError: several processes, or a role with a
+    separate pool, without Ray.
     """
     processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if processes > 1:

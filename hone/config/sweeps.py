@@ -112,10 +112,8 @@ def _axis(override: Override, word: str) -> SweepAxis:
 
 
 def grid(axes: Sequence[SweepAxis]) -> list[dict[str, str]]:
-    """Return all combinations, the last axis fastest.
-
-    Raises:
-        ConfigError: an axis is an interval, or there are too many combinations.
+    """Return all combinations, the last axis fastest. Raises ConfigError: an axis is an interval, or there are too many
+    combinations.
     """
     interval = next((axis for axis in axes if not axis.values), None)
     if interval is not None:

@@ -42,10 +42,8 @@ class Rendering:
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the token ids of ``messages`` with the generation prompt, as the model's input.
-
-    Raises:
-        DataError: the tokenizer has no chat template, or the template refuses the messages or leaves out a part of them.
+    """Return the token ids of ``messages`` with the generation prompt, as the model's input. Raises DataError: the
+    tokenizer has no chat template, or the template refuses the messages or leaves out a part of them.
     """
     return render_prompts(tokenizer, [messages], chat_template_kwargs)[0]
 
@@ -155,10 +153,8 @@ def render_with(
     *,
     whole: bool = True,
 ) -> Rendering:
-    """Render a conversation with a template, see :func:`render`.
-
-    Args:
-        whole: False to allow that parts are left out; the first form that the template takes is then rendered.
+    """Render a conversation with a template, see :func:`render`. ``whole``: False to allow that parts are left out; the
+    first form that the template takes is then rendered.
     """
     refusal: Exception | None = None
     missing: Missing | None = None

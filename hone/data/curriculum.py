@@ -108,10 +108,8 @@ class MixtureSampler(EpochSampler):
 
 
 class DifficultySampler(EpochSampler):
-    """Easy rows first, in every epoch; rows of the same difficulty in random order.
-
-    Args:
-        levels: difficulty of each row, small is easy.
+    """Easy rows first, in every epoch; rows of the same difficulty in random order. ``levels``: difficulty of each row,
+    small is easy.
     """
 
     def __init__(self, levels: Sequence[float], batch_size: int, *, seed: int) -> None:
@@ -198,11 +196,7 @@ def check_weights(weights: Mapping[str, float], sources: set[str]) -> None:
 
 
 def difficulties(rows: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> list[float]:
-    """Return the difficulty of each row, given as ``(name, extra_info)``.
-
-    Raises:
-        DataError: a row has no difficulty.
-    """
+    """Return the difficulty of each row, given as ``(name, extra_info)``. Raises DataError: a row has no difficulty."""
     levels = []
     for name, extra in rows:
         level = nested_entry(extra, key)

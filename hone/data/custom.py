@@ -22,10 +22,8 @@ PROMPT, VERL_PROMPT = "prompt", "raw_prompt"  # column of the messages, and its 
 
 
 def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowReader:
-    """Return the reader of a run's rows: the user's class, or :func:`~hone.data.files.read_rows`.
-
-    Args:
-        data: the block ``data``, which the class receives as ``config``.
+    """Return the reader of a run's rows: the user's class, or :func:`~hone.data.files.read_rows`. ``data``: the block
+    ``data``, which the class receives as ``config``.
     """
     if custom.path is None:
         return read_rows

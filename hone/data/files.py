@@ -120,10 +120,8 @@ def _under_wanted_names(values: dict[str, Any], wanted: set[str]) -> dict[str, A
 def read_all(
     files: Sequence[str | Path] | str | Path, bad_lines: BadLines | None = None, *, as_stored: bool = False
 ) -> list[Row]:
-    """Read every column of all ``files``, in order; ``bad_lines`` and ``as_stored`` as for :func:`read_rows`.
-
-    Raises:
-        DataError: as :func:`read_rows`.
+    """Read every column of all ``files``, in order; ``bad_lines`` and ``as_stored`` as for :func:`read_rows`. Raises
+    DataError: as :func:`read_rows`.
     """
     rows: list[Row] = []
     listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]

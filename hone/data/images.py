@@ -84,10 +84,8 @@ class ImageData:
         return self.open().size
 
     def open(self) -> Image:
-        """Return the decoded image in RGB, upright by its EXIF data.
-
-        Raises:
-            DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
+        """Return the decoded image in RGB, upright by its EXIF data. Raises DataError: the content is not an image, or
+        has more than :data:`MAX_PIXELS` pixels.
         """
         return self._opened(lambda image: upright(image).convert("RGB"))
 
@@ -255,11 +253,7 @@ def _orientation(picture: Any) -> int:
 
 
 def pillow() -> Any:
-    """Return the module ``PIL.Image``.
-
-    Raises:
-        DataError: Pillow is not installed.
-    """
+    """Return the module ``PIL.Image``. Raises DataError: Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -45,11 +45,7 @@ def refuse_media(values: Mapping[str, Any], where: str, kinds: Collection[str] =
 
 
 def media_error(media: Mapping[str, int], where: str, rows: str = "the row has") -> MediaError:
-    """Return the error for media that would be dropped.
-
-    Args:
-        rows: subject and verb of the sentence.
-    """
+    """Return the error for media that would be dropped. ``rows``: subject and verb of the sentence."""
     listed = " and ".join(f"{count} {_plural(kind, count)}" for kind, count in media.items())
     others = set(media) - {"image"}
     return MediaError(

@@ -130,10 +130,8 @@ def as_json(arguments: Any) -> Any:
 
 
 def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Return the function schemas of one row, stored as a list or its JSON text; None if there are none.
-
-    Raises:
-        DataError: the value is neither.
+    """Return the function schemas of one row, stored as a list or its JSON text; None if there are none. Raises
+    DataError: the value is neither.
     """
     value = plain(value)
     if isinstance(value, str) and value.strip():

@@ -186,11 +186,7 @@ def preference_batch(rows: Sequence[Preference]) -> Batch:
 
 
 def holds_pairs(row: Row, columns: PreferenceColumns) -> bool:
-    """Return whether a row is a pair; false for a labelled response.
-
-    Raises:
-        DataError: the row is neither.
-    """
+    """Return whether a row is a pair; false for a labelled response. Raises DataError: the row is neither."""
     if {columns.chosen, columns.rejected} <= row.values.keys():
         return True
     if {columns.completion, columns.label} <= row.values.keys():

@@ -52,10 +52,8 @@ class PrefixOrder:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Hashable], shared: Tensor) -> PrefixOrder:
-        """Describe rows that share nothing but the first tokens of their group.
-
-        Args:
-            shared: ``[B]`` tokens of each row that the rows of its group have in common, such as its prompt.
+        """Describe rows that share nothing but the first tokens of their group. ``shared``: ``[B]`` tokens of each row
+        that the rows of its group have in common, such as its prompt.
         """
         numbers: dict[Hashable, int] = {}
         number = np.asarray([numbers.setdefault(group, len(numbers)) for group in groups], np.int64)

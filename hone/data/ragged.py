@@ -96,10 +96,8 @@ class Ragged:
         return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
     def to_padded(self, pad: float = 0, length: int | None = None) -> Tensor:
-        """Return a right-padded tensor ``[B, T, ...]`` with ``T`` = the longest row, or ``length``.
-
-        Raises:
-            ValueError: a row is longer than ``length``.
+        """Return a right-padded tensor ``[B, T, ...]`` with ``T`` = the longest row, or ``length``. Raises ValueError:
+        a row is longer than ``length``.
         """
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if length is None else length

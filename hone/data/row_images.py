@@ -44,10 +44,8 @@ class RowImages:
 
     @classmethod
     def for_directory(cls, key: str, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> RowImages:
-        """Return the reader for the model in a directory; for any model if it has only a tokenizer.
-
-        Raises:
-            DataError: the model's image processor cannot be loaded.
+        """Return the reader for the model in a directory; for any model if it has only a tokenizer. Raises DataError:
+        the model's image processor cannot be loaded.
         """
         known = (Path(path) / "config.json").is_file()
         return cls(key, load_image_processor(path, tokenizer) if known else None, any_model=not known)
@@ -99,10 +97,8 @@ class RowImages:
         return self._images(column, row)
 
     def expand(self, ids: list[int], images: Sequence[ImageData], where: str) -> list[int]:
-        """Replace the placeholders in rendered ids by the tokens of the images.
-
-        Raises:
-            DataError: there are not as many placeholders as images.
+        """Replace the placeholders in rendered ids by the tokens of the images. Raises DataError: there are not as many
+        placeholders as images.
         """
         return ids if self.processor is None else self.processor.expand(ids, images, where)
 

@@ -50,10 +50,8 @@ def unknown_turn(turns: list[Any]) -> int | None:
 
 
 def messages_of_turns(turns: list[Any], system: Any) -> Messages:
-    """Return the chat messages of turns with known roles, after the system message if there is one.
-
-    Raises:
-        ValueError: a turn has no text, or a turn ``function_call`` no call.
+    """Return the chat messages of turns with known roles, after the system message if there is one. Raises ValueError:
+    a turn has no text, or a turn ``function_call`` no call.
     """
     messages: Messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     for turn in turns:
@@ -108,10 +106,8 @@ def schemas_in_full(value: Any) -> Any:
 
 
 def to_messages(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a row whose ShareGPT columns are chat messages; the column ``system`` begins those of a whole conversation.
-
-    Raises:
-        DataError: a turn has a role that is not known, or a call that cannot be read.
+    """Return a row whose ShareGPT columns are chat messages; the column ``system`` begins those of a whole
+    conversation. Raises DataError: a turn has a role that is not known, or a call that cannot be read.
     """
     converted = dict(values)
     for name, value in values.items():

@@ -354,9 +354,7 @@ def _joined(parts: Iterable[Any]) -> str:
 
 def _constant(node: nodes.Node, environment: _BoundedEnvironment) -> Any:
     """Return the value of a constant expression, which transformers computes when it compiles; None for any other.
-
-    Raises:
-        TemplateLimit: the value is too large.
+    Raises TemplateLimit: the value is too large.
     """
     _budget.check_time()
     if isinstance(node, nodes.Const):

@@ -96,10 +96,8 @@ def plain_bar() -> type[Any]:
 
 
 def list_files(name: HubName) -> list[str]:
-    """Return the paths of a dataset repository's files; without a network, those of the cached snapshot.
-
-    Raises:
-        HoneError: as :func:`download`.
+    """Return the paths of a dataset repository's files; without a network, those of the cached snapshot. Raises
+    HoneError: as :func:`download`.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
 

@@ -57,11 +57,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 
 
 def known_model(name: str) -> KnownModel:
-    """Return the model with a short name.
-
-    Raises:
-        ModelError: the name is unknown.
-    """
+    """Return the model with a short name. Raises ModelError: the name is unknown."""
     try:
         return KNOWN_MODELS[name.lower()]
     except KeyError:

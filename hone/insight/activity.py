@@ -220,10 +220,8 @@ _publisher = _Publisher()
 
 
 def begin(directory: Path, role: str, rank: int | None = None) -> None:
-    """Publish this process under ``directory`` from now on, and answer requests for its stacks.
-
-    Args:
-        directory: ``<run>/activity``; made if absent.
+    """Publish this process under ``directory`` from now on, and answer requests for its stacks. ``directory``:
+    ``<run>/activity``; made if absent.
     """
     _publisher.begin(directory, role, rank, _stderr_file())
 
@@ -267,10 +265,8 @@ def tick() -> None:
 
 @contextlib.contextmanager
 def doing(what: str, *, limit: float | None = None) -> Iterator[None]:
-    """Publish the work of this process while the body runs.
-
-    Args:
-        limit: seconds it may take without progress, if that is long (loading a model).
+    """Publish the work of this process while the body runs. ``limit``: seconds it may take without progress, if that is
+    long (loading a model).
     """
     with _span(Span(what, time.time(), (), limit, thread=threading.get_ident())):
         yield

@@ -190,10 +190,8 @@ def require_no_masked_gradient(largest: float) -> None:
 
 
 def require_ids(batch: Batch, emitted: Sequence[str], decode: Decode | None = None) -> None:
-    """Check D-ids: prompt and response ids of each row hash to the engine's tokens (:func:`token_hash` of both together).
-
-    Raises:
-        InvariantError: a sample differs; the message names the first one.
+    """Check D-ids: prompt and response ids of each row hash to the engine's tokens (:func:`token_hash` of both
+    together). Raises InvariantError: a sample differs; the message names the first one.
     """
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     for row, expected in enumerate(emitted):

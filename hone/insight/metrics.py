@@ -52,10 +52,8 @@ def is_timing(name: str) -> bool:
 
 @functools.cache
 def find_metric(name: str) -> MetricSpec:
-    """Return the declaration of the metric called ``name``: the exact one, else the first matching pattern.
-
-    Raises:
-        ValueError: no declaration matches.
+    """Return the declaration of the metric called ``name``: the exact one, else the first matching pattern. Raises
+    ValueError: no declaration matches.
     """
     if name in _EXACT:
         return _EXACT[name]
@@ -69,10 +67,8 @@ def find_metric(name: str) -> MetricSpec:
 
 
 def declare(spec: MetricSpec) -> None:
-    """Declare one more metric, for an estimator, a loss or a stage from outside Hone.
-
-    Raises:
-        ValueError: the name already has another declaration.
+    """Declare one more metric, for an estimator, a loss or a stage from outside Hone. Raises ValueError: the name
+    already has another declaration.
     """
     if _EXACT.get(spec.name, spec) != spec or any(
         declared.name == spec.name and declared != spec for _, declared in _PATTERNS

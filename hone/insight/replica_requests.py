@@ -41,20 +41,14 @@ class ReplicaAnswer:
 
 
 def send_request(run: Path, request: ReplicaRequest) -> None:
-    """Write a request for the run in this directory.
-
-    Raises:
-        HoneError: the directory is not writable, or the disk is full.
+    """Write a request for the run in this directory. Raises HoneError: the directory is not writable, or the disk is
+    full.
     """
     write_atomically(run / REQUEST, json.dumps(asdict(request)))
 
 
 def take_request(run: Path) -> ReplicaRequest | None:
-    """Take the request out of a run directory; None without one.
-
-    Raises:
-        HoneError: the file is not a request.
-    """
+    """Take the request out of a run directory; None without one. Raises HoneError: the file is not a request."""
     taken = run / _TAKEN
     try:
         (run / REQUEST).rename(taken)

@@ -166,10 +166,8 @@ class RunDirectory:
     # samples ---------------------------------------------------------------------------------------------------------
 
     def write_rollouts(self, step: int, table: pa.Table, *, rows: int | None = None) -> Path:
-        """Write the samples of a training step to the archive, and some episodes as text.
-
-        Args:
-            rows: number of sequences of the step; None if all are in the table.
+        """Write the samples of a training step to the archive, and some episodes as text. ``rows``: number of sequences
+        of the step; None if all are in the table.
         """
         traces = sampled_traces(table)
         if traces is not None:
@@ -195,10 +193,8 @@ class RunDirectory:
     # the run itself --------------------------------------------------------------------------------------------------
 
     def expect(self, plan: list[dict[str, Any]], downloads: Mapping[str, Any] | None = None) -> None:
-        """Store what this process's run is made of in ``run.json``; :meth:`start` keeps it.
-
-        Args:
-            downloads: repositories of the hub by key, with commits and file hashes.
+        """Store what this process's run is made of in ``run.json``; :meth:`start` keeps it. ``downloads``: repositories
+        of the hub by key, with commits and file hashes.
         """
         self._write_run(self._run() | {"plan": plan, "downloads": dict(downloads or {}), "pid": os.getpid()})
 

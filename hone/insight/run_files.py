@@ -24,11 +24,7 @@ ALERTS_FILE = "alerts.jsonl"
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """Return ``run.json`` of a run directory.
-
-    Raises:
-        HoneError: the file is missing or not JSON.
-    """
+    """Return ``run.json`` of a run directory. Raises HoneError: the file is missing or not JSON."""
     file = Path(path) / RUN
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -98,10 +94,8 @@ def read_rows(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file under another name and rename it into place.
-
-    Raises:
-        HoneError: the disk is full or not writable.
+    """Write a text file under another name and rename it into place. Raises HoneError: the disk is full or not
+    writable.
     """
     with atomic_file(path) as file:
         file.write(valid_text(text).encode())
@@ -110,9 +104,7 @@ def write_atomically(path: Path, text: str) -> None:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file under another name for writing, and rename it into place at the end of the block without an error.
-
-    Raises:
-        HoneError: the disk is full or not writable.
+    Raises HoneError: the disk is full or not writable.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):

@@ -140,11 +140,7 @@ def _acquire(directory: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """Open and lock the file of a lock; return its descriptor.
-
-    Raises:
-        HoneError: another process holds it.
-    """
+    """Open and lock the file of a lock; return its descriptor. Raises HoneError: another process holds it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

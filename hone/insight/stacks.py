@@ -121,10 +121,8 @@ def collect(processes: Mapping[int, Path], threads: Mapping[int, int]) -> dict[i
 
 
 def parse(text: str, thread: int) -> tuple[Frame, ...]:
-    """Return the frames of one thread in the output of faulthandler or py-spy, the innermost first.
-
-    Args:
-        thread: identity of the thread; 0 or unknown: the main thread, which faulthandler writes last.
+    """Return the frames of one thread in the output of faulthandler or py-spy, the innermost first. ``thread``:
+    identity of the thread; 0 or unknown: the main thread, which faulthandler writes last.
     """
     threads: dict[int, list[Frame]] = {}
     last = 0

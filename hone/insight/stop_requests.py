@@ -46,10 +46,8 @@ class StopRequest:
 
 
 def send_stop(run: Path, request: StopRequest) -> None:
-    """Write a request for the run in this directory.
-
-    Raises:
-        HoneError: the directory is not writable, or the disk is full.
+    """Write a request for the run in this directory. Raises HoneError: the directory is not writable, or the disk is
+    full.
     """
     write_atomically(run / STOP, json.dumps(asdict(request)) + "\n")
 
@@ -126,10 +124,8 @@ class StopWatch:
 
 
 def kill_children(*, services: bool = False) -> None:
-    """Kill all processes that this one started, and theirs: workers, engines and tools.
-
-    Args:
-        services: also the services of a Ray cluster that this process started; without them it could not end in order.
+    """Kill all processes that this one started, and theirs: workers, engines and tools. ``services``: also the services
+    of a Ray cluster that this process started; without them it could not end in order.
     """
     for child in psutil.Process().children(recursive=True):
         try:

@@ -62,10 +62,8 @@ class Check:
 
 
 def diagnose(folder: Path = Path()) -> list[Check]:
-    """Run all checks; each package is imported in a separate process, in case the import crashes.
-
-    Args:
-        folder: directory where runs would be written.
+    """Run all checks; each package is imported in a separate process, in case the import crashes. ``folder``: directory
+    where runs would be written.
     """
     here = machine.look()
     return [

@@ -101,11 +101,7 @@ class Evidence:
         return None if isinstance(loaded, HoneError) else loaded
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer of the trained model.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
+        """Load the tokenizer of the trained model. Raises ModelError: it cannot be loaded."""
         loaded = self._tokenizer
         if isinstance(loaded, HoneError):
             raise loaded
@@ -302,10 +298,8 @@ ALL_SECONDS = 5.0  # time after which no further row is tried
 
 
 def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
-    """Return the findings about the reward of a run; none when a reward model alone gives the reward.
-
-    Args:
-        thinks: True if the policy writes thoughts, as its chat template says.
+    """Return the findings about the reward of a run; none when a reward model alone gives the reward. ``thinks``: True
+    if the policy writes thoughts, as its chat template says.
     """
     from hone.data.scored_rows import scored_rows
     from hone.rewards.bench import run_bench

@@ -81,11 +81,7 @@ def _backend_limits(config: AnyConfig) -> Iterator[Finding]:
 
 
 def image_limits(config: AnyConfig, kind: str = "qwen3_vl") -> Iterator[Finding]:
-    """Yield an error for each setting with which a run reads no images.
-
-    Args:
-        kind: ``model_type`` of the model.
-    """
+    """Yield an error for each setting with which a run reads no images. ``kind``: ``model_type`` of the model."""
     yield from _backend_limits(config)
     if isinstance(config, RewardModelConfig):
         yield error(

@@ -63,11 +63,7 @@ def optimizer_of_this_model(config: AnyConfig) -> Iterator[Finding]:
 
 
 def _build(config: AnyConfig, key: str, optim: OptimConfig) -> None:
-    """Create the optimizer of a model without storage.
-
-    Raises:
-        ConfigError: it cannot be created.
-    """
+    """Create the optimizer of a model without storage. Raises ConfigError: it cannot be created."""
     from hone.training import eight_bits  # slow to import
     from hone.training.optimizer import build_optimizer, optimizer_groups
 

@@ -92,10 +92,8 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def check(config: AnyConfig) -> None:
-    """Check a configuration and its files before a run: log warnings, and raise all errors together.
-
-    Raises:
-        HoneError: the run cannot start; one error holds the messages of all problems.
+    """Check a configuration and its files before a run: log warnings, and raise all errors together. Raises HoneError:
+    the run cannot start; one error holds the messages of all problems.
     """
     report = examine(config)
     for finding in report.warnings:

@@ -50,11 +50,7 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, body: bytes, timeout: float | None = None) -> None:
-        """Send a frame.
-
-        Raises:
-            OSError: the other end is closed, or does not read within ``timeout`` seconds.
-        """
+        """Send a frame. Raises OSError: the other end is closed, or does not read within ``timeout`` seconds."""
         self._connection.settimeout(timeout)
         self._connection.sendall(_HEADER.pack(_MAGIC, self.nonce, self.pid, self._sent, len(body)) + body)
         self._sent += 1
@@ -88,10 +84,8 @@ class Channel:
         self._connection.close()
 
     def buffered(self) -> bytes | None:
-        """Remove and return the next body if it has arrived completely with an earlier one, else None.
-
-        Raises:
-            ChannelError: other bytes arrived.
+        """Remove and return the next body if it has arrived completely with an earlier one, else None. Raises
+        ChannelError: other bytes arrived.
         """
         if not self._buffer:
             return None

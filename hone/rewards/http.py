@@ -99,19 +99,13 @@ class JsonService:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, path: str, body: Any) -> Any:
-        """Send ``body`` and return the answer.
-
-        Raises:
-            ServiceError: no answer, an error status, or an answer that is not JSON.
+        """Send ``body`` and return the answer. Raises ServiceError: no answer, an error status, or an answer that is
+        not JSON.
         """
         return await self._retried(path, json=valid_data(body))
 
     async def get(self, path: str) -> Any:
-        """Return the answer at a path.
-
-        Raises:
-            ServiceError: as for :meth:`post`.
-        """
+        """Return the answer at a path. Raises ServiceError: as for :meth:`post`."""
         return await self._retried(path)
 
     async def _retried(self, path: str, **content: Any) -> Any:

@@ -13,11 +13,7 @@ FEWEST = 16
 
 
 class NoVerdictRate:
-    """Rate of missing verdicts over the latest responses.
-
-    Args:
-        limit: largest rate that is tolerated, 0 to 1.
-    """
+    """Rate of missing verdicts over the latest responses. ``limit``: largest rate that is tolerated, 0 to 1."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit

@@ -39,9 +39,7 @@ def first_turns(trajectories: Sequence[Trajectory]) -> list[int]:
 
 def place(score: Score, trajectory: Trajectory) -> Score:
     """Fill ``placed`` from a scorer's turn and token rewards; a response without a mask, as in trials, stays unchanged.
-
-    Returns:
-        The score, or a failed one if the number of rewards is not that of turns or tokens.
+    Returns the score, or a failed one if the number of rewards is not that of turns or tokens.
     """
     if not trajectory.response_mask:
         return score

@@ -80,10 +80,8 @@ def written_call(sample: Sample) -> str:
 
 
 def demonstrated_episode(turns: Sequence[Mapping[str, Any]]) -> EpisodeLog:
-    """Return the episode that a dataset's worked conversation shows.
-
-    Args:
-        turns: messages after the prompt, in OpenAI form.
+    """Return the episode that a dataset's worked conversation shows. ``turns``: messages after the prompt, in OpenAI
+    form.
     """
     calls: list[CallRecord] = []
     waiting: dict[Any, list[int]] = {}  # calls without a result, by id

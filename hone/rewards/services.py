@@ -62,10 +62,8 @@ class Judge:
         self._cache = _Cache(config.cache)
 
     async def judge(self, question: str, response: str, ground_truth: Any) -> Judgement:
-        """Judge one response.
-
-        Raises:
-            JudgementError: the endpoint gives no answer, or the answer has no score between 0 and ``max_score``.
+        """Judge one response. Raises JudgementError: the endpoint gives no answer, or the answer has no score between 0
+        and ``max_score``.
         """
         config = self.config
         body = {

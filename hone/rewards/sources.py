@@ -163,10 +163,8 @@ def function_source(function: CustomRewardConfig, config: RewardConfig) -> Sourc
 
 
 class FunctionSource(Source):
-    """Function in a file, called in worker processes with a time limit for each call.
-
-    Raises:
-        RewardError: the function cannot be loaded or called.
+    """Function in a file, called in worker processes with a time limit for each call. Raises RewardError: the function
+    cannot be loaded or called.
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
@@ -238,10 +236,8 @@ class FunctionSource(Source):
 
 
 class RemoteSource(Source):
-    """Function at a URL, which receives the arguments as JSON and answers with a function's return value.
-
-    Args:
-        function: its address (``path``) and additional arguments.
+    """Function at a URL, which receives the arguments as JSON and answers with a function's return value. ``function``:
+    its address (``path``) and additional arguments.
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:

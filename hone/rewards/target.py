@@ -161,11 +161,7 @@ class LoadFailure(Exception):
 
 
 def decode_start(body: bytes) -> Ready | LoadFailure:
-    """Return a worker's first message.
-
-    Raises:
-        ValueError: it is another message.
-    """
+    """Return a worker's first message. Raises ValueError: it is another message."""
     try:
         message = json.loads(body)
         if "ready" in message:
@@ -176,10 +172,8 @@ def decode_start(body: bytes) -> Ready | LoadFailure:
 
 
 def encode_result(number: int, result: Score | list[Score], trace: str | None) -> bytes:
-    """Return the result of call ``number`` as JSON.
-
-    Raises:
-        ValueError, TypeError, RecursionError: what the function returned has no JSON form.
+    """Return the result of call ``number`` as JSON. Raises ValueError, TypeError, RecursionError: what the function
+    returned has no JSON form.
     """
     scores = result if isinstance(result, list) else [result]
     fields = [vars(score) for score in scores]
@@ -190,11 +184,7 @@ def encode_result(number: int, result: Score | list[Score], trace: str | None) -
 
 
 def decode_result(body: bytes) -> tuple[int, Outcome]:
-    """Return a call's number and outcome.
-
-    Raises:
-        ValueError: it is another message.
-    """
+    """Return a call's number and outcome. Raises ValueError: it is another message."""
     try:
         number, is_batch, fields, trace = json.loads(body)
         scores = [Score(**entry) for entry in fields]

@@ -37,10 +37,8 @@ _KEYS = ("name", "scorer", "function", "weight", "clip", "normalize", "options")
 
 
 def read_terms(entries: Sequence[Any]) -> list[Term]:
-    """Parse ``reward.terms``.
-
-    Raises:
-        ConfigError: an entry is not a mapping, has an unknown key or an invalid value, or two have the same name.
+    """Parse ``reward.terms``. Raises ConfigError: an entry is not a mapping, has an unknown key or an invalid value, or
+    two have the same name.
     """
     terms = [_parse_term(entry, f"reward.terms[{number}]") for number, entry in enumerate(entries)]
     names = [term.name for term in terms]
@@ -58,10 +56,8 @@ def read_terms(entries: Sequence[Any]) -> list[Term]:
 def combine(
     terms: Sequence[Term], scores: Sequence[Sequence[Score]], trajectories: Sequence[Trajectory], *, normalized: bool
 ) -> list[Score]:
-    """Combine the scores of all terms into one score per trajectory.
-
-    Args:
-        normalized: True to normalise terms as configured.
+    """Combine the scores of all terms into one score per trajectory. ``normalized``: True to normalise terms as
+    configured.
     """
     values = [
         _normalised(term, column, trajectories) if normalized else [score.total for score in column]

@@ -24,11 +24,7 @@ _UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")  # moments that are never negative,
 
 
 def eight_bit_class(parameters: Iterable[nn.Parameter]) -> type[Optimizer]:
-    """Return torchao's optimizer.
-
-    Raises:
-        ConfigError: torchao is not installed, or the parameters are shards.
-    """
+    """Return torchao's optimizer. Raises ConfigError: torchao is not installed, or the parameters are shards."""
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         raise sharded_error()
     try:

@@ -126,10 +126,8 @@ class MicroBatchLoop:
     def infer(
         self, batch: Batch, head: Head, *, with_entropy: bool = False, max_tokens: int | None = None
     ) -> dict[str, Ragged]:
-        """Run the forward pass without gradient.
-
-        Returns:
-            Ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
+        """Run the forward pass without gradient. Returns ragged columns on the CPU, aligned with ``response_ids``, one
+        per output of the head.
         """
         outputs = Outputs(batch.ragged("response_ids"))
         with torch.no_grad(), self._own_routing_after():

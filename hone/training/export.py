@@ -242,10 +242,8 @@ def export(
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes in a text such as "5GB", "500MB" or "2GiB".
-
-    Raises:
-        ConfigError: the text has another form.
+    """Return the number of bytes in a text such as "5GB", "500MB" or "2GiB". Raises ConfigError: the text has another
+    form.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB|MiB|GiB)", text.strip(), re.IGNORECASE)
     if not size or float(size[1]) == 0:

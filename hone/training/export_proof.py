@@ -23,9 +23,7 @@ PROMPT_TOKENS = 16
 
 def prove_tensors(target: Storage, names: Mapping[str, str], expected: Callable[[str], Tensor]) -> int:
     """Compare the tensors of written files, given as the file of each name, with those expected; return their number.
-
-    Raises:
-        CheckpointError: one differs or is missing.
+    Raises CheckpointError: one differs or is missing.
     """
     with contextlib.ExitStack() as stack:
         files = {file: TensorFile(stack.enter_context(target.open(file)), file) for file in sorted(set(names.values()))}
@@ -37,10 +35,8 @@ def prove_tensors(target: Storage, names: Mapping[str, str], expected: Callable[
 
 
 def prove_model(target: Storage, directory: Path, model: Any) -> int:
-    """Compare the tensors of a written directory with those of the model in memory; return their number.
-
-    Raises:
-        CheckpointError: one differs or is missing.
+    """Compare the tensors of a written directory with those of the model in memory; return their number. Raises
+    CheckpointError: one differs or is missing.
     """
     right = model.state_dict()
     seen = set()

@@ -61,9 +61,7 @@ class MicroBatchTarget:
 
 class MicroBatchRecorder:
     """Records one micro-batch while it is trained on: :meth:`forward`, :meth:`keep_gradients`, :meth:`write`.
-
-    Args:
-        model: the trained module, its parameters without gradients.
+    ``model``: the trained module, its parameters without gradients.
     """
 
     def __init__(self, model: nn.Module, dtype: str, target: MicroBatchTarget) -> None:
@@ -171,11 +169,7 @@ class SavedMicroBatch:
 
 
 def load_micro_batch(run: Path, step: int) -> SavedMicroBatch:
-    """Read the micro-batch of a step of a run.
-
-    Raises:
-        HoneError: it was not saved, or is damaged.
-    """
+    """Read the micro-batch of a step of a run. Raises HoneError: it was not saved, or is damaged."""
     directory = run / FOLDER / f"step_{step}"
     if not (directory / _ABOUT).is_file():
         saved = sorted(int(path.name[5:]) for path in (run / FOLDER).glob("step_*"))

@@ -28,10 +28,8 @@ _EPS = 1e-7
 
 
 def layer_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the trained matrices of the layers, and the stacks ``[experts, rows, columns]`` of experts modules.
-
-    Raises:
-        ConfigError: there is none.
+    """Return the trained matrices of the layers, and the stacks ``[experts, rows, columns]`` of experts modules. Raises
+    ConfigError: there is none.
     """
     modules = [module for layer in layers_of(causal_lm(model)) for module in layer.modules()]
     matrices = {

@@ -209,10 +209,8 @@ def create_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> Optim
 def optimizer_groups(
     module: nn.Module, config: OptimConfig, names: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return torch's parameter groups; weight decay applies to matrices only (Loshchilov and Hutter 2019).
-
-    Raises:
-        ConfigError: a group of the configuration is not valid, or has no parameters.
+    """Return torch's parameter groups; weight decay applies to matrices only (Loshchilov and Hutter 2019). Raises
+    ConfigError: a group of the configuration is not valid, or has no parameters.
     """
     trained = dict(_trained(module))
     settings = assign_groups(names or trained, read_param_groups(config.param_groups))

@@ -103,10 +103,8 @@ def supports_of(batch: Batch, device: torch.device) -> Supports | None:
 
 
 def _experts_of(batch: Batch, index: Ragged, length: int, device: torch.device) -> Tensor | None:
-    """Return the experts of the tokens of the packed row; None if no engine reported some.
-
-    Args:
-        batch: with ``expert_ids``, or without.
+    """Return the experts of the tokens of the packed row; None if no engine reported some. ``batch``: with
+    ``expert_ids``, or without.
     """
     column = batch.ragged("expert_ids") if "expert_ids" in batch else None
     if column is None or not len(column.values):
@@ -136,11 +134,8 @@ def targets_of(batch: Batch, device: torch.device) -> TeacherTargets | None:
 
 
 def packed_rows(prompts: Ragged, responses: Ragged, device: torch.device | str = "cpu") -> tuple[PackedContext, Ragged]:
-    """Lay the rows out in one packed row.
-
-    Returns:
-        Positions and attention of the packed row, and for every token of every row (its prompt, then its response) the index in
-        the packed row. Common prefixes have the same indices.
+    """Lay the rows out in one packed row. Returns positions and attention of the packed row, and for every token of
+    every row (its prompt, then its response) the index in the packed row. Common prefixes have the same indices.
     """
     tree = PrefixOrder.from_tokens(prompts, responses)
     order, shared = torch.from_numpy(tree.order), torch.from_numpy(tree.shared)

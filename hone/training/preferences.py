@@ -40,11 +40,7 @@ def preference_objective(loss: PreferenceLoss, options: dict[str, Any], name: st
 
 
 def loss_and_options(config: PreferenceConfig) -> tuple[PreferenceLoss, dict[str, Any]]:
-    """Return the loss of a configuration, and its options that are set.
-
-    Raises:
-        ConfigError: the loss is unknown.
-    """
+    """Return the loss of a configuration, and its options that are set. Raises ConfigError: the loss is unknown."""
     options = {name: value for name, value in vars(config.loss).items() if name != "name" and value is not None}
     return preference_losses.get(config.loss.name), options
 

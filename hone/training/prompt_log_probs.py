@@ -18,10 +18,8 @@ from hone.training.packing import pack
 def prompt_log_probs(
     model: nn.Module, ids: Sequence[int], top: int, *, device: torch.device, dtype: str
 ) -> list[list[tuple[int, float]]]:
-    """Return the log-prob of each token after the first, followed by the likeliest tokens at its place.
-
-    Returns:
-        For each token after the first: its id with its log-prob, then ``top`` ids with theirs, the likeliest first.
+    """Return the log-prob of each token after the first, followed by the likeliest tokens at its place. Returns for
+    each token after the first: its id with its log-prob, then ``top`` ids with theirs, the likeliest first.
     """
     rows = Batch(
         {

@@ -65,10 +65,8 @@ class SingleRank:
 
 
 class ProcessRanks:
-    """Ranks that are processes of a ``torch.distributed`` group.
-
-    Args:
-        device: for the reduced tensors; must fit the group's backend.
+    """Ranks that are processes of a ``torch.distributed`` group. ``device``: for the reduced tensors; must fit the
+    group's backend.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:

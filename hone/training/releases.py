@@ -85,11 +85,7 @@ class Shelf:
         return _read(link.resolve()) if link.exists() else None
 
     def release(self, number: int) -> Release:
-        """Return the release of this number.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the release of this number. Raises ConfigError: there is none."""
         every = self.releases()
         for release in every:
             if release.number == number:
@@ -156,10 +152,8 @@ class Shelf:
         return self.release(number)
 
     def rollback(self, *, to: int | None = None, note: str = "") -> Release:
-        """Make an earlier release current: ``to``, or the one that was current before.
-
-        Raises:
-            ConfigError: there is no earlier release.
+        """Make an earlier release current: ``to``, or the one that was current before. Raises ConfigError: there is no
+        earlier release.
         """
         current = self.current
         if to is None:
@@ -240,11 +234,7 @@ def provenance(actor: Path) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Return a report of `hone gate`.
-
-    Raises:
-        ConfigError: the file is missing, or no such report.
-    """
+    """Return a report of `hone gate`. Raises ConfigError: the file is missing, or no such report."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(report, dict) or not {"passed", "conditions", "model_digest"} <= report.keys():

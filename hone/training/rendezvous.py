@@ -48,10 +48,8 @@ def gpu_identity(device: torch.device) -> str:
 
 
 def require_separate_gpus(store: Store, rank: int, world: int, identity: str) -> None:
-    """Check that every rank has a GPU of its own. Collective.
-
-    Raises:
-        ConfigError: another rank has the same GPU; all ranks raise the same error.
+    """Check that every rank has a GPU of its own. Collective. Raises ConfigError: another rank has the same GPU; all
+    ranks raise the same error.
     """
     store.set(f"gpu of rank {rank}", identity)
     ranks_of: dict[str, list[int]] = {}

@@ -45,11 +45,7 @@ class ServedModel:
 
 
 class ServedTeacher:
-    """Client of one teacher.
-
-    Args:
-        address: URL up to ``/v1``, with ``#NAME`` for one of several models.
-    """
+    """Client of one teacher. ``address``: URL up to ``/v1``, with ``#NAME`` for one of several models."""
 
     def __init__(self, address: str, config: TeacherServerConfig) -> None:
         self.address = address
@@ -193,10 +189,8 @@ class Scored:
 
 
 class ServedTeachers:
-    """All served teachers of a run.
-
-    Args:
-        vocabulary: size of the policy's output layer; a teacher's tokens have smaller ids.
+    """All served teachers of a run. ``vocabulary``: size of the policy's output layer; a teacher's tokens have smaller
+    ids.
     """
 
     def __init__(self, distillation: TeacherConfig, vocabulary: int) -> None:
@@ -207,10 +201,8 @@ class ServedTeachers:
         }
 
     async def columns(self, batch: Batch) -> Batch:
-        """Return the columns of :meth:`~hone.cluster.teacher.TeacherWorker.teach`, with the rows of served teachers filled in.
-
-        Raises:
-            TeacherError: a server gives no usable log-probs.
+        """Return the columns of :meth:`~hone.cluster.teacher.TeacherWorker.teach`, with the rows of served teachers
+        filled in. Raises TeacherError: a server gives no usable log-probs.
         """
         which = batch.tensor(TEACHER).tolist() if TEACHER in batch else [0] * len(batch)
         rows = [row for row, number in enumerate(which) if number in self._teachers]

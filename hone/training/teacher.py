@@ -50,10 +50,8 @@ def teacher_head(config: RLConfig | SFTConfig) -> Head:
 
 
 def teacher_distance(config: RLConfig | SFTConfig, device: torch.device) -> TeacherDistance | None:
-    """Return the distance of whole distributions that the policy's head computes; None if the loss has none.
-
-    Raises:
-        ConfigError: a teacher's logits cannot be computed from its hidden states.
+    """Return the distance of whole distributions that the policy's head computes; None if the loss has none. Raises
+    ConfigError: a teacher's logits cannot be computed from its hidden states.
     """
     distillation = config.distillation
     if not distillation.enable or distillation.loss_mode in SAMPLED_MODES:

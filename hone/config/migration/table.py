@@ -52,11 +52,7 @@ class Words:
     set: Any = _KEEP  # the value that any other one becomes
 
     def __call__(self, value: Any, others: Others) -> dict[str, Any]:
-        """Return the keys to set.
-
-        Raises:
-            Refused: the value is not supported.
-        """
+        """Return the keys to set. Raises Refused: the value is not supported."""
         for known, word in self.words.items():
             if _same(value, known):
                 return {self.path: word}

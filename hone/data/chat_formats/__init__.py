@@ -105,10 +105,8 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
 
 
 def chat_format(name: str) -> ChatFormat:
-    """Return the format called ``name``; a Jinja template, or the path of one, uses the tokens of ``chatml``.
-
-    Raises:
-        ModelError: the name is not known and not a file.
+    """Return the format called ``name``; a Jinja template, or the path of one, uses the tokens of ``chatml``. Raises
+    ModelError: the name is not known and not a file.
     """
     if name in CHAT_FORMATS:
         return CHAT_FORMATS[name]

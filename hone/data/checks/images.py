@@ -55,10 +55,8 @@ class ImageCheck:
 
 
 def check_images(rows: Sequence[Row], columns: Sequence[str], images: RowImages) -> ImageCheck:
-    """Read the images of all rows that have some.
-
-    Args:
-        columns: columns of messages, in which places are counted together.
+    """Read the images of all rows that have some. ``columns``: columns of messages, in which places are counted
+    together.
     """
     check = ImageCheck()
     for number, row in enumerate(rows):

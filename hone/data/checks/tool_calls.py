@@ -141,11 +141,7 @@ def is_unsound(defects: Sequence[Defect]) -> bool:
 
 
 def read_gates(text: str | None) -> dict[str, float]:
-    """Parse ``parse=0.99,schema=0.99``.
-
-    Raises:
-        ConfigError: a name or a share is invalid.
-    """
+    """Parse ``parse=0.99,schema=0.99``. Raises ConfigError: a name or a share is invalid."""
     gates: dict[str, float] = {}
     for entry in (text or "").split(",") if text else ():
         name, _, text_of_share = entry.partition("=")

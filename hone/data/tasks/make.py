@@ -32,10 +32,8 @@ PATIENCE = 2000  # a task counts as exhausted after this many draws in a row wit
 
 
 def make_task(name: str, options: Sequence[str]) -> Task:
-    """Build the task called ``name``, for example ``arithmetic`` or ``reasoning_gym:gsm_symbolic``.
-
-    Raises:
-        ConfigError: unknown task or option.
+    """Build the task called ``name``, for example ``arithmetic`` or ``reasoning_gym:gsm_symbolic``. Raises ConfigError:
+    unknown task or option.
     """
     family, colon, rest = name.partition(":")
     return TASKS.get(family)([f"dataset={rest}", *options] if colon else options)

@@ -119,10 +119,8 @@ _STORE_ALL = "trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `ho
 
 
 def _bounded(file: pq.ParquetFile, names: list[str], path: Path) -> pa.Table:
-    """Return the columns of a file, some rows at a time.
-
-    Raises:
-        ValueError: they are many times the size of the file, as samples never are: a small file could exhaust the memory.
+    """Return the columns of a file, some rows at a time. Raises ValueError: they are many times the size of the file,
+    as samples never are: a small file could exhaust the memory.
     """
     most, size, parts = max(_MOST_BYTES, _MOST_GROWTH * path.stat().st_size), 0, []
     for part in file.iter_batches(_ROWS, columns=names):
@@ -139,10 +137,8 @@ def _unreadable(file: Path, error: Exception) -> HoneError:
 
 
 def open_archive(folder: Path) -> Archive:
-    """Open an archive.
-
-    Args:
-        folder: ``rollouts`` or ``validation`` of a run directory, or a run directory, which means its rollouts. It may be empty.
+    """Open an archive. ``folder``: ``rollouts`` or ``validation`` of a run directory, or a run directory, which means
+    its rollouts. It may be empty.
     """
     return Archive(folder / "rollouts" if (folder / "rollouts").is_dir() else folder)
 
@@ -158,11 +154,7 @@ def table_records(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def require_archive(folder: Path) -> Archive:
-    """Open an archive with at least one step.
-
-    Raises:
-        HoneError: no step has a file (code E-runs).
-    """
+    """Open an archive with at least one step. Raises HoneError: no step has a file (code E-runs)."""
     archive = open_archive(folder)
     if not archive.steps():
         raise HoneError(

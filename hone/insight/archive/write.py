@@ -83,11 +83,7 @@ def write_step(folder: Path, step: int, table: pa.Table, *, rows: int | None = N
 
 
 def write_vocabulary(folder: Path, texts: Sequence[str]) -> Path:
-    """Write the text of every token id, from 0.
-
-    Raises:
-        HoneError: the disk is full or not writable.
-    """
+    """Write the text of every token id, from 0. Raises HoneError: the disk is full or not writable."""
     ids = pa.array(range(len(texts)), pa.int32())
     table = pa.table({"id": ids, "text": pa.array([valid_text(text) for text in texts], pa.string())})
     with atomic_file(folder / VOCABULARY) as file:
@@ -140,20 +136,14 @@ class BackgroundWriter:
         self._pending: Future[object] | None = None
 
     def submit(self, write: Callable[[], object]) -> None:
-        """Begin to write once the previous file is written.
-
-        Raises:
-            HoneError: the previous file could not be written.
+        """Begin to write once the previous file is written. Raises HoneError: the previous file could not be
+        written.
         """
         self.wait()
         self._pending = self._thread.submit(write)
 
     def wait(self) -> None:
-        """Wait until the last file is written.
-
-        Raises:
-            HoneError: it could not be written.
-        """
+        """Wait until the last file is written. Raises HoneError: it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -65,10 +65,8 @@ class Alert:
 
 
 def render_alert(record: Mapping[str, Any], run: str = "RUN") -> str:
-    """Return an object of ``alerts.jsonl`` as text, with the command that shows its samples.
-
-    Args:
-        run: run directory, or its name.
+    """Return an object of ``alerts.jsonl`` as text, with the command that shows its samples. ``run``: run directory, or
+    its name.
     """
     lines = [f"alert, step {record['step']}, {record['detector']} ({record['severity']}): {record['what']}."]
     lines.append(f"  Why it matters: {record['why']}")

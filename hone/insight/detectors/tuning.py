@@ -36,10 +36,8 @@ def slower(settings: Settings, factor: float = 2.0) -> str:
 
 
 def tuning(settings: Settings, seen: str) -> Iterator[Cause]:
-    """Yield changes that make updates smaller, in the order in which to try them; without a policy the learning rate only.
-
-    Args:
-        seen: what was measured, as evidence of the first change.
+    """Yield changes that make updates smaller, in the order in which to try them; without a policy the learning rate
+    only. ``seen``: what was measured, as evidence of the first change.
     """
     key = learning_rate_key(settings)
     rate = Cause(f"the learning rate is {setting(settings, key, 1e-6):.3g}; {seen}", slower(settings))

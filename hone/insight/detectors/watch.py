@@ -77,10 +77,8 @@ class Watch:
 
 
 def diagnose_run(run: Path, rows: Iterable[Mapping[str, float]], settings: Settings) -> list[Alert]:
-    """Return the alerts that all detectors give for a run, with samples of its archive.
-
-    Args:
-        rows: metrics by step, in order, each with its ``step``.
+    """Return the alerts that all detectors give for a run, with samples of its archive. ``rows``: metrics by step, in
+    order, each with its ``step``.
     """
     detectors = build_detectors(settings)
     return [
@@ -92,10 +90,8 @@ def diagnose_run(run: Path, rows: Iterable[Mapping[str, float]], settings: Setti
 
 
 def concerned_samples(run: Path, step: int, detector: Detector) -> tuple[dict[str, Any], ...]:
-    """Return step, uid and index of the samples that illustrate a detector's symptom best.
-
-    Args:
-        step: step of the symptom; the nearest step in the archive is read.
+    """Return step, uid and index of the samples that illustrate a detector's symptom best. ``step``: step of the
+    symptom; the nearest step in the archive is read.
     """
     try:
         archive = open_archive(run)

@@ -212,10 +212,8 @@ class CompositeTracker:
 
 
 def require(module: str, *, tracker: str) -> ModuleType:
-    """Import the optional package of a tracker.
-
-    Raises:
-        ConfigError: the package is not installed; the fix names the extra.
+    """Import the optional package of a tracker. Raises ConfigError: the package is not installed; the fix names the
+    extra.
     """
     try:
         return importlib.import_module(module)

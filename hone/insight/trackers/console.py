@@ -31,11 +31,7 @@ class NotebookDisplay:
         self._handle.display(self._content(), raw=True)
 
     def show(self, line: str, step: int, metrics: Mapping[str, float], metric: str | None) -> None:
-        """Show a step.
-
-        Args:
-            metric: metric of the curve, if no earlier step has one.
-        """
+        """Show a step. ``metric``: metric of the curve, if no earlier step has one."""
         self._line, self._metric = line, self._metric or metric
         if self._metric is not None and self._metric in metrics:
             self._curve.append((step, metrics[self._metric]))
@@ -77,10 +73,8 @@ _PACE_WINDOW = 20  # number of steps that the ETA is computed from
 
 @TRACKERS.register("console")
 class ConsoleTracker(Tracker):
-    """Show step, reward, KL, length, tokens/s and ETA; validation results remain as lines above.
-
-    Args:
-        console: output; None means standard output.
+    """Show step, reward, KL, length, tokens/s and ETA; validation results remain as lines above. ``console``: output;
+    None means standard output.
     """
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:

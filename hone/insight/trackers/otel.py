@@ -20,10 +20,8 @@ _BATCH = 512  # spans of one request
 
 @TRACKERS.register("otel")
 class OtelTracker(Tracker):
-    """Export the sampled episodes of each archived step as traces; metrics are not exported.
-
-    Args:
-        exporter: a ``SpanExporter`` that takes the spans; None for the one that the environment names.
+    """Export the sampled episodes of each archived step as traces; metrics are not exported. ``exporter``: a
+    ``SpanExporter`` that takes the spans; None for the one that the environment names.
     """
 
     def __init__(self, info: RunInfo, exporter: Any = None) -> None:
@@ -50,10 +48,8 @@ class OtelTracker(Tracker):
         del step, metrics
 
     def rollouts(self, rollouts: Rollouts) -> None:
-        """Export one trace per episode; segments of an episode share one.
-
-        Raises:
-            ConnectionError: the receiver did not take the spans.
+        """Export one trace per episode; segments of an episode share one. Raises ConnectionError: the receiver did not
+        take the spans.
         """
         episodes = {(record["uid"], record["index"]): record for record in rollouts.records}
         for record in episodes.values():

@@ -43,10 +43,8 @@ class Rollouts:
 
 
 class NewRollouts:
-    """Sampled rollouts of the steps whose file appears in the archive after the start of the process.
-
-    Args:
-        limit: largest number of sequences of a step; None for all in the file, 0 for none.
+    """Sampled rollouts of the steps whose file appears in the archive after the start of the process. ``limit``:
+    largest number of sequences of a step; None for all in the file, 0 for none.
     """
 
     def __init__(self, directory: RunDirectory, limit: int | None) -> None:
@@ -64,10 +62,8 @@ class NewRollouts:
 
 
 def read_rollouts(archive: Archive, step: int, limit: int | None = None) -> Rollouts:
-    """Return at most ``limit`` sequences of a step at even distances, the first included.
-
-    Raises:
-        HoneError: the step has no file, or the file cannot be read (code E-runs).
+    """Return at most ``limit`` sequences of a step at even distances, the first included. Raises HoneError: the step
+    has no file, or the file cannot be read (code E-runs).
     """
     table = archive.table(step, _READ)
     count = len(table) if limit is None else min(limit, len(table))

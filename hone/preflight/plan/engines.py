@@ -70,10 +70,8 @@ def _engine_weights(work: Work) -> float:
 
 
 def cache_shape(work: Work, pool: Pool, space: float = math.inf) -> CacheShape:
-    """Return the KV cache at its largest: in training, or when validation prompts are answered, each once.
-
-    Args:
-        space: bytes that the cache may take; one sequence counts anyway.
+    """Return the KV cache at its largest: in training, or when validation prompts are answered, each once. ``space``:
+    bytes that the cache may take; one sequence counts anyway.
     """
     config, rollout = work.config, work.rollout
     assert isinstance(config, RLConfig) and rollout is not None

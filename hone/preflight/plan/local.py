@@ -40,10 +40,8 @@ _MEASURED_LENGTH = 128  # most tokens of a prompt and of a response in the micro
 
 
 def local_device(config: AnyConfig, *, again: bool = False) -> Device:
-    """Return the device that each process of a run gets on this machine, measured.
-
-    Args:
-        again: measure even if that was done before.
+    """Return the device that each process of a run gets on this machine, measured. ``again``: measure even if that was
+    done before.
     """
     machine = machines.look()
     device = this_device(machine, on_cpu=_runs_on_cpu(config, machine), again=again)

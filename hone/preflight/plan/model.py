@@ -102,10 +102,8 @@ class ModelShape:
 
 
 def shape_of(model: ModelConfig, parameters: int | None = None) -> ModelShape | None:
-    """Return the shape of a model directory; None when its config.json does not describe a decoder.
-
-    Args:
-        parameters: of the model; None counts them.
+    """Return the shape of a model directory; None when its config.json does not describe a decoder. ``parameters``: of
+    the model; None counts them.
     """
     settings = read_model(model.path)
     counted = (parameters or count_parameters(model)) if settings else None

@@ -236,10 +236,8 @@ def is_hit(probe: Probe, again: Score, best: float | None) -> bool:
 
 
 class Prober:
-    """Scores probes in a thread, with worker processes of its own, while the run trains.
-
-    Attributes:
-        failed: batches of probes that could not be scored.
+    """Scores probes in a thread, with worker processes of its own, while the run trains. ``failed``: batches of probes
+    that could not be scored.
     """
 
     def __init__(self, config: RewardConfig) -> None:

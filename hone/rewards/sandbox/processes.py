@@ -174,10 +174,8 @@ def _ended(task: Path) -> bool:
 
 
 def _unnamed_bytes(size: int) -> int:
-    """Return the bytes of files that descendants have open or mapped and that have no name any more.
-
-    Args:
-        size: what is assumed of a mapped file whose size this user may not see.
+    """Return the bytes of files that descendants have open or mapped and that have no name any more. ``size``: what is
+    assumed of a mapped file whose size this user may not see.
     """
     pids = descendants()
     unnamed = {file: status for file, status in opened(pids)[0].items() if stat.S_ISREG(status.st_mode)}

@@ -110,9 +110,7 @@ _SENDMSG, _SENDMMSG = (46, 211), (307, 269)
 
 def system_call_filter(*, sockets: bool, machine: str | None = None) -> bytes | None:
     """Return the filter as an array of ``struct sock_filter``; None for an architecture whose numbers are not known.
-
-    Args:
-        sockets: True to allow sockets of this machine (AF_UNIX), for a program with its own network namespace.
+    ``sockets``: True to allow sockets of this machine (AF_UNIX), for a program with its own network namespace.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES:

@@ -105,19 +105,15 @@ class TrainBackend(Protocol):
 
     def begin_update(self) -> None:
         """Begin an update whose mini-batch comes in parts: :meth:`accumulate` for each, then :meth:`apply_gradients`.
-
-        Raises:
-            RuntimeError: the backend was built without an optimizer.
+        Raises RuntimeError: the backend was built without an optimizer.
         """
         ...
 
     def accumulate(
         self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
     ) -> None:
-        """Run forward and backward passes over a part of a mini-batch; gradients add up. Collective.
-
-        Args:
-            loss: loss of the mini-batch, which also collects the statistics.
+        """Run forward and backward passes over a part of a mini-batch; gradients add up. Collective. ``loss``: loss of
+        the mini-batch, which also collects the statistics.
         """
         ...
 
@@ -183,9 +179,7 @@ class TrainBackend(Protocol):
         ...
 
     def restore(self, location: str, name: str) -> None:
-        """Load the optimizer state of a checkpoint of any layout; weights are loaded from its model directory. Collective.
-
-        Raises:
-            CheckpointError: the state is of another model or optimizer, or damaged.
+        """Load the optimizer state of a checkpoint of any layout; weights are loaded from its model directory.
+        Collective. Raises CheckpointError: the state is of another model or optimizer, or damaged.
         """
         ...

@@ -35,11 +35,7 @@ class BackendEntry:
     extra: str = ""  # of Hone that installs ``package``
 
     def load(self) -> type[TrainBackend]:
-        """Import the class.
-
-        Raises:
-            ConfigError: the path has no such class, or the package is not installed.
-        """
+        """Import the class. Raises ConfigError: the path has no such class, or the package is not installed."""
         self.require_package()
         return imported(self.path, KEY)
 
@@ -65,9 +61,7 @@ BACKENDS: Registry[BackendEntry] = Registry("training backend", key=KEY, adopt=_
 
 def backend_of(config: ParallelConfig, processes: int) -> BackendEntry:
     """Return the backend for a model on this number of processes; null means ``local`` for one and ``fsdp2`` for more.
-
-    Raises:
-        ConfigError: the backend is unknown, or does not support this number of processes.
+    Raises ConfigError: the backend is unknown, or does not support this number of processes.
     """
     key = config.key("strategy")
     name = config.strategy or ("local" if processes == 1 else "fsdp2")

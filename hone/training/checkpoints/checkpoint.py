@@ -67,10 +67,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, location: str | Path | Storage) -> Checkpoint:
-        """Open a checkpoint, and check that every file is complete; :meth:`verify` checks their content.
-
-        Raises:
-            CheckpointError: it is not a checkpoint, is incomplete, edited or unreadable, or has another format.
+        """Open a checkpoint, and check that every file is complete; :meth:`verify` checks their content. Raises
+        CheckpointError: it is not a checkpoint, is incomplete, edited or unreadable, or has another format.
         """
         storage = Storage(location)
         try:
@@ -81,10 +79,8 @@ class Checkpoint:
             raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
 
     def verify(self, below: str = "") -> None:
-        """Check the content of every file whose name begins with ``below`` against its checksum.
-
-        Raises:
-            CheckpointError: a file is damaged, or cannot be read.
+        """Check the content of every file whose name begins with ``below`` against its checksum. Raises
+        CheckpointError: a file is damaged, or cannot be read.
         """
         if self.checksums is None:
             log.warning("'%s' has no checksums, because an earlier version wrote it: its files are not verified", self)
@@ -103,10 +99,8 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def loading_state(self) -> Iterator[dict[str, Any]]:
-        """Yield the state of the trainer; what is wrong with an unverified one is reported as damage.
-
-        Raises:
-            CheckpointError: the state lacks a part, or a part has another type.
+        """Yield the state of the trainer; what is wrong with an unverified one is reported as damage. Raises
+        CheckpointError: the state lacks a part, or a part has another type.
         """
         try:
             yield self.state
@@ -202,10 +196,8 @@ def complete_steps(root: Storage) -> list[int]:
 
 
 def best_record(root: Storage) -> dict[str, Any] | None:
-    """Return step, metric and value of the best checkpoint in ``root``, None if none is marked.
-
-    Raises:
-        CheckpointError: the mark is damaged.
+    """Return step, metric and value of the best checkpoint in ``root``, None if none is marked. Raises CheckpointError:
+    the mark is damaged.
     """
     if not root.is_file(BEST):
         return None

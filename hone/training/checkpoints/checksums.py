@@ -52,11 +52,7 @@ def collect_checksums(checkpoint: Storage) -> dict[str, str]:
 
 
 def file_checksums(directory: Storage, names: Iterable[str]) -> dict[str, str]:
-    """Read files and return their checksums.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-    """
+    """Read files and return their checksums. Raises OSError: a file is missing or cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(lambda name: _checksum(directory, name), names), strict=True))

@@ -140,10 +140,8 @@ class ModelParts(Protocol):
 
 
 class ModelStager:
-    """Stages the checkpoints of one model.
-
-    Args:
-        stages: the pipeline stages of a model of which this process has a part; None if ``model`` is all.
+    """Stages the checkpoints of one model. ``stages``: the pipeline stages of a model of which this process has a part;
+    None if ``model`` is all.
     """
 
     def __init__(

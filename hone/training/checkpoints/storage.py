@@ -240,11 +240,7 @@ class _HashingFile:
 
 
 def as_bytes(file: IO[bytes], count: int) -> bytes:
-    """Read exactly ``count`` bytes from a file's current position.
-
-    Raises:
-        EOFError: the file is too short.
-    """
+    """Read exactly ``count`` bytes from a file's current position. Raises EOFError: the file is too short."""
     content = file.read(count)
     if len(content) != count:
         raise EOFError(f"the file ends after {len(content)} of {count} bytes")

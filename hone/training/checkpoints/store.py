@@ -78,10 +78,8 @@ class CheckpointStore:
     # saving ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Storage:
-        """Wait for the previous save and return the directory for checkpoint ``step``.
-
-        Raises:
-            CheckpointError: the previous save failed, or the storage cannot be written.
+        """Wait for the previous save and return the directory for checkpoint ``step``. Raises CheckpointError: the
+        previous save failed, or the storage cannot be written.
         """
         self.wait()
         try:
@@ -124,10 +122,8 @@ class CheckpointStore:
         self._in_thread(step, self._run, step, texts, manifest, write)
 
     def rate(self, step: int, metric: str, value: float) -> None:
-        """Set the metric of a published checkpoint, which was measured after :meth:`publish`.
-
-        Raises:
-            CheckpointError: without ``background``, the manifest cannot be written.
+        """Set the metric of a published checkpoint, which was measured after :meth:`publish`. Raises CheckpointError:
+        without ``background``, the manifest cannot be written.
         """
         self._in_thread(step, self._rate, self._thread, step, metric, value)
 
@@ -138,10 +134,8 @@ class CheckpointStore:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the running save has ended.
-
-        Raises:
-            CheckpointError: the save failed; earlier checkpoints are intact.
+        """Wait until the running save has ended. Raises CheckpointError: the save failed; earlier checkpoints are
+        intact.
         """
         if self._thread is not None:
             self._thread.join()

@@ -63,10 +63,7 @@ def stage_layers(
     largest_file: int = LARGEST_FILE,
 ) -> Callable[[], None]:
     """Copy the tensors that this rank writes; every rank of the default process group calls it with the same tensors.
-    See :func:`stage_weights`.
-
-    Args:
-        layers: whole tensors of one layer after the other, by their names in files.
+    See :func:`stage_weights`. ``layers``: whole tensors of one layer after the other, by their names in files.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     adapter = isinstance(model, PeftModel)

@@ -57,10 +57,8 @@ from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, St
 def load_sharded(
     kind: ModelKind, config: ModelConfig, settings: TrainSettings, *, fsdp: FsdpConfig, meshes: Meshes, seed: int
 ) -> Sharded:
-    """Create parameters without storage, shard them, and load the shards one tensor at a time. Collective.
-
-    Raises:
-        ModelError: the model cannot be loaded or sharded with this layout.
+    """Create parameters without storage, shard them, and load the shards one tensor at a time. Collective. Raises
+    ModelError: the model cannot be loaded or sharded with this layout.
     """
     model, files = _empty(kind, config, seed)
     sharded = shard_model(model, meshes, fsdp, settings.dtype, settings.compile_layers)

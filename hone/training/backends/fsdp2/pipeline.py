@@ -31,10 +31,8 @@ from hone.training.ranks import RankGroup
 
 
 class StageComputation(nn.Module):
-    """The computation of this rank's stage as one module, which FSDP shards and torch's schedule calls.
-
-    Args:
-        dtype: of the hidden states between stages.
+    """The computation of this rank's stage as one module, which FSDP shards and torch's schedule calls. ``dtype``: of
+    the hidden states between stages.
     """
 
     def __init__(self, model: nn.Module, meshes: Meshes, stages: Stages, dtype: torch.dtype) -> None:

@@ -173,10 +173,8 @@ class Ring(Protocol):
     size: int
 
     def shift(self, tensors: Sequence[Tensor], channel: int) -> Callable[[], list[Tensor]]:
-        """Start to send tensors to the next rank; return a function that waits for those of the rank before, of the same shapes.
-
-        Args:
-            channel: number of the stream of messages; in each, messages keep their order.
+        """Start to send tensors to the next rank; return a function that waits for those of the rank before, of the
+        same shapes. ``channel``: number of the stream of messages; in each, messages keep their order.
         """
         ...
 
@@ -229,10 +227,8 @@ class RingContext:
         return cls(positions, mine, int(sequences.lengths.max()), plan, ring)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Compute attention of this rank's tokens: ``[1, heads, n, head_dim]`` to ``[1, n, heads, head_dim]``. Collective.
-
-        Raises:
-            ModelError: the model has attention dropout.
+        """Compute attention of this rank's tokens: ``[1, heads, n, head_dim]`` to ``[1, n, heads, head_dim]``.
+        Collective. Raises ModelError: the model has attention dropout.
         """
         del layer
         check_dropout(scoring.dropout)

@@ -67,11 +67,8 @@ class SequenceParallelContext:
 
 
 def local_tokens(packed: PackedSequences, meshes: Meshes) -> tuple[PackedSequences, Tensor]:
-    """Return this rank's tokens of a packed row.
-
-    Returns:
-        The tokens, whose outputs are for the response tokens predicted in them; and the indices of these among the row's
-        outputs, ``[u]``.
+    """Return this rank's tokens of a packed row. Returns the tokens, whose outputs are for the response tokens
+    predicted in them; and the indices of these among the row's outputs, ``[u]``.
     """
     context, tokens = packed.context, torch.arange(packed.input_ids.shape[1])
     if meshes.layout.context > 1:

@@ -56,10 +56,8 @@ def stage_checkpoint(
     name: str,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Callable[[], None]:
-    """Copy what this rank writes of model and optimizer. Collective.
-
-    Returns:
-        A function that writes the files, without collectives, in any thread and during training.
+    """Copy what this rank writes of model and optimizer. Collective. Returns a function that writes the files, without
+    collectives, in any thread and during training.
     """
     checkpoint = Storage(location).recording()
     whole = loaded.weights.whole(loaded.parameters, device)
@@ -79,10 +77,8 @@ def stage_checkpoint(
 
 
 def restore_optimizer(loaded: LoadedStage, optimizer: ShardedOptimizer, location: str, name: str) -> None:
-    """Load the optimizer's state of a checkpoint of any backend and layout.
-
-    Raises:
-        CheckpointError: the state is of another model or optimizer, or damaged.
+    """Load the optimizer's state of a checkpoint of any backend and layout. Raises CheckpointError: the state is of
+    another model or optimizer, or damaged.
     """
     storage = Storage(location) / optimizer_folder(name)
     shapes = {name: parameter.shape for name, parameter in loaded.skeleton.named_parameters()}

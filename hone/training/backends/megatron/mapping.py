@@ -242,10 +242,8 @@ class LoadedStage:
 
 
 def load_stage(kind: ModelKind, model: ModelConfig, groups: Groups, device: torch.device) -> LoadedStage:
-    """Build this rank's pipeline stage and fill it from the safetensors files, one tensor at a time. Collective.
-
-    Raises:
-        ModelError: the model cannot be loaded.
+    """Build this rank's pipeline stage and fill it from the safetensors files, one tensor at a time. Collective. Raises
+    ModelError: the model cannot be loaded.
     """
     valued = kind == "value"
     if valued:

@@ -110,10 +110,8 @@ class ShardedOptimizer:
         return learning_rate(self.config, step, self.total_steps)
 
     def reduce_gradients(self, scale: float) -> float:
-        """Sum the gradients over all ranks, multiply them by ``scale``, and clip them. Collective.
-
-        Returns:
-            The norm of the whole gradient before clipping, the same on all ranks.
+        """Sum the gradients over all ranks, multiply them by ``scale``, and clip them. Collective. Returns the norm of
+        the whole gradient before clipping, the same on all ranks.
         """
         with on_device(self._device), _expected_warnings():
             finalize_model_grads([self._reduction], pg_collection=self._groups.collection)
@@ -222,10 +220,8 @@ class _GatheredState(Mapping[str, Tensor]):
 
 
 def _param_groups(loaded: LoadedStage, config: OptimConfig) -> dict[str, ParamGroup]:
-    """Return the entry of ``optim.param_groups`` of each of Megatron's parameters that has one.
-
-    Raises:
-        ConfigError: an entry applies to no parameter, or to a part of one of Megatron's.
+    """Return the entry of ``optim.param_groups`` of each of Megatron's parameters that has one. Raises ConfigError: an
+    entry applies to no parameter, or to a part of one of Megatron's.
     """
     entries = read_param_groups(config.param_groups)
     by_name = assign_groups(loaded.weights.all_names, entries)
