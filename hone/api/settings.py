@@ -16,9 +16,9 @@ from hone.config.trees import AnyConfig, model_block
 from hone.errors import ConfigError, HoneError, did_you_mean
 
 BLOCKS = (
-    *("trainer.", "data.", "algorithm.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."),
-    *("actor_rollout_ref.model.", "optim.", "model.", "loss.", "reward."),
-)
+    "trainer.", "data.", "algorithm.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.",
+    "actor_rollout_ref.model.", "optim.", "model.", "loss.", "reward.",
+)  # fmt: skip
 """Blocks in which a keyword argument is looked up first, in this order; keys of other models come last."""
 
 Tree = TypeVar("Tree", bound=AnyConfig)

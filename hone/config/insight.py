@@ -7,25 +7,10 @@ from dataclasses import dataclass
 from hone.config.fields import choices
 
 DETECTORS = (
-    "zero_reward",
-    "flat_reward",
-    "zero_gradient",
-    "ratio_explosion",
-    "clip_fraction",
-    "policy_kl",
-    "reference_kl",
-    "entropy_collapse",
-    "entropy_rise",
-    "response_length",
-    "gradient_spike",
-    "engine_mismatch",
-    "critic_lag",
-    "advantage_shift",
-    "reward_hacking",
-    "tool_calls",
-    "slow_steps",
-    "memory_growth",
-)
+    "zero_reward", "flat_reward", "zero_gradient", "ratio_explosion", "clip_fraction", "policy_kl", "reference_kl",
+    "entropy_collapse", "entropy_rise", "response_length", "gradient_spike", "engine_mismatch", "critic_lag",
+    "advantage_shift", "reward_hacking", "tool_calls", "slow_steps", "memory_growth",
+)  # fmt: skip
 """Names of the detectors, see docs/detectors.md."""
 
 

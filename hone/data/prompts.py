@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 NO_SOURCE = "default"  # data source of rows without a column of data sources; a reward function of the run scores them
 
 _OF_HONE = (
-    *("reward_model", "extra_info", "agent_name"),
-    *("tools_kwargs", "tool_selection", "interaction_kwargs", "environment", "verifiers"),
-)
+    "reward_model", "extra_info", "agent_name",
+    "tools_kwargs", "tool_selection", "interaction_kwargs", "environment", "verifiers",
+)  # fmt: skip
 """Columns that are read for themselves, and fields of extra_info that steer an episode: no column replaces them."""
 
 ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]

@@ -30,17 +30,9 @@ __all__ = [
 ]
 
 TIMING_PREFIXES = (
-    "timing_s/",
-    "perf/time_per_step",
-    "perf/throughput",
-    "perf/driver_overhead_ratio",
-    "perf/idle/",
-    "agent_loop/",
-    "replica/",
-    "insight/alerts/machine",
-    "perf/cpu_memory_used_gb",
-    "perf/max_memory_allocated_gb",
-)
+    "timing_s/", "perf/time_per_step", "perf/throughput", "perf/driver_overhead_ratio", "perf/idle/", "agent_loop/",
+    "replica/", "insight/alerts/machine", "perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb",
+)  # fmt: skip
 """Prefixes of metrics of wall time and memory, of replicas, which take work as they become free, and of alerts about time and
 memory. Only these differ between two runs of one seed."""
 

@@ -47,87 +47,25 @@ CREDENTIALS = {
 """Patterns of credentials that have a form of their own, by their issuer."""
 
 _PROVIDERS = {
-    *("openai", "anthropic", "claude", "azure", "google", "gemini", "gcp", "aws", "huggingface", "hf", "hub", "wandb"),
-    *(
-        "mlflow",
-        "github",
-        "gh",
-        "gitlab",
-        "slack",
-        "discord",
-        "telegram",
-        "cohere",
-        "mistral",
-        "groq",
-        "together",
-        "xai",
-    ),
-    *(
-        "replicate",
-        "fireworks",
-        "deepseek",
-        "nvidia",
-        "ngc",
-        "databricks",
-        "stripe",
-        "twilio",
-        "sendgrid",
-        "npm",
-        "pypi",
-    ),
-    *("docker", "serper", "serpapi", "tavily", "bing", "brave", "exa", "perplexity", "openrouter", "dashscope", "qwen"),
-    *("moonshot", "zhipu", "minimax", "modelscope", "comet", "neptune", "swanlab", "clearml", "kaggle", "pinecone"),
-    *("weaviate", "qdrant", "elastic", "datadog", "sentry", "cerebras", "runpod", "modal", "vast", "lambda", "e2b"),
-}
+    "openai", "anthropic", "claude", "azure", "google", "gemini", "gcp", "aws", "huggingface", "hf", "hub", "wandb",
+    "mlflow", "github", "gh", "gitlab", "slack", "discord", "telegram", "cohere", "mistral", "groq", "together", "xai",
+    "replicate", "fireworks", "deepseek", "nvidia", "ngc", "databricks", "stripe", "twilio", "sendgrid", "npm", "pypi",
+    "docker", "serper", "serpapi", "tavily", "bing", "brave", "exa", "perplexity", "openrouter", "dashscope", "qwen",
+    "moonshot", "zhipu", "minimax", "modelscope", "comet", "neptune", "swanlab", "clearml", "kaggle", "pinecone",
+    "weaviate", "qdrant", "elastic", "datadog", "sentry", "cerebras", "runpod", "modal", "vast", "lambda", "e2b",
+}  # fmt: skip
 _KEY_OWNERS = {
-    *(
-        "api",
-        "access",
-        "secret",
-        "private",
-        "auth",
-        "account",
-        "subscription",
-        "encryption",
-        "signing",
-        "ssh",
-        "license",
-    ),
-    *("client", "service", "shared", "master", "deploy", "storage"),
-    *_PROVIDERS,
-}
+    "api", "access", "secret", "private", "auth", "account", "subscription", "encryption", "signing", "ssh", "license",
+    "client", "service", "shared", "master", "deploy", "storage", *_PROVIDERS,
+}  # fmt: skip
 _TOKEN_OWNERS = {
-    *(
-        "api",
-        "auth",
-        "access",
-        "bearer",
-        "refresh",
-        "session",
-        "security",
-        "personal",
-        "id",
-        "csrf",
-        "oauth",
-        "identity",
-    ),
-    *("service", "server", "client", "bot", "app", "deploy", "registry", "proxy", "admin", "secret", "private", "sas"),
+    "api", "auth", "access", "bearer", "refresh", "session", "security", "personal", "id", "csrf", "oauth", "identity",
+    "service", "server", "client", "bot", "app", "deploy", "registry", "proxy", "admin", "secret", "private", "sas",
     *_PROVIDERS,
-}
+}  # fmt: skip
 _PASS_OWNERS = {
-    "db",
-    "database",
-    "smtp",
-    "mail",
-    "email",
-    "user",
-    "admin",
-    "root",
-    "mysql",
-    "postgres",
-    "redis",
-    "mongo",
-}
+    "db", "database", "smtp", "mail", "email", "user", "admin", "root", "mysql", "postgres", "redis", "mongo",
+}  # fmt: skip
 _OWNERS = {
     "key": _KEY_OWNERS,
     "keys": _KEY_OWNERS,
@@ -138,9 +76,9 @@ _OWNERS = {
 }
 """Words that make a name ending in the key a credential when they precede it: ``openai_key``, ``auth_token``."""
 _SECRET_WORDS = {
-    *("password", "passwords", "passwd", "passphrase", "passcode", "pwd", "pswd", "secret", "secrets", "credential"),
-    *("credentials", "creds", "cred", "authorization", "bearer", "jwt", "cookie", "cookies", "sas", "dsn", "webhook"),
-}
+    "password", "passwords", "passwd", "passphrase", "passcode", "pwd", "pswd", "secret", "secrets", "credential",
+    "credentials", "creds", "cred", "authorization", "bearer", "jwt", "cookie", "cookies", "sas", "dsn", "webhook",
+}  # fmt: skip
 _SECRET_NAMES = (["token"], ["auth"], ["pass"], ["pw"])
 _QUERY_SECRETS = {"key", "sig", "signature", "code", "x-amz-signature", "x-amz-credential", "x-goog-signature"}
 

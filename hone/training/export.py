@@ -108,15 +108,9 @@ class PlainLora:
 
 def _is_plain(config: dict[str, Any]) -> bool:
     others = (
-        "use_dora",
-        "use_qalora",
-        "fan_in_fan_out",
-        "modules_to_save",
-        "rank_pattern",
-        "alpha_pattern",
-        "lora_bias",
-    )
-    others += ("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens")
+        "use_dora", "use_qalora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
+        "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    )  # fmt: skip
     usual_start = config.get("init_lora_weights") in (True, False, "gaussian")
     return (
         config.get("peft_type") == "LORA"

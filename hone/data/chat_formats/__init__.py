@@ -86,8 +86,8 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
         pad="<pad>",
         end="<end_of_turn>",
         special=(
-            *("<bos>", "<eos>", "<start_of_turn>", "<start_function_declaration>", "<end_function_declaration>"),
-            *("<start_function_call>", "<end_function_call>", "<start_function_response>", "<end_function_response>"),
+            "<bos>", "<eos>", "<start_of_turn>", "<start_function_declaration>", "<end_function_declaration>",
+            "<start_function_call>", "<end_function_call>", "<start_function_response>", "<end_function_response>",
             "<escape>",
         ),
         bos="<bos>",
@@ -100,7 +100,7 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
         special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
         wordy=True,
     ),
-}
+}  # fmt: skip
 """Formats by name."""
 
 

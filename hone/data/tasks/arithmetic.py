@@ -21,9 +21,9 @@ NAMES = {
     **dict.fromkeys(("Tom", "Ben", "Sam", "Leo", "Max", "Paul", "Hugo", "Finn"), "He"),
 }
 OBJECTS = (
-    *("apples", "books", "coins", "stamps", "cards", "shells", "stones", "cakes"),
-    *("pens", "balls", "eggs", "rings", "plums", "toys", "keys", "cups"),
-)
+    "apples", "books", "coins", "stamps", "cards", "shells", "stones", "cakes",
+    "pens", "balls", "eggs", "rings", "plums", "toys", "keys", "cups",
+)  # fmt: skip
 VERBS = {
     "+": ("buys {b} more", "finds {b} more", "gets {b} more", "wins {b} more"),
     "-": ("loses {b}", "sells {b}", "gives away {b}", "drops {b}"),

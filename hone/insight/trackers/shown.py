@@ -16,14 +16,14 @@ from hone.insight.run_files import read_metrics
 COLUMNS = ("step", "uid", "index", "prompt", "answer", "expected", "score", "terms", "advantage", "end")
 """Columns of a table of rollouts."""
 _READ = (
-    *("step", "uid", "index", "part", "fate", "prompt", "messages", "text", "ground_truth", "stop_reason", "seconds"),
-    *("score", "terms", "error", "episode", "loss_mask", "advantages"),
-)
+    "step", "uid", "index", "part", "fate", "prompt", "messages", "text", "ground_truth", "stop_reason", "seconds",
+    "score", "terms", "error", "episode", "loss_mask", "advantages",
+)  # fmt: skip
 _LONGEST = 1500  # characters of a cell
 _CURVES = (
-    *("critic/rewards/mean", "train/loss", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl", "actor/entropy"),
-    *("actor/grad_norm", "response_length/mean", "rewards/accuracies", "val/loss", "val/rewards/accuracies"),
-)
+    "critic/rewards/mean", "train/loss", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl", "actor/entropy",
+    "actor/grad_norm", "response_length/mean", "rewards/accuracies", "val/loss", "val/rewards/accuracies",
+)  # fmt: skip
 """Metrics of the picture of the curves, with those of validations."""
 
 

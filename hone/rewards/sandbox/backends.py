@@ -34,16 +34,8 @@ PROTECTIONS = {
 }
 """What a sandbox protects, and what a program reaches without it."""
 _SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/alternatives",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-)
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime",
+)  # fmt: skip
 _users = itertools.count(secrets.randbelow(USERS))
 
 

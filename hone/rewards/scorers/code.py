@@ -183,9 +183,9 @@ def _check(services: Services) -> None:
 
 @register_scorer(
     "code",
-    *("code", "code_*", "codecontests", "apps", "codeforces", "taco", "humaneval*", "openai_humaneval", "mbpp*"),
+    "code", "code_*", "codecontests", "apps", "codeforces", "taco", "humaneval*", "openai_humaneval", "mbpp*",
     check=_check,
-)
+)  # fmt: skip
 async def compute_score(
     data_source: str,
     solution_str: str,

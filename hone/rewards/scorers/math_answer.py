@@ -23,11 +23,11 @@ def _import() -> None:
 
 @register_scorer(
     "math",
-    *("math", "math_*", "MATH", "aime*", "numina_*", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval"),
+    "math", "math_*", "MATH", "aime*", "numina_*", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval",
     "HuggingFaceH4/MATH-500",
     may_hang=True,
     prepare=_import,
-)
+)  # fmt: skip
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
