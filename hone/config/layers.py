@@ -76,12 +76,9 @@ def preset_names(kind: str) -> list[str]:
 def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
     """Compose the layers.
 
-    Returns:
-        The composed tree (interpolations not yet resolved), and the origin of each value that was set.
-
-    Raises:
-        ConfigError: all mistakes in the layers; a preset or file that is missing or cannot be read is reported alone,
-            because nothing can be composed then.
+    Returns the composed tree (interpolations not yet resolved), and the origin of each value that was set. Raises
+    ConfigError: all mistakes in the layers; a preset or file that is missing or cannot be read is reported alone,
+    because nothing can be composed then.
     """
     from omegaconf import OmegaConf
 

@@ -52,11 +52,8 @@ class SweepAxis:
 def parse_sweep(words: Sequence[str]) -> tuple[list[str], list[SweepAxis]]:
     """Separate the overrides that sweep a key from those that set one value.
 
-    Returns:
-        The overrides with one value, unchanged; and an axis for each of the others.
-
-    Raises:
-        ConfigError: an override is malformed, or its values cannot be listed.
+    Returns the overrides with one value, unchanged; and an axis for each of the others. Raises ConfigError: an override
+    is malformed, or its values cannot be listed.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException

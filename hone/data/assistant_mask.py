@@ -47,12 +47,9 @@ def render_conversations(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of conversations, and 1 for each token of an assistant turn (end-of-turn token included).
 
-    Returns:
-        One ``(input_ids, mask)`` for each conversation, two lists of equal length.
-
-    Raises:
-        DataError: no chat template; a conversation without an assistant turn that is learned; a template that leaves out a part of
-            a conversation, or does not tell where a turn begins and ends (see the module's docstring).
+    Returns one ``(input_ids, mask)`` for each conversation, two lists of equal length. Raises DataError: no chat
+    template; a conversation without an assistant turn that is learned; a template that leaves out a part of a
+    conversation, or does not tell where a turn begins and ends (see the module's docstring).
     """
     names = names or [f"conversation {index}" for index in range(len(conversations))]
     learned = [_learned_turns(messages, name) for messages, name in zip(conversations, names, strict=True)]
@@ -89,10 +86,8 @@ def rewritten(
 ) -> tuple[int, int, str, str] | None:
     """Return the first turn whose context the whole conversation shows differently from generation.
 
-    The header of the turn itself does not count.
-
-    Returns:
-        Number of the message, the first character that differs, the text there in generation and in the whole; None without any.
+    The header of the turn itself does not count. Returns number of the message, the first character that differs, the
+    text there in generation and in the whole; None without any.
     """
     (rendering,) = render(tokenizer, [messages], False, kwargs)
     starts = rendering.trace.starts if rendering.trace else [None] * len(messages)

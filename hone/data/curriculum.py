@@ -56,16 +56,12 @@ def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> Epoch
 
 
 class MixtureSampler(EpochSampler):
-    """Data sources in fixed proportions; the rows of each source in random order, shuffled again after each pass over it.
+    """Data sources in fixed proportions; the rows of each source in random order, shuffled again after each pass over
+    it.
 
-    Each row comes from the source that lags its share the most. Any run of rows therefore has every source in its proportion
-    to within one row per source.
-
-    Args:
-        weights: share of each source, in any unit; sources without one are not drawn.
-
-    Raises:
-        DataError: a weight is not positive or its source has no rows, or the rows do not fill a batch.
+    Each row comes from the source that lags its share the most. Any run of rows therefore has every source in its
+    proportion to within one row per source. ``weights``: share of each source, in any unit; sources without one are not
+    drawn. Raises DataError: a weight is not positive or its source has no rows, or the rows do not fill a batch.
     """
 
     def __init__(self, sources: Sequence[str], weights: Mapping[str, float], batch_size: int, *, seed: int) -> None:
@@ -123,11 +119,9 @@ class DifficultySampler(EpochSampler):
 class PassRateSampler(EpochSampler):
     """Rows drawn without replacement within a batch, weighted by how much their rewards vary.
 
-    A row whose answers pass with probability p has weight ``p (1 - p) + 0.02``: the variance of its rewards, plus a floor so
-    that every row is drawn at times. ``p`` is a running mean of the measured rates; an unseen row counts as one half.
-
-    Args:
-        kinds: kind of each row; rows of one kind share a pass rate. None: each row has its own.
+    A row whose answers pass with probability p has weight ``p (1 - p) + 0.02``: the variance of its rewards, plus a
+    floor so that every row is drawn at times. ``p`` is a running mean of the measured rates; an unseen row counts as
+    one half. ``kinds``: kind of each row; rows of one kind share a pass rate. None: each row has its own.
     """
 
     def __init__(self, size: int, batch_size: int, *, seed: int, kinds: Sequence[Hashable] | None = None) -> None:

@@ -43,11 +43,8 @@ class Pixels:
 class ImageProcessor(ABC):
     """Processor of one model's images.
 
-    Args:
-        prepare: transformers' image processor, by Pillow.
-
-    Attributes:
-        placeholder: token id that the chat template writes for an image.
+    ``prepare``: transformers' image processor, by Pillow. ``placeholder``: token id that the chat template writes for
+    an image.
     """
 
     in_grid: bool  # whether the tokens of an image have rotary positions in rows and columns

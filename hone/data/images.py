@@ -73,10 +73,8 @@ class ImageData:
     def size(self) -> tuple[int, int]:
         """Width and height in pixels, from the head of the file if the rest of it is whole.
 
-        A PNG is whole if its checksums are right, a JPEG if it has an end. Other files are decoded.
-
-        Raises:
-            DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
+        A PNG is whole if its checksums are right, a JPEG if it has an end. Other files are decoded. Raises DataError:
+        the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
         """
         if self.suffix == ".png" or (self.suffix == ".jpg" and _END_OF_JPEG in self.content[-64:]):
             turned, size, _ = self._opened(lambda image: (_orientation(image), image.size, image.verify()))

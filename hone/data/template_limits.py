@@ -99,11 +99,8 @@ def check_template(
 ) -> list[Trace | None]:
     """Render conversations within the limits; other errors are left to transformers, which reports them.
 
-    Returns:
-        Where each rendering shows what; None where the template refuses the conversation.
-
-    Raises:
-        DataError: the template exceeds a limit.
+    Returns where each rendering shows what; None where the template refuses the conversation. Raises DataError: the
+    template exceeds a limit.
     """
     traces = []
     for messages in conversations:

@@ -34,10 +34,8 @@ _DECODED = 64  # images that are decoded
 class Evidence:
     """Data outside the configuration, read when a rule first needs it.
 
-    A file that cannot be read, or lacks a needed column, gives an empty value or None; the rules R08 and R42 report why.
-
-    Args:
-        config: the checked configuration.
+    A file that cannot be read, or lacks a needed column, gives an empty value or None; the rules R08 and R42 report
+    why. ``config``: the checked configuration.
     """
 
     def __init__(self, config: AnyConfig) -> None:

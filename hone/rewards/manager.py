@@ -73,11 +73,8 @@ class RewardManager:
     def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
         """Check, before any generation, that every data source can be scored.
 
-        Args:
-            self_scored: data sources whose episodes compute their reward.
-
-        Raises:
-            RewardError: a data source has no scorer, or its scorer needs a missing package or service.
+        ``self_scored``: data sources whose episodes compute their reward. Raises RewardError: a data source has no
+        scorer, or its scorer needs a missing package or service.
         """
         scored = (
             data_sources
@@ -94,11 +91,9 @@ class RewardManager:
     async def score(self, trajectories: Sequence[Trajectory], *, training: bool = False) -> list[Score]:
         """Score each trajectory; scores are in the same order.
 
-        Args:
-            training: True to normalise terms as ``reward.terms`` configures; validation leaves them unchanged.
-
-        Raises:
-            RewardError: more responses than ``max_no_verdict_rate`` have no verdict, or a trajectory's data source has no scorer.
+        ``training``: True to normalise terms as ``reward.terms`` configures; validation leaves them unchanged. Raises
+        RewardError: more responses than ``max_no_verdict_rate`` have no verdict, or a trajectory's data source has no
+        scorer.
         """
         allowed = self._rate.allowed(len(trajectories))
         episode_rewards = [None if self._is_global else _episode_reward(trajectory) for trajectory in trajectories]

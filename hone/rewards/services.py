@@ -39,11 +39,8 @@ class Judgement:
 class Judge:
     """Client of a judge with a cache of its judgements.
 
-    Args:
-        timeout: seconds per try.
-
-    Raises:
-        RewardError: no endpoint or model is set, or the rubric is unreadable or invalid.
+    ``timeout``: seconds per try. Raises RewardError: no endpoint or model is set, or the rubric is unreadable or
+    invalid.
     """
 
     def __init__(self, config: JudgeConfig, *, timeout: float) -> None:

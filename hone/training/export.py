@@ -130,12 +130,8 @@ SIZES = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 def find_actor(source: str | Path) -> Path:
     """Return the local model directory of a source: itself, a checkpoint's actor, or that of a run's newest checkpoint.
 
-    Args:
-        source: path, URL, or name on the hub; ``RUN/checkpoints/best`` is the best checkpoint, and ``best/actor_ema`` its average
-            of the weights.
-
-    Raises:
-        CheckpointError: there is no model, or it is damaged.
+    ``source``: path, URL, or name on the hub; ``RUN/checkpoints/best`` is the best checkpoint, and ``best/actor_ema``
+    its average of the weights. Raises CheckpointError: there is no model, or it is damaged.
     """
     source = local_model(source)
     storage = Storage(source)

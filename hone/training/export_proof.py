@@ -53,13 +53,9 @@ def prove_model(target: Storage, directory: Path, model: Any) -> int:
 def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtype: torch.dtype) -> float:
     """Compare the logits of a written directory with those of the trained model; return their largest difference.
 
-    In a narrow dtype the written model is compared with the trained one whose merged weights are rounded.
-
-    Args:
-        trained: loads the trained model in float32, its adapter not merged.
-
-    Raises:
-        CheckpointError: they differ, or the directory lacks weights.
+    In a narrow dtype the written model is compared with the trained one whose merged weights are rounded. ``trained``:
+    loads the trained model in float32, its adapter not merged. Raises CheckpointError: they differ, or the directory
+    lacks weights.
     """
     model = trained().eval()
     ids = _prompt(model.config)

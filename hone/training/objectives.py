@@ -38,10 +38,8 @@ _FACTORS = (-7046029254386353131, -4417276706812531889)  # odd, so that multipli
 def token_keys(prompts: Ragged, responses: Ragged) -> Ragged:
     """Hash each response token by its row's prompt, its row's response and its position.
 
-    Unlike log-probs, keys do not differ in their last bits between micro-batches or numbers of ranks.
-
-    Returns:
-        int64 values, aligned with ``responses``; equal for tokens of rows with equal text only.
+    Unlike log-probs, keys do not differ in their last bits between micro-batches or numbers of ranks. Returns int64
+    values, aligned with ``responses``; equal for tokens of rows with equal text only.
     """
     row_hashes = _mixed(_row_hashes(prompts) * _FACTORS[1] + _row_hashes(responses))
     keys = _mixed(row_hashes.repeat_interleave(responses.lengths) + _positions(responses) * _FACTORS[0])
@@ -219,9 +217,8 @@ def value_objective(*, cliprange_value: float, loss_agg_mode: str, loss_scale_fa
 def imitation_objective(distillation: AnswersDistillationConfig | None = None) -> LossFn:
     """Return the mean negative log-likelihood of the tokens with ``response_mask`` 1.
 
-    Args:
-        distillation: if a teacher scored the answers; the loss is then ``task_weight`` times the negative log-likelihood plus
-            ``coef`` times the mean distance from the teacher.
+    ``distillation``: if a teacher scored the answers; the loss is then ``task_weight`` times the negative
+    log-likelihood plus ``coef`` times the mean distance from the teacher.
     """
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:

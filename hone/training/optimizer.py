@@ -141,11 +141,8 @@ class ScheduledOptimizer:
     def step(self, step: int, grad_norm: float) -> bool:
         """Update the parameters at schedule position ``step`` and clear the gradients.
 
-        Args:
-            grad_norm: of the gradient; if it is not finite, the update is skipped.
-
-        Returns:
-            Whether the parameters were updated.
+        ``grad_norm``: of the gradient; if it is not finite, the update is skipped. Returns whether the parameters were
+        updated.
         """
         finite = math.isfinite(grad_norm)
         if finite:

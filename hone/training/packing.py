@@ -38,10 +38,8 @@ from hone.models.teacher import HIDDEN, IDS, LOG_PROBS, TEACHER
 def pack(batch: Batch, device: torch.device, *, sees: bool = False) -> PackedSequences:
     """Pack columns ``prompt_ids`` and ``response_ids``; common prefixes are packed once.
 
-    Every prompt and every response has at least one token.
-
-    Args:
-        sees: whether the vision tower is computed even if no row has an image, because another rank has one.
+    Every prompt and every response has at least one token. ``sees``: whether the vision tower is computed even if no
+    row has an image, because another rank has one.
     """
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     context, index = packed_rows(prompts, responses, device)

@@ -15,11 +15,8 @@ from hone.errors import ConfigError
 def meeting_store(address: str, rank: int, world: int) -> Store:
     """Return the store at which ranks meet.
 
-    Args:
-        address: ``HOST:PORT``; rank 0 listens there.
-
-    Raises:
-        DistNetworkError: rank 0 cannot listen at the address, or another rank cannot reach it.
+    ``address``: ``HOST:PORT``; rank 0 listens there. Raises DistNetworkError: rank 0 cannot listen at the address, or
+    another rank cannot reach it.
     """
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), world, is_master=rank == 0, timeout=default_pg_timeout)
@@ -28,11 +25,8 @@ def meeting_store(address: str, rank: int, world: int) -> Store:
 def join_ranks(device: torch.device, store: Store, rank: int, world: int) -> None:
     """Connect this process with the other ranks. Collective.
 
-    On CUDA tensors of the device travel by NCCL, whose communicators are made at once for this process's GPU, and tensors of the host
-    by gloo.
-
-    Raises:
-        ConfigError: two ranks have the same GPU.
+    On CUDA tensors of the device travel by NCCL, whose communicators are made at once for this process's GPU, and
+    tensors of the host by gloo. Raises ConfigError: two ranks have the same GPU.
     """
     if device.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

@@ -79,11 +79,8 @@ class ServedTeacher:
     async def score(self, prompt: Sequence[int], response: Sequence[int], top: int) -> Scored:
         """Return what the teacher says about the tokens of a response.
 
-        Args:
-            top: number of likeliest tokens, 0 for none.
-
-        Raises:
-            TeacherError: no answer after all retries, or fewer log-probs than are needed.
+        ``top``: number of likeliest tokens, 0 for none. Raises TeacherError: no answer after all retries, or fewer
+        log-probs than are needed.
         """
         entries = await self._entries([*prompt, *response], top)
         sampled, ids, log_probs = [], [], []

@@ -41,11 +41,9 @@ LossFn = Callable[[dict[str, Ragged], Batch, Totals], tuple[Tensor, Statistics]]
 class PartialLoss:
     """Loss function of a mini-batch that comes in parts.
 
-    The loss of a part is normalised by the totals of the part. It is weighted by them, so that the gradients of all parts add up to
-    those of the whole mini-batch, times a known factor.
-
-    Args:
-        count: function of totals that returns the number by which the loss is divided; None if it is a sum.
+    The loss of a part is normalised by the totals of the part. It is weighted by them, so that the gradients of all
+    parts add up to those of the whole mini-batch, times a known factor. ``count``: function of totals that returns the
+    number by which the loss is divided; None if it is a sum.
     """
 
     def __init__(self, loss_fn: LossFn, count: Callable[[Totals], int] | None) -> None:

@@ -52,11 +52,7 @@ class Archive:
     def table(self, step: int, columns: Sequence[str] | None = None, uid: str | None = None) -> pa.Table:
         """Return the sequences of a step as a table, in the order of the batch; columns of JSON are strings.
 
-        Args:
-            step, columns, uid: see :meth:`records`.
-
-        Raises:
-            HoneError: see :meth:`records`.
+        ``step`` and ``columns`` and ``uid``: see :meth:`records`. Raises HoneError: see :meth:`records`.
         """
         names = [column.name for column in COLUMNS] if columns is None else list(columns)
         with self._open(step) as file:

@@ -303,10 +303,8 @@ _SHOWN_TASKS = 5
 class EnvironmentDoctor:
     """Observer of a run's episodes and verdicts.
 
-    Its record is empty in a resumed process. It changes neither rewards nor data.
-
-    Args:
-        probes: whether the verifier may be called again: it costs nothing and has no other effect.
+    Its record is empty in a resumed process. It changes neither rewards nor data. ``probes``: whether the verifier may
+    be called again: it costs nothing and has no other effect.
     """
 
     def __init__(self, config: RewardConfig, folder: Path, *, probes: bool) -> None:

@@ -34,12 +34,9 @@ def landlock_version() -> int:
 def rules(version: int, readable: list[str]) -> dict[str, Any]:
     """Return the rules for a program that reads some folders and writes only to its own.
 
-    Args:
-        readable: paths of files and folders that the program reads and executes.
-
-    Returns:
-        ``handled``: restricted rights to files, to the network, and scopes; ``paths``: allowed rights by path; ``folder``: rights
-        in the program's folder; ``file``: those rights that a file can have.
+    ``readable``: paths of files and folders that the program reads and executes. Returns ``handled``: restricted rights
+    to files, to the network, and scopes; ``paths``: allowed rights by path; ``folder``: rights in the program's folder;
+    ``file``: those rights that a file can have.
     """
     everything = max(rights for first, rights in _RIGHTS.items() if first <= version)
     reading = _EXECUTE | _READ_FILE | _READ_FOLDER

@@ -138,11 +138,8 @@ class TrainBackend(Protocol):
     def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
         """Compute as the policy before training inside the block: with the saved adapter it began with, or without one.
 
-        Args:
-            adapter: weights by their names in the adapter's file; None switches the adapter off.
-
-        Raises:
-            TypeError: the model has no adapter.
+        ``adapter``: weights by their names in the adapter's file; None switches the adapter off. Raises TypeError: the
+        model has no adapter.
         """
         ...
 
@@ -170,11 +167,8 @@ class TrainBackend(Protocol):
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
         """Copy weights and optimizer state for a checkpoint (docs/checkpoints.md has the format). Collective.
 
-        Args:
-            name: "actor" or "critic".
-
-        Returns:
-            A function that writes the files, without collectives, in any thread and during training.
+        ``name``: "actor" or "critic". Returns a function that writes the files, without collectives, in any thread and
+        during training.
         """
         ...
 

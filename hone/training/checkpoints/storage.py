@@ -25,12 +25,8 @@ class Storage:
     """A directory, local or remote; it is created with its first file.
 
     A local file is on the disk when :meth:`create` returns (fsync). All errors of a remote store are raised as OSError.
-
-    Attributes:
-        recorded: SHA-256 of the files created, by their path below the directory of :meth:`recording`.
-
-    Raises:
-        CheckpointError: fsspec does not support the URL, or its package is not installed.
+    ``recorded``: SHA-256 of the files created, by their path below the directory of :meth:`recording`. Raises
+    CheckpointError: fsspec does not support the URL, or its package is not installed.
     """
 
     def __init__(self, location: str | Path | Storage) -> None:

@@ -195,11 +195,8 @@ class Sharded:
 def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str, compiling: str = "never") -> Sharded:
     """Shard ``model`` by the layout of ``meshes``. Its parameters may be on the meta device.
 
-    Args:
-        compiling: ``model.compile_layers``. Layers that several ranks compute together stay uncompiled.
-
-    Raises:
-        ModelError: the model cannot be sharded with this layout.
+    ``compiling``: ``model.compile_layers``. Layers that several ranks compute together stay uncompiled. Raises
+    ModelError: the model cannot be sharded with this layout.
     """
     inner, layout = causal_lm(model), meshes.layout
     _check(inner, meshes)
@@ -257,11 +254,8 @@ def _fuse_layers(model: PreTrainedModel, device: torch.device, narrow: torch.dty
 def prefetch_neighbours(root: nn.Module, layers: list[nn.Module]) -> None:
     """Start the gathering of a layer's parameters at the beginning of the layer before it, in both passes.
 
-    Otherwise FSDP starts it when the host reaches the layer, which is late where the host is slower than the GPU. No number changes,
-    and as many layers are whole at a time.
-
-    Args:
-        layers: in the order of the forward pass.
+    Otherwise FSDP starts it when the host reaches the layer, which is late where the host is slower than the GPU. No
+    number changes, and as many layers are whole at a time. ``layers``: in the order of the forward pass.
     """
     chain = [module for module in (root, *layers) if isinstance(module, FSDPModule)]
     for module, following in itertools.pairwise(chain):

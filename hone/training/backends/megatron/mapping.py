@@ -190,11 +190,8 @@ class WeightMap:
     def fill(self, tensors: Mapping[str, Tensor], named: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy whole values into this rank's tensors.
 
-        Args:
-            named: whole values by Hugging Face names; others are passed over.
-
-        Returns:
-            Names of this rank's pieces that had no value.
+        ``named``: whole values by Hugging Face names; others are passed over. Returns names of this rank's pieces that
+        had no value.
         """
         local: dict[str, list[Piece]] = {}
         for piece in self._local():

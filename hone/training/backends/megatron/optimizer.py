@@ -31,11 +31,8 @@ from hone.training.updates import Statistics, UpdateResult
 class ShardedOptimizer:
     """Gradients and optimizer of a stage.
 
-    Args:
-        loaded: the stage; its parameters move into the buffers of the gradient reduction.
-
-    Attributes:
-        parameters: by Megatron's names.
+    ``loaded``: the stage; its parameters move into the buffers of the gradient reduction. ``parameters``: by Megatron's
+    names.
     """
 
     average = None
