@@ -60,12 +60,10 @@ def build_config(
 
 
 def override_words(values: Mapping[str, Any]) -> list[str]:
-    """Return values as ``key=value`` in Hydra's grammar."""
     return [f"{key}={_word(value)}" for key, value in values.items()]
 
 
 def model_key(tree: type[AnyConfig]) -> str:
-    """Return the key of the trained model's path."""
     return f"{model_block(tree())[0]}.path"
 
 
@@ -111,7 +109,6 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def flat_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key."""
     return dict(_flat(tree))
 
 

@@ -33,7 +33,6 @@ def read_config(name: str, tree: type) -> dict[str, Any]:
 
 
 def differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ, with both values."""
     keys = [*first, *(key for key in second if key not in first)]
     pairs = {key: (first.get(key, _MISSING), second.get(key, _MISSING)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

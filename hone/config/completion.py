@@ -85,7 +85,6 @@ def _keys(tree: type) -> str:
 
 
 def _values(key: KeyDoc) -> list[str]:
-    """Return the values of a key that can be listed."""
     if "choices" in key.metadata:
         return list(key.metadata["choices"])
     return ["true", "false"] if key.type.startswith("true or false") else []

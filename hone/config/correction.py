@@ -29,7 +29,6 @@ def correction_settings(config: RolloutCorrectionConfig) -> dict[str, Any]:
 
 
 def corrects(settings: dict[str, Any]) -> bool:
-    """Return whether the settings change the update: by weights, rejection or veto."""
     return any(settings[name] is not None for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold"))
 
 

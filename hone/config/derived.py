@@ -97,7 +97,6 @@ class RunSpec:
 
     @property
     def bypass(self) -> bool:
-        """True when the old log-probs come from the engine."""
         return self.correction["bypass_mode"]
 
     @property
@@ -138,7 +137,6 @@ class RunSpec:
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer updates of the policy per batch."""
         actor = self.config.actor_rollout_ref.actor
         return math.ceil(self.config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
 
@@ -192,7 +190,6 @@ class RunSpec:
 
     @property
     def follows_engine_experts(self) -> bool:
-        """True when the trainer uses the experts that the engine chose."""
         return self.config.actor_rollout_ref.actor.router_replay.mode == "R3"
 
     @cached_property
@@ -226,7 +223,6 @@ class RunSpec:
         return Decision(source, before_update.reason)
 
     def micro_batch_tokens(self, *, on_cpu: bool) -> int:
-        """Return the most tokens of a micro-batch of the actor."""
         return micro_batch_tokens(self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, on_cpu=on_cpu)
 
     @property

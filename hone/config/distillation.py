@@ -17,7 +17,6 @@ WHOLE_MODES = ("forward_kl", "reverse_kl", "jsd")
 
 
 def is_address(path: str | None) -> bool:
-    """Return whether a teacher is the address of a server instead of a directory."""
     return path is not None and path.startswith(("http://", "https://"))
 
 

@@ -100,5 +100,4 @@ class EngineConfig(OwnPoolConfig):
 
     @property
     def devices_per_engine(self) -> int:
-        """Devices that one engine takes."""
         return self.tensor_model_parallel_size * self.data_parallel_size

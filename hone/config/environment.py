@@ -67,7 +67,6 @@ def environment_keys(config: Any) -> set[str]:
 
 
 def environment_variables(config: Any) -> dict[str, str]:
-    """Return the environment variables that a configuration reads, with their values."""
     names = {name for text, _ in _kept(config).values() for name in _VARIABLE.findall(text)}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 

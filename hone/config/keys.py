@@ -50,7 +50,6 @@ class KeyDoc:
 
 @functools.cache
 def documentation(cls: type) -> tuple[KeyDoc, ...]:
-    """Return every leaf key of the tree ``cls``, in the order of declaration."""
     return tuple(_leaves(cls, cls(), ""))
 
 
@@ -147,7 +146,6 @@ def _allowed_words(metadata: dict[str, Any]) -> str:
 
 
 def article(noun: str) -> str:
-    """Return ``noun`` with "a" or "an" before it."""
     return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"
 
 

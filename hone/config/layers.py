@@ -64,12 +64,10 @@ class Sources:
 
     @property
     def file_label(self) -> str:
-        """The user's file as shown in messages."""
         return f"file {Path(str(self.directory)) / str(self.name).removesuffix('.yaml')}.yaml"
 
 
 def preset_names(kind: str) -> list[str]:
-    """Return the names of the presets for the trees of ``kind``."""
     return sorted(path.stem for path in (PRESETS / kind).glob("*.yaml"))
 
 

@@ -30,7 +30,6 @@ ORTHOGONALISED_NUMBERS = 1 << 26
 
 
 def micro_batch_tokens(budget: int, *, on_cpu: bool) -> int:
-    """Return the effective limit of tokens per micro-batch for a configured budget."""
     return min(budget, CPU_MICRO_BATCH_TOKENS) if on_cpu else budget
 
 

@@ -102,7 +102,6 @@ def _resolved(composed: Any) -> Any:
 
 
 def _raw(composed: Any) -> Any:
-    """Return a composed tree as plain values, with its interpolations."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(composed, resolve=False)

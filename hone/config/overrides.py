@@ -95,7 +95,6 @@ def apply(override: Override, tree: DictConfig) -> None:
 
 
 def override_value(override: Override) -> Any:
-    """Return the plain value of an override."""
     from hydra.core.override_parser.types import QuotedString
 
     value = override.value()

@@ -78,7 +78,6 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
-        """Number of different shards of a batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -88,17 +87,13 @@ class Layout:
 
     @property
     def ranks_a_row(self) -> int:
-        """Number of ranks that share the tokens of a row."""
         return self.context * self.sequence
 
     def dp_rank(self, rank: int) -> int:
-        """Return the shard of a batch that a rank processes."""
         return rank // self.ranks_a_shard
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank is the first of those that process the same rows."""
         return rank % self.ranks_a_shard == 0
 
     def ranks_of(self, dp_rank: int) -> range:
-        """Return the ranks that process shard ``dp_rank``."""
         return range(dp_rank * self.ranks_a_shard, (dp_rank + 1) * self.ranks_a_shard)

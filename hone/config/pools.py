@@ -44,7 +44,6 @@ class Pool:
 
     @property
     def divided(self) -> bool:
-        """True when a model is sharded over the processes."""
         return self.world > 1 and not self.replicated
 
     @cached_property

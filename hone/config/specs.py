@@ -83,7 +83,6 @@ class OfflineSpec:
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
-        """The only pool of devices."""
         trainer, names = self.config.trainer, tuple(role.name for role in self.roles)
         return (Pool(MAIN_POOL, "trainer", trainer.nnodes, trainer.n_gpus_per_node, names, False, self.config),)
 
@@ -99,7 +98,6 @@ class OfflineSpec:
 
 
 def spec_of(config: AnyConfig) -> RunSpec | OfflineSpec:
-    """Return the facts derived from a configuration."""
     return RunSpec(config) if isinstance(config, RLConfig) else OfflineSpec(config)
 
 

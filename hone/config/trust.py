@@ -32,7 +32,6 @@ _MAX_FILE = 2**22
 
 
 def trust_folder() -> Path:
-    """Return the folder of trusted runs, in ``$XDG_STATE_HOME`` or ``~/.local/state``."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "hone" / "trusted"
 
 
@@ -72,7 +71,6 @@ def _module_file(module: str) -> Path | None:
 
 
 def remember(file: Path, config: AnyConfig) -> None:
-    """Trust the run with this configuration file, whose values are those of ``config``."""
     _, digest = _examined(file, config)
     with contextlib.suppress(OSError):  # without a folder of the user's own, `--trust` is needed again
         trust_folder().mkdir(parents=True, exist_ok=True)

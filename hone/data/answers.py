@@ -171,13 +171,11 @@ def _visible(text: str) -> str:
 
 
 def tagged_answer(text: str, tag: str = "answer") -> str | None:
-    """Return the text of the last ``<answer>...</answer>``, or None."""
     tagged = _tag(text, tag)
     return tagged[1] if tagged else None
 
 
 def after_hashes(text: str) -> str | None:
-    """Return the line after the last ``####``, or None."""
     line = _hashes(text)
     return line[1] if line else None
 

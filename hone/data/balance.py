@@ -127,7 +127,6 @@ def load_of(lengths: Lengths, part_of: NDArray[np.int64], parts: int, model: Cos
 
 
 def _pairs(added: NDArray[np.int64], shared: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the token pairs of ``added`` tokens after ``shared`` ones."""
     tokens = added.astype(np.float64)
     return tokens * shared + tokens * (tokens + 1) / 2
 
@@ -188,7 +187,6 @@ def in_order(rows: int, parts: int) -> list[list[int]]:
 
 
 def part_of_rows(parts: Sequence[Sequence[int] | NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return ``[B]``, the part of each row."""
     part_of = np.empty(sum(map(len, parts)), np.int64)
     for part, rows in enumerate(parts):
         part_of[np.asarray(rows, np.int64)] = part

@@ -54,7 +54,6 @@ def render_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
     names: Sequence[str] = (),
 ) -> list[list[int]]:
-    """Render many prompts at once, tokenized together; see :func:`render_prompt`."""
     return encode_texts(tokenizer, render_texts(tokenizer, conversations, True, chat_template_kwargs, names))
 
 
@@ -65,7 +64,6 @@ def render_texts(
     kwargs: dict[str, Any] | None,
     names: Sequence[str] = (),
 ) -> list[str]:
-    """Return the texts of conversations, see :func:`render`."""
     return [one.text for one in render(tokenizer, conversations, generation_prompt, kwargs, names)]
 
 

@@ -152,7 +152,6 @@ class PassRateSampler(EpochSampler):
         return sorted(range(self.size), key=keys.__getitem__)[: self.batch_size]
 
     def weight(self, row: int) -> float:
-        """Return the relative probability that a row is drawn."""
         rate = self.rates.get(self.kind_of[row], 0.5)
         return rate * (1 - rate) + FLOOR
 

@@ -90,7 +90,6 @@ class EpisodeLog:
 
     @property
     def num_turns(self) -> int:
-        """Return the number of turns; the prompt counts as one."""
         return 1 + len(self.messages)
 
     def summary(self) -> dict[str, Any]:

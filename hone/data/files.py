@@ -213,7 +213,6 @@ def _without_added_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_chat(value: Any) -> bool:
-    """Return whether a value is a list of messages, of turns or of function schemas."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and bool(_OF_CHATS & value[0].keys())
 
 

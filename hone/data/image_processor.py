@@ -163,7 +163,6 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 
 
 def copy_processor(source: str | Path, target: str | Path) -> None:
-    """Copy the processor's files of a model directory, if it has some."""
     for name in PROCESSOR_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, Path(target) / name)

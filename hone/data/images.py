@@ -211,7 +211,6 @@ def token_ids(key: int, count: int) -> list[int]:
 
 
 def is_image(token: int) -> bool:
-    """Return whether a token id is an image's."""
     return token < 0
 
 
@@ -237,7 +236,6 @@ def image_runs(ids: Sequence[int]) -> int:
 
 
 def upright(picture: Any) -> Any:
-    """Return a Pillow image turned as the EXIF data in its head says."""
     turned = _orientation(picture)
     return picture if turned == 1 else picture.transpose(_TURNS[turned])
 

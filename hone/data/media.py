@@ -39,7 +39,6 @@ def media_of(values: Mapping[str, Any]) -> Counter[str]:
 
 
 def refuse_media(values: Mapping[str, Any], where: str, kinds: Collection[str] = KINDS) -> None:
-    """Raise MediaError if a row has media of these kinds."""
     if media := {kind: count for kind, count in media_of(values).items() if kind in kinds}:
         raise media_error(media, where)
 

@@ -14,7 +14,6 @@ POLICIES = ("error", "drop", "truncate", *SIDES)
 
 
 def check_policy(policy: str) -> None:
-    """Raise ConfigError unless ``policy`` is one of :data:`POLICIES`."""
     if policy not in POLICIES:
         raise ConfigError(f"unknown policy '{policy}'", where="data.truncation", fix=did_you_mean(policy, POLICIES))
 

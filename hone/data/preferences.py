@@ -53,7 +53,6 @@ class PreferenceColumns:
 
     @property
     def all(self) -> list[str]:
-        """Return the names of all columns that are read."""
         responses = (self.chosen, self.rejected, self.completion)
         masks = [f"{name}_mask" for name in responses]
         return [self.prompt, *responses, *masks, self.label, self.tools, *([self.margin] if self.margin else [])]
@@ -155,7 +154,6 @@ class PreferenceDataset:
         return self._rows[index]
 
     def labels(self) -> tuple[int, int]:
-        """Return the numbers of desirable and undesirable responses."""
         desirable = sum(label for row in self._rows for label, _ in row.responses)
         return desirable, sum(len(row.responses) for row in self._rows) - desirable
 

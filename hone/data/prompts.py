@@ -128,7 +128,6 @@ class PromptDataset:
         return self._samples[index]
 
     def data_sources(self) -> Counter[str]:
-        """Return the number of rows of each data source."""
         return Counter(sample.data_source for sample in self._samples)
 
 

@@ -52,7 +52,6 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
-        """Build from end-to-end values and the length of each row."""
         return cls(values, offsets_of(lengths))
 
     @classmethod

@@ -61,7 +61,6 @@ class Side:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether prompt and response are messages."""
         return _is_messages(self.prompt)
 
     def placed(self, images: RowImages, row: Row) -> Side:
@@ -253,7 +252,6 @@ def _is_messages(value: Any) -> bool:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Return whether the value is a list of messages with its own prompt: the first one is not the assistant's."""
     return _is_messages(value) and value[0].get("role") != "assistant"
 
 

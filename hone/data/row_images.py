@@ -57,7 +57,6 @@ class RowImages:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Kinds of media that the rows must not have."""
         return KINDS if self._text_only else tuple(kind for kind in KINDS if kind != "image")
 
     @property

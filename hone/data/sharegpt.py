@@ -45,7 +45,6 @@ def is_sharegpt(value: Any) -> bool:
 
 
 def unknown_turn(turns: list[Any]) -> int | None:
-    """Return the number of the first turn whose role is not known, or None."""
     return next((number for number, turn in enumerate(turns) if _role(turn) is None), None)
 
 

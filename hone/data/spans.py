@@ -106,7 +106,6 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def shares_tokenizer(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> bool:
-    """Return whether both have the same tokens with the same ids."""
     return policy.get_vocab() == teacher.get_vocab()
 
 
@@ -126,7 +125,6 @@ def _numbers(ends: Sequence[int]) -> list[int]:
 
 
 def _shared(text: str, whole: str) -> int:
-    """Return the length of the common beginning."""
     text = text.rstrip(_MARK)  # perhaps a part of a character
     return next((n for n, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), min(len(text), len(whole)))
 

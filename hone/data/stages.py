@@ -57,7 +57,6 @@ class RowFacts:
     extra_info: Mapping[str, Any]
 
     def value(self, selector: str) -> Any:
-        """Return the row's value for a selector; None without one."""
         return getattr(self, selector) if selector in _COLUMNS else nested_entry(self.extra_info, selector)
 
 
@@ -172,7 +171,6 @@ class StagedSampler(EpochSampler):
         return [self._next_row() for _ in range(self.batch_size)]
 
     def success(self, stage: int) -> float | None:
-        """Return the mean pass rate of the latest groups of a stage; None before the first."""
         rates = self._rates[stage]
         return math.fsum(rates) / len(rates) if rates else None
 

@@ -188,7 +188,6 @@ class _Generation(Extension):
 
 
 def _calling(name: str, values: list[nodes.Expr], line: int) -> nodes.Node:
-    """Return a statement that calls one of Hone's filters."""
     first = values[0] if values else nodes.Const(None)
     return nodes.ExprStmt(nodes.Filter(first, name, values[1:], [], None, None)).set_lineno(line)
 
@@ -331,7 +330,6 @@ def _marked(*_: Any) -> None:
 
 
 def _counted(entries: Any) -> Iterator[Any]:
-    """Yield the entries of a loop while there is time."""
     for entry in entries:
         _budget.check_time()
         yield entry

@@ -41,7 +41,6 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 def cache_folder() -> Path:
-    """Return the folder of tokenized datasets."""
     set_by_user = os.environ.get("HONE_CACHE")
     return (Path(set_by_user) if set_by_user else Path.home() / ".cache" / "hone") / "tokens"
 

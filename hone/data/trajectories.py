@@ -59,7 +59,6 @@ def _trained_log_probs(trajectory: Trajectory, sizes: Sequence[int]) -> Sequence
 
 
 def is_broken(trajectory: Trajectory) -> bool:
-    """Return whether the trajectory's episode failed."""
     return trajectory.episode is not None and trajectory.episode.error is not None
 
 

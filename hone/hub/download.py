@@ -83,12 +83,10 @@ def plain_bar() -> type[Any]:
             super().__init__(*args, **{"disable": False, **kwargs, "mininterval": LINE_SECONDS, "bar_format": form})
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            """Write the state as a line, once something has been done."""
             if self.n:
                 self.fp.write(f"{self}\n")
 
         def close(self) -> None:
-            """End without a last line."""
             self.fp = io.StringIO()
             super().close()
 

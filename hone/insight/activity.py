@@ -81,7 +81,6 @@ class Record:
 
     @property
     def stage(self) -> str:
-        """Return all current activities, the outermost first."""
         return _shown(self.spans) or "idle"
 
     @property
@@ -91,7 +90,6 @@ class Record:
 
     @property
     def stacks_file(self) -> Path:
-        """Return the file to which the process writes its Python stacks on request."""
         return self.path.with_suffix(".stacks")
 
     def is_here(self) -> bool:

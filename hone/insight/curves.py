@@ -34,7 +34,6 @@ def sparkline(curve: Points, width: int = 40) -> str:
 
 
 def _resample(curve: Points, width: int) -> list[float]:
-    """Return the mean value in each of ``width`` equal stretches of the sequence."""
     edges = [round(index * len(curve) / width) for index in range(width + 1)] if width else [0]
     return [sum(value for _, value in curve[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
 

@@ -205,11 +205,9 @@ def nonfinite_places(values: Tensor | Ragged) -> list[tuple[int, int]]:
 
 
 def row_numbers(column: Ragged) -> Tensor:
-    """Return ``[N]``: the row of each value."""
     return torch.arange(len(column)).repeat_interleave(column.lengths)
 
 
 def locate(column: Ragged, place: int) -> tuple[int, int]:
-    """Return the row of value number ``place``, and its position within the row."""
     row = int(torch.searchsorted(column.offsets, place, right=True)) - 1
     return row, place - int(column.offsets[row])

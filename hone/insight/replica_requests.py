@@ -72,7 +72,6 @@ def withdraw_request(run: Path) -> None:
 
 
 def write_answer(run: Path, answer: ReplicaAnswer) -> None:
-    """Write the run's answer."""
     write_atomically(run / ANSWER, json.dumps(asdict(answer), indent=2))
 
 

@@ -114,7 +114,6 @@ class RunDirectory:
 
     @property
     def last_step(self) -> int | None:
-        """Return the step of the last line of ``metrics.jsonl``, None if there is none."""
         return self._metrics.last_step
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -185,7 +184,6 @@ class RunDirectory:
         return write_step(self.validation, step, table)
 
     def write_records(self, path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write records as JSON lines, atomically; return ``path``."""
         lines = (json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         write_atomically(path, "".join(lines))
         return path
@@ -287,13 +285,11 @@ class RunDirectory:
         self._write_run(record)
 
     def add_restart(self, reason: str) -> None:
-        """Record in ``run.json`` that workers were lost and the run continues in this process."""
         record = self._run()
         record.setdefault("restarts", []).append({"at": now(), "reason": redact_text(reason)})
         self._write_run(record)
 
     def set_webhook(self, counts: Mapping[str, Any]) -> None:
-        """Record in ``run.json`` how many notices of the webhook were delivered and failed."""
         self._write_run(self._run() | {"webhook": dict(counts)})
 
     def tracker_id(self, tracker: str) -> str | None:
@@ -301,7 +297,6 @@ class RunDirectory:
         return self._run().get("trackers", {}).get(tracker)
 
     def set_tracker_id(self, tracker: str, identity: str) -> None:
-        """Store that id in ``run.json``."""
         record = self._run()
         record.setdefault("trackers", {})[tracker] = identity
         self._write_run(record)

@@ -37,7 +37,6 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
 
 def containing_run(path: Path) -> Path | None:
-    """Return the run directory that contains a path; None if none does."""
     return next((folder for folder in path.absolute().parents if (folder / RUN).is_file()), None)
 
 
@@ -163,7 +162,6 @@ def now() -> str:
 
 
 def encode_number(value: float) -> float | str:
-    """Return a JSON number, or the name of a number that JSON lacks."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -53,7 +53,6 @@ class LockOwner:
         return cls(os.getpid(), socket.gethostname(), now(), birth(os.getpid()))
 
     def is_alive(self) -> bool:
-        """Return whether it is a running process of this host."""
         return is_here(self.host) and birth(self.pid) is not None and birth(self.pid) == self.born
 
 

@@ -26,7 +26,6 @@ class StepLines:
 
     @property
     def last_step(self) -> int | None:
-        """Return the step of the last line, None if there is none."""
         self._open()
         return self._last_step
 

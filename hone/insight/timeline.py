@@ -85,7 +85,6 @@ class Recorder:
 
 
 def clear(run: Path) -> None:
-    """Remove the timeline of an earlier run in the same directory."""
     for path in (run / FOLDER).glob("*.jsonl*"):
         path.unlink(missing_ok=True)
 

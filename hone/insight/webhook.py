@@ -145,7 +145,6 @@ _OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def is_address(url: str) -> bool:
-    """Return whether a text is an http or https address with a host."""
     try:
         return url.startswith(SCHEMES) and bool(urlsplit(url).hostname)
     except ValueError:  # a bracket that is not closed
@@ -178,7 +177,6 @@ def failure_notice(error: BaseException) -> tuple[str, dict[str, Any]]:
 
 
 def run_name(folder: str | Path) -> str:
-    """Return the name of a run in notices: the last three parts of its directory, as in `runs/project/name`."""
     return "/".join(Path(folder).parts[-3:])
 
 

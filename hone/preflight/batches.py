@@ -20,7 +20,6 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def mini_batches(config: RLConfig) -> dict[str, int]:
-    """Return the mini-batch sizes in use, in prompts, by key."""
     sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
     if RunSpec(config).critic.value and config.critic.ppo_mini_batch_size is not None:
         sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size

@@ -236,7 +236,6 @@ def data_parallel_ranks(config: AnyConfig) -> int | None:
 
 
 def actor_processes(config: AnyConfig) -> int:
-    """Return the number of processes that hold the trained model."""
     return 1 if config.trainer.runtime == "local" else config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
@@ -262,7 +261,6 @@ def _connection_error(host: str, port: int) -> str | None:
 
 
 def _on_gpus(config: AnyConfig) -> bool:
-    """Return whether the run computes on the GPUs of this machine."""
     return config.trainer.device == "cuda" or (config.trainer.device == "auto" and _visible_gpus() > 0)
 
 

@@ -79,7 +79,6 @@ def _bfloat16_keys(config: AnyConfig) -> list[str]:
 
 
 def on_cpu(config: AnyConfig) -> bool:
-    """Return whether the run computes on the CPU of this machine."""
     return config.trainer.device == "cpu" or (config.trainer.device == "auto" and not _cuda())
 
 

@@ -331,7 +331,6 @@ def _tokenizer_of(config: RLConfig | SFTConfig, path: str) -> PreTrainedTokenize
 
 
 def _key_of(config: RLConfig | SFTConfig, path: str) -> str:
-    """Return the key that names a teacher."""
     teachers = config.distillation.teachers.values() if isinstance(config, RLConfig) else ()
     return f"{BLOCK}.teachers" if path in map(str, teachers) else f"{BLOCK}.path"
 

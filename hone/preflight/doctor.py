@@ -285,6 +285,5 @@ def _credentials() -> Iterator[Check]:
 
 
 def worst(checks: Sequence[Check]) -> str:
-    """Return the worst status of the checks."""
     statuses = {check.status for check in checks}
     return next((status for status in (ERROR, WARNING) if status in statuses), OK)

@@ -44,7 +44,6 @@ class Evidence:
 
     @functools.cached_property
     def machine(self) -> Machine:
-        """Facts about this machine."""
         return machine.look()
 
     @functools.cached_property
@@ -54,7 +53,6 @@ class Evidence:
 
     @functools.cached_property
     def val_rows(self) -> list[Row]:
-        """Validation rows."""
         return self._read_rows("val", self.config.data.val_files, self.config.data.val_max_samples)
 
     @functools.cached_property
@@ -73,7 +71,6 @@ class Evidence:
 
     @functools.cached_property
     def _reads_images(self) -> bool:
-        """Return whether the model reads images, by its config.json."""
         from hone.data.image_processor import reads_images
 
         return reads_images(self.model_settings)
@@ -121,7 +118,6 @@ class Evidence:
 
     @functools.cached_property
     def loops(self) -> Loops:
-        """The agent loops of an RL run's rows."""
         assert isinstance(self.config, RLConfig)
         return Loops(self.config)
 
@@ -169,7 +165,6 @@ class Evidence:
 
     @functools.cached_property
     def parameters(self) -> int | None:
-        """Number of parameters of the trained model, counted without loading them."""
         from hone.preflight.plan.model import count_parameters
 
         return count_parameters(model_block(self.config)[1])

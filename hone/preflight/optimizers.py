@@ -79,7 +79,6 @@ def _build(config: AnyConfig, key: str, optim: OptimConfig) -> None:
 
 
 def _divided(config: AnyConfig, key: str) -> bool:
-    """Return whether several processes hold shards of the model that an optimizer updates."""
     if not isinstance(config, RLConfig):
         return actor_processes(config) > 1
     role = "actor" if key == ACTOR else "critic"

@@ -41,7 +41,6 @@ def defaults(config: AnyConfig) -> dict[str, Any]:
 
 
 def file_list(files: Any) -> list[str]:
-    """Return None, one path or several paths as a list."""
     if files is None:
         return []
     return [files] if isinstance(files, str) else list(files)

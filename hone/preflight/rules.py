@@ -68,12 +68,10 @@ def rule(code: str, *trees: type, stage: Stage = Stage.ARITHMETIC) -> Callable[[
 
 
 def error(what: str, *, why: str = "", fix: str = "", where: str = "") -> Finding:
-    """Return a finding that stops the run."""
     return Finding(ConfigError(what, why=why, fix=fix, where=where), stops=True)
 
 
 def warning(what: str, *, why: str = "", fix: str = "", where: str = "") -> Finding:
-    """Return a finding that does not stop the run."""
     return Finding(ConfigError(what, why=why, fix=fix, where=where), stops=False)
 
 

@@ -300,7 +300,6 @@ def _readers(config: RLConfig, evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 
 def _scorers(config: RLConfig, evidence: Evidence) -> set[str]:
-    """Return the names of the scorers that the rows have."""
     from hone.rewards.scorers import scorer_for
 
     sources = {str(row.values.get(config.data.reward_fn_key)) for row in evidence.train_rows}

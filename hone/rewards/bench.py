@@ -36,11 +36,9 @@ class Bench:
     stopped: str = ""  # reason why the bench ended early, or empty
 
     def of_kinds(self, *kinds: str) -> list[Trial]:
-        """Return the trials of these kinds."""
         return [trial for trial in self.trials if trial.probe.kind in kinds]
 
     def totals(self, *kinds: str) -> list[float]:
-        """Return the rewards of these kinds without failed trials."""
         return [trial.score.total for trial in self.of_kinds(*kinds) if trial.score.error is None]
 
     def best(self, kind: str) -> dict[str, float]:

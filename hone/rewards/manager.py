@@ -85,7 +85,6 @@ class RewardManager:
             source.check(scored)
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """Return the names of the scorers of these data sources, with hashes of their code."""
         return {name: version for source in self.sources for name, version in source.identity(data_sources).items()}
 
     async def score(self, trajectories: Sequence[Trajectory], *, training: bool = False) -> list[Score]:

@@ -49,7 +49,6 @@ def to_scores(value: Any, count: int) -> list[Score]:
 
 
 def failed(error: str, cause: Cause = Cause.INVALID) -> Score:
-    """Return the score of a response without a verdict."""
     return Score(0.0, error=valid_text(error), cause=cause)
 
 

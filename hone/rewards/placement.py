@@ -57,7 +57,6 @@ def place(score: Score, trajectory: Trajectory) -> Score:
 
 
 def place_rewards(score: Score, rewards: Iterable[tuple[int, float]]) -> None:
-    """Assign parts of the total, pairs of token index and reward, to their tokens."""
     for token, reward in rewards:
         if reward:
             score.placed[token] = score.placed.get(token, 0.0) + reward

@@ -95,7 +95,6 @@ class WorkerPool:
         return job
 
     def drop(self, job: Job) -> None:
-        """Remove the queued calls of a job."""
         with self._wake:
             self._tasks = deque(task for task in self._tasks if task.job is not job)
 

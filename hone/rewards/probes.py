@@ -74,7 +74,6 @@ def good_episode(sample: Sample, text: str) -> EpisodeLog:
 
 
 def written_call(sample: Sample) -> str:
-    """Return a tool call as a policy writes it."""
     name, arguments = _call(sample)
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 

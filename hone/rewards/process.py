@@ -313,7 +313,6 @@ class WorkerProcess:
         self.is_async = answer.is_async
 
     def _buffered(self) -> bytes | None:
-        """Return a message that arrived with the one before it, or None."""
         try:
             return self._channel.buffered()
         except ChannelError as error:
@@ -361,7 +360,6 @@ class WorkerProcess:
         return _resident_bytes(self._popen.pid) + self._child_bytes
 
     def _exit_code(self) -> int | None:
-        """Return the exit code of a process that closed its channel; None if it lives on."""
         try:
             return self._popen.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -372,7 +370,6 @@ _DESCRIPTORS = "a reward function must not write to file descriptors that it did
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0 if it has ended."""
     try:
         return psutil.Process(pid).memory_info().rss
     except psutil.Error:

@@ -66,7 +66,6 @@ class Rubric:
         return None if parsed is None or not 0 <= parsed <= self.max_score else parsed / self.max_score
 
     def missing(self, judgement: str) -> str:
-        """Describe a judgement without a score."""
         return f"no score between 0 and {self.max_score:g}: it ended with {judgement[-100:]!r}"
 
 

@@ -23,7 +23,6 @@ class Cause(StrEnum):
 
     @property
     def may_pass(self) -> bool:
-        """True if a further try of the same response may succeed."""
         return self in (Cause.INFRASTRUCTURE, Cause.TIMEOUT, Cause.CRASH, Cause.SERVICE, Cause.SANDBOX)
 
 
@@ -50,7 +49,6 @@ class Score:
 
     @property
     def verdict(self) -> float | None:
-        """Reward, or None without a verdict."""
         return self.total if self.error is None else None
 
     @property

@@ -67,7 +67,6 @@ def conversation(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def with_conversation(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the arguments with the conversation."""
     return arguments(trajectory) | {CONVERSATIONS: [conversation(trajectory)]}
 
 
@@ -78,7 +77,6 @@ def batched(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 
 def batched_with_conversations(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """Return the arguments of one call for all responses, with their conversations."""
     return batched(trajectories) | {CONVERSATIONS: [conversation(trajectory) for trajectory in trajectories]}
 
 
@@ -153,7 +151,6 @@ def worker_limits(config: RewardConfig) -> WorkerLimits:
 
 
 def is_address(path: str) -> bool:
-    """Return whether a reward function's path is the URL of a server."""
     return path.startswith(("http://", "https://"))
 
 

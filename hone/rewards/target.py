@@ -118,7 +118,6 @@ class Target:
 
     @property
     def signature(self) -> str:
-        """Signature that the function should have."""
         return f"def compute_score({', '.join(self.arguments)}, **kwargs)"
 
     @property
@@ -126,7 +125,6 @@ class Target:
         return self.path or f"the built-in scorers {', '.join(self.scorers)}"
 
     def read(self, value: Any, call: dict[str, Any]) -> Score | list[Score]:
-        """Convert a call's return value to a score, or to the scores of a batch."""
         return to_scores(value, len(call[PLURALS[0]])) if self.batch else to_score(value)
 
 

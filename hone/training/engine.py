@@ -201,7 +201,6 @@ class MicroBatchLoop:
     def accumulate_part(
         self, batch: Batch, head: Head, loss: PartialLoss, *, with_entropy: bool, outputs_seen: Outputs | None
     ) -> None:
-        """Run forward and backward passes over a part of a mini-batch; ``loss`` collects its statistics."""
         loss.statistics += self.accumulate_gradients(
             batch, head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen, on_totals=loss.begin_part
         )

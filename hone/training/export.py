@@ -94,7 +94,6 @@ class PlainLora:
         return cls({name: (sides["lora_A"], sides["lora_B"]) for name, sides in layers.items()}, scaling)
 
     def fits(self, weights: WeightFolder) -> bool:
-        """Return whether the files have every adapted weight with its name and shape."""
         shapes = {name: (up.shape[0], down.shape[1]) for name, (down, up) in self.sides.items()}
         return all(name in weights.specs and weights.specs[name].shape == shape for name, shape in shapes.items())
 
@@ -164,7 +163,6 @@ def find_actor(source: str | Path) -> Path:
 
 
 def base_of_adapter(actor: Path) -> Path | None:
-    """Return the base model's directory if ``actor`` is a PEFT adapter, else None."""
     config = actor / "adapter_config.json"
     if not config.is_file():
         return None
@@ -172,7 +170,6 @@ def base_of_adapter(actor: Path) -> Path | None:
 
 
 def model_class(directory: Path) -> Any:
-    """Return the class that loads ``directory``: a sequence classifier for a reward model, else a model of text or images."""
     settings = read_settings(directory)
     if "SequenceClassification" in " ".join(settings.get("architectures") or []):
         return AutoModelForSequenceClassification

@@ -32,14 +32,12 @@ def whole_weights(
 def weights_of(
     named: Iterable[tuple[str, Tensor]], bucket_bytes: int = GATHER_BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield named tensors whole, in their own dtype."""
     yield from in_buckets(named, bucket_bytes)
 
 
 def adapter_weights(
     model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of LoRA adapters; ``dtype`` as in :func:`whole_weights`."""
     adapters = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
     yield from in_buckets(_cast(adapters, dtype), bucket_bytes)
 

@@ -87,7 +87,6 @@ class MicroBatchRecorder:
             yield
 
     def keep_gradients(self, outputs: dict[str, Tensor]) -> None:
-        """Keep the gradients of the head's outputs in the backward pass."""
         for values in outputs.values():
             if values.requires_grad and not values.is_leaf:
                 values.retain_grad()
@@ -161,7 +160,6 @@ class SavedMicroBatch:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all files."""
         return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
 
 

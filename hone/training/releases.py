@@ -75,7 +75,6 @@ class Shelf:
         return cls(directory.absolute()) if (directory / CURRENT / RELEASE).is_file() else None
 
     def releases(self) -> list[Release]:
-        """Return all releases, oldest first."""
         folders = (folder for folder in self.path.glob("*") if _NUMBER.fullmatch(folder.name))
         return [_read(folder) for folder in sorted(folders, key=lambda folder: int(folder.name))]
 
@@ -190,7 +189,6 @@ class Shelf:
                 file.write(json.dumps(line) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
-        """Return all releases and rollbacks, oldest first."""
         file = self.path / HISTORY
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 

@@ -58,7 +58,6 @@ class PartialLoss:
             self._total += self._part
 
     def __call__(self, outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
-        """Return the weighted loss of a micro-batch, and its statistics."""
         loss, statistics = self._loss_fn(outputs, batch, totals)
         return loss if self._count is None else loss * (self._part / self._first), statistics
 

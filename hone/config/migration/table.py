@@ -94,7 +94,6 @@ def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
 
 
 def _contents(value: Any, others: Others) -> dict[str, Any]:
-    """The parts of a checkpoint: all of them are always written."""
     unknown = set(value or []) - {"model", "optimizer", "extra", "hf_model"}
     if unknown:
         raise Refused(f"checkpoints with {', '.join(sorted(unknown))}", "leave it out")

@@ -29,7 +29,6 @@ class ChatFormat:
 
     @property
     def all_special(self) -> tuple[str, ...]:
-        """Return all tokens that no text contains, in the order of their ids."""
         return (self.pad, *self.special, self.end)
 
 

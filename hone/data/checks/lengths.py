@@ -35,7 +35,6 @@ class PromptLengths:
 
     @property
     def p99(self) -> int | None:
-        """Return the 99th percentile if it exceeds the limit, else None."""
         rank = max(0, self.rows // 100 - 1)
         return self.overlong[rank] if rank < len(self.overlong) else None
 

@@ -98,7 +98,6 @@ class CallCheck:
         return {"tool_calls": {"calls": self.calls, **shares, "rows_with_defects": len(self.defects), **kinds}}
 
     def failed_gates(self, gates: Mapping[str, float]) -> list[str]:
-        """Return what is below its gate, in words."""
         shares = self.shares()
         return [f"{name} {shares[name]:.4f} < {least:g}" for name, least in gates.items() if shares[name] < least]
 
@@ -136,7 +135,6 @@ def call_findings(rows: Sequence[Row], check: CallCheck, *, stops: bool) -> Iter
 
 
 def is_unsound(defects: Sequence[Defect]) -> bool:
-    """Return whether a row with these defects should not be trained on."""
     return any(PROBLEMS[defect.kind].stops for defect in defects)
 
 

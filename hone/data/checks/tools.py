@@ -86,7 +86,6 @@ def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
 
 
 def messages_of(row: Row, key: str) -> list[dict[str, Any]]:
-    """Return the messages in a column; none if it holds something else."""
     value = unwrapped(row.values.get(key))
     return [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
 

@@ -83,6 +83,5 @@ def parse_options(kind: type[T], options: Sequence[str], *, task: str) -> T:
 
 
 def require(condition: bool, what: str, *, task: str, fix: str) -> None:
-    """Raise ConfigError unless ``condition``."""
     if not condition:
         raise ConfigError(what, where=task, fix=fix)

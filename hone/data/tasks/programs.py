@@ -80,7 +80,6 @@ def program(steps: Steps) -> str:
 
 
 def result(steps: Steps, x: int) -> int:
-    """Return the value of the steps applied to ``x``."""
     for operator, number in steps:
         x = {"+": x + number, "-": x - number, "*": x * number}[operator]
     return x

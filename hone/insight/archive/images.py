@@ -14,7 +14,6 @@ SUFFIXES = (".png", ".jpg", ".webp", ".gif", ".image")
 
 
 def name_of(key: int) -> str:
-    """Return the name of the file of an image, without its ending."""
     return f"{key:011x}"
 
 

@@ -74,7 +74,6 @@ class Archive:
             return int(file.schema_arrow.metadata[ROWS_KEY]) == file.metadata.num_rows
 
     def vocabulary(self) -> list[str] | None:
-        """Return the text of every token id; None if the archive has none."""
         for folder in (self.folder, self.folder.parent / "rollouts"):
             if (folder / VOCABULARY).is_file():
                 return pq.read_table(folder / VOCABULARY, columns=["text"])["text"].to_pylist()

@@ -94,7 +94,6 @@ def _encoded(value: Any, column: Column) -> str:
 
 
 def _redacted(text: str, column: Column) -> str:
-    """Hide credentials in a text or in the strings of a JSON value."""
     redacted = redact_credentials(text)
     if redacted == text or column.kind == TEXT:
         return redacted

@@ -210,7 +210,6 @@ def _known(value: Any) -> bool:
 
 
 def shares(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Return each amount as a share of their sum; empty if that is 0."""
     total = sum(amounts.values())
     return {name: amount / total for name, amount in amounts.items()} if total else {}
 

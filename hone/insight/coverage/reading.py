@@ -44,7 +44,6 @@ class Coverage:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of the last step."""
         return self.steps[max(self.steps)]
 
 

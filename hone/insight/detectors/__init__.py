@@ -37,6 +37,5 @@ DETECTORS: tuple[type[Detector], ...] = (
 
 
 def build_detectors(settings: Settings, ignore: Iterable[str] = ()) -> list[Detector]:
-    """Return new detectors for a run."""
     left_out = set(ignore)
     return [detector(settings) for detector in DETECTORS if detector.name not in left_out]

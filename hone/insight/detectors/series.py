@@ -35,7 +35,6 @@ class Streak:
         self.length = 0
 
     def add(self, holds: bool) -> int:
-        """Count a step and return the number of consecutive steps."""
         self.length = self.length + 1 if holds else 0
         return self.length
 

@@ -60,7 +60,6 @@ class RunInfo:
     total_steps: int
 
     def config(self) -> dict[str, Any]:
-        """Return the config as a tree, credentials hidden."""
         return redact_tree(yaml.safe_load(self.config_yaml) or {})
 
 

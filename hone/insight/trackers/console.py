@@ -39,7 +39,6 @@ class NotebookDisplay:
             self._update()
 
     def finish(self, line: str) -> None:
-        """Show the last line with the whole curve."""
         self._line = line
         self._update()
 
@@ -152,7 +151,6 @@ def summarise(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def main_metric(metrics: Mapping[str, float]) -> str | None:
-    """Return the first metric of the progress line, or None."""
     return next((name for _, names, _ in _FIELDS for name in names if name in metrics), None)
 
 

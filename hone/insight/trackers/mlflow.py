@@ -64,7 +64,6 @@ class MlflowTracker(Tracker):
             self._client.set_tag(self._identity, _TABLES, json.dumps([*stored, entry]))
 
     def alert(self, step: int, alert: Mapping[str, Any]) -> None:
-        """Set the tag ``alert.<detector>``, which has the newest alert of the detector."""
         text = render_alert({"step": step, **alert})[:_LONGEST_VALUE]
         self._client.set_tag(self._identity, f"alert.{alert['detector']}", text)
 

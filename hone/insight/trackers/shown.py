@@ -83,7 +83,6 @@ def mean_advantage(record: Mapping[str, Any]) -> float | None:
 
 
 def ending(record: Mapping[str, Any]) -> str:
-    """Return why an episode ended, or why its only turn ended."""
     return (record["episode"] or {}).get("end") or record["stop_reason"] or ""
 
 

@@ -88,7 +88,6 @@ def markdown_table(rollouts: Rollouts) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value for a cell of a Markdown table."""
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return html.escape(text).replace("|", "&#124;").replace("\n", "<br>")
 

@@ -63,7 +63,6 @@ class Passes:
 
     @property
     def number(self) -> int:
-        """Bytes of a number that a matmul returns."""
         return 2 if self.bf16 else 4
 
     # per token -------------------------------------------------------------------------------------------------------

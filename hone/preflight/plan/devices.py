@@ -28,7 +28,6 @@ class Device:
 
     @property
     def computes_bfloat16(self) -> bool:
-        """True for a GPU with instructions for bfloat16."""
         return not self.on_cpu and self.name not in _WITHOUT_BFLOAT16 and self.narrow_rate > self.wide_rate
 
     def rate(self, *, bf16: bool) -> float:

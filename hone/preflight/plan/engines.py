@@ -97,7 +97,6 @@ def _cache_for(work: Work, rollout: RolloutConfig, sequences: int, samples: int,
 
 
 def cache_bytes(work: Work, pool: Pool, space: float = math.inf) -> float:
-    """Return the bytes of the native engine's KV caches of all layers, which have ``space`` bytes."""
     size, (rows, prompts, tokens) = work.actor.shape.cache, cache_shape(work, pool, space)
     return (tokens * size.per_token + (rows + prompts) * size.per_sequence) * _number_bytes(work)
 
@@ -179,7 +178,6 @@ def least_bytes(work: Work, overhead: float) -> float:
 
 
 def least_share(work: Work, capacity: float, overhead: float) -> float:
-    """Return the smallest ``gpu_memory_utilization`` with which an engine starts."""
     return math.ceil(least_bytes(work, overhead) / capacity / SHARE_STEP) * SHARE_STEP
 
 
@@ -198,7 +196,6 @@ def served_rows(work: Work, capacity: float, overhead: float) -> int:
 
 
 def token_bytes(work: Work) -> float:
-    """Return the bytes of a token in the KV caches of all layers."""
     return work.actor.shape.cache.per_token * _number_bytes(work)
 
 

@@ -52,7 +52,6 @@ class Fitting:
 
     @property
     def fullest(self) -> Memory:
-        """The process that needs most."""
         return max(self.memories, key=lambda memory: memory.peak.total)
 
 
@@ -81,7 +80,6 @@ class Fitter:
 
     @property
     def limit(self) -> float:
-        """Bytes that may be filled."""
         return TIGHT * self.device.memory
 
     def fit(self, config: AnyConfig) -> Fitting:
@@ -159,7 +157,6 @@ class Fitter:
 
 
 def budget_key(config: AnyConfig) -> str:
-    """Return the key of the token budget."""
     rl = isinstance(config, RLConfig)
     return "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" if rl else "data.max_token_len_per_gpu"
 

@@ -69,7 +69,6 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Width of all keys, and of all values."""
         return self.key_value_heads * self.head_dim
 
     @property
@@ -79,7 +78,6 @@ class ModelShape:
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer."""
         return max(0, self.parameters - self.embedding * (1 if self.tied else 2) - self.hidden) // self.layers
 
     @property
@@ -96,7 +94,6 @@ class ModelShape:
         return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.width * max(1, experts))
 
     def adapter(self, rank: int) -> int:
-        """Return the parameters of LoRA adapters of a rank on all projections."""
         ends = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys) + 3 * (self.hidden + self.width)
         return rank * ends * self.layers
 

@@ -82,7 +82,6 @@ def _plan(config: AnyConfig, fitter: Fitter, fitting: Fitting, ranked: tuple[Pla
 
 
 def dtype_of(plan: Plan) -> tuple[str, str]:
-    """Return the compute dtype of the trained model, and where it comes from."""
     key, bfloat16 = dtype_keys(plan.config)[0], plan.device.computes_bfloat16
     return key.resolved(bfloat16=bfloat16), key.source(bfloat16=bfloat16)
 

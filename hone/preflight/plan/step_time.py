@@ -58,7 +58,6 @@ def step_time(work: Work, device: Device) -> StepTime:
 
 
 def _tokens(work: Work, rows: int) -> int:
-    """Return the tokens of ``rows`` sequences that share their prompts."""
     return rows * work.response + math.ceil(rows / work.samples) * work.prompt
 
 
@@ -126,7 +125,6 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
 
 
 def rows_at_once(work: Work, pool: Pool, device: Device) -> int:
-    """Return the sequences of full length that the native engine of a process decodes at once."""
     return cache_shape(work, pool, cache_space(work, pool, device.overhead, device.memory)).rows
 
 

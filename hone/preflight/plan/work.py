@@ -47,12 +47,10 @@ class TrainedModel:
 
     @property
     def trained_parameters(self) -> int:
-        """Parameters that the optimizer changes."""
         return self.shape.adapter(self.lora_rank) if self.lora_rank else self.shape.parameters - self.frozen
 
     @property
     def parameters(self) -> int:
-        """All parameters, those of adapters included."""
         return self.shape.parameters + self.shape.adapter(self.lora_rank)
 
 
@@ -97,20 +95,17 @@ class Work:
 
     @property
     def served(self) -> bool:
-        """True when the engine has processes of its own."""
         from hone.generation import is_served
 
         return self.rollout is not None and is_served(self.rollout)
 
     @property
     def rollout_bf16(self) -> bool:
-        """True when generation computes in bfloat16."""
         dtype = "" if self.rollout is None else self.rollout.dtype
         return is_narrow(dtype) or (dtype == "auto" and self.actor.bf16)
 
     @property
     def old_log_probs(self) -> bool:
-        """True when old log-probs take a forward pass of the trainer."""
         return self.spec is not None and self.spec.old_log_probs.value is OldLogProbs.OWN_PASS
 
     def pool_of(self, role: str) -> Pool:

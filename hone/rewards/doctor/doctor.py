@@ -42,7 +42,6 @@ class Finding:
 
 
 def findings(history: History) -> Iterator[Finding]:
-    """Yield what all detectors find now."""
     for detector in DETECTORS:
         yield from detector(history)
 
@@ -323,14 +322,12 @@ class EnvironmentDoctor:
         return self.report(step)
 
     def report(self, step: int) -> list[Finding]:
-        """Write and log the findings that are due, and return them."""
         due = [finding for finding in findings(self.history) if self._is_due(step, finding)]
         for finding in due:
             self._write(step, finding)
         return due
 
     def finish(self, step: int) -> list[Finding]:
-        """Wait for the last probes, and report what they show."""
         if self._prober is not None:
             self._prober.collect(self.history, wait=True)
         return self.report(step)

@@ -79,7 +79,6 @@ class History:
             self.keep(kind, name, trajectory, score)
 
     def keep(self, kind: str, name: str, trajectory: Trajectory, score: Score) -> None:
-        """Keep an episode as evidence, unless there are enough."""
         kept = self.evidence.setdefault((kind, name), [])
         if len(kept) < SHOWN:
             kept.append(episode_record(trajectory, score))

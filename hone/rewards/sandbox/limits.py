@@ -54,7 +54,6 @@ class Result:
 
     @property
     def succeeded(self) -> bool:
-        """True if the program ended by itself with exit code 0."""
         return self.ending is Ending.FINISHED and self.exit_code == 0
 
     def checked(self) -> Result:

@@ -69,7 +69,6 @@ def usage() -> tuple[list[int], int, int, float]:
 
 
 def _tasks(pid: int) -> list[Path]:
-    """Return the folders of a process's threads."""
     try:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -120,7 +119,6 @@ def unix_sockets(process: int | str) -> int:
 
 
 def locks(pids: set[int]) -> int:
-    """Return the number of locks that processes hold on parts of files."""
     with contextlib.suppress(OSError):
         return sum(int(line.split()[-4]) in pids for line in Path("/proc/locks").read_bytes().splitlines())
     return 0

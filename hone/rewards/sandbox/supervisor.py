@@ -233,7 +233,6 @@ class Supervised:
         return "finished"
 
     def _exceeds_disk(self) -> bool:
-        """Return whether the program's files are too many or too large."""
         files, size = self.limits["files"], self.limits["disk_mb"] * 2**20
         if self.folder is None:  # bubblewrap's file systems have a size, and their number of files is known
             return any(files_of_mount(pid) > files for pid in descendants()[-1:])
@@ -335,7 +334,6 @@ def _drop_capabilities() -> None:
 
 
 def _filter_system_calls(program: bytes) -> None:
-    """Filter the system calls of this process and its children."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     _checked(_libc.prctl(_SECCOMP, _FILTER, header, 0, 0), "prctl(PR_SET_SECCOMP)")

@@ -62,7 +62,6 @@ class Scorer:
 
     @property
     def summary(self) -> str:
-        """First paragraph of the docstring, in one line."""
         return " ".join(self.text.partition("\n\n")[0].split())
 
     def as_json(self) -> dict[str, Any]:

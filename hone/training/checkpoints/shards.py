@@ -216,7 +216,6 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def wait_for_copies(tensors: Iterable[Tensor]) -> None:
-    """Wait for all copies of :func:`to_host`."""
     if any(tensor.device.type == "cuda" for tensor in tensors):
         torch.cuda.synchronize()
 

@@ -106,7 +106,6 @@ class Storage:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file for reading at any position."""
         with self._translated(), self.files.open(f"{self.path}/{name}", "rb") as file:
             yield file  # type: ignore[misc]  # fsspec's annotation is too wide
 

@@ -239,7 +239,6 @@ def _param_groups(loaded: LoadedStage, config: OptimConfig) -> dict[str, ParamGr
 
 @contextlib.contextmanager
 def _expected_warnings() -> Iterator[None]:
-    """Silence torch's warning about gradients of shards, which Megatron assigns itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield

@@ -105,7 +105,6 @@ def model_setting_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
 
 
 def optimizer_obstacles(optim: OptimConfig) -> Iterator[Obstacle]:
-    """Yield unsupported settings of an optimizer block."""
     if optim.optimizer not in OPTIMIZERS:
         yield Obstacle("optimizer", optim.optimizer, "Megatron's distributed optimizer shards Adam and AdamW", "AdamW")
     if optim.ema_decay is not None:
