@@ -18,8 +18,8 @@ import pytest
 from support.patience import SOON
 
 from hone.rewards.sandbox import Ending, Limits, Result, Sandbox
+from hone.rewards.sandbox.backends import execute
 from hone.rewards.sandbox.choice import available
-from hone.rewards.sandbox.execution import execute
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
 
@@ -258,6 +258,6 @@ def test_a_broken_supervisor_is_a_broken_result_and_paths_stay_inside(monkeypatc
     for path in ("/etc/x", "../x", "a/../../x", "main.py", ""):
         with pytest.raises(ValueError, match="path"):
             execute(chosen, "", "", {path: "x"}, LIMITS)
-    monkeypatch.setattr("hone.rewards.sandbox.execution._SUPERVISOR", Path("/nowhere.py"))
+    monkeypatch.setattr("hone.rewards.sandbox.backends._SUPERVISOR", Path("/nowhere.py"))
     result = execute(chosen, "print(1)", "", {}, LIMITS)
     assert result.ending is Ending.BROKEN and "nowhere.py" in result.error and not result.succeeded

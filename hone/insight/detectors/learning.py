@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
+from hone.insight.detectors.causes import ACTOR, learning_rate_key, setting, slower, trains_policy, tuning
 from hone.insight.detectors.series import Baseline, Streak, fmean, median, pstdev, window
-from hone.insight.detectors.tuning import ACTOR, learning_rate_key, setting, slower, trains_policy, tuning
 
 _CORRECTION = "algorithm.rollout_correction"
 

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
+from hone.insight.detectors.causes import ACTOR, learning_rate_key, setting, slower, tuning
 from hone.insight.detectors.series import Reward, Streak, window
-from hone.insight.detectors.tuning import ACTOR, learning_rate_key, setting, slower, tuning
 
 _CORRECTION = "algorithm.rollout_correction"
 

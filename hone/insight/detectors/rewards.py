@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
-from hone.insight.detectors.reward_causes import TOO_HARD, zero_causes
+from hone.insight.detectors.causes import ACTOR, TOO_HARD, learning_rate_key, setting, slower, zero_causes
 from hone.insight.detectors.series import Reward, Streak, fmean, median, window
-from hone.insight.detectors.tuning import ACTOR, learning_rate_key, setting, slower
 
 
 class ZeroReward(Detector):

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
-from hone.insight.detectors.reward_causes import call_causes
+from hone.insight.detectors.causes import ACTOR, call_causes, setting, slower, trains_policy
 from hone.insight.detectors.series import Streak, fmean, median, window
-from hone.insight.detectors.tuning import ACTOR, setting, slower, trains_policy
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _UNREADABLE = ("tool/malformed_rate", "tool/unknown_tool_rate", "tool/invalid_arguments_rate")

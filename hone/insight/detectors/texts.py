@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
+from hone.insight.detectors.causes import ACTOR, learning_rate_key, setting, slower, tuning
 from hone.insight.detectors.series import Baseline, Reward, Streak, fmean, window
-from hone.insight.detectors.tuning import ACTOR, learning_rate_key, setting, slower, tuning
 
 
 class _Entropy(Detector):

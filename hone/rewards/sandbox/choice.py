@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hone.errors import ConfigError
-from hone.rewards.sandbox.backends import PROTECTIONS, Backend
-from hone.rewards.sandbox.execution import execute
+from hone.rewards.sandbox.backends import PROTECTIONS, Backend, execute
 from hone.rewards.sandbox.limits import Limits
 from hone.rewards.sandbox.system_calls import landlock_version, system_call_filter
 

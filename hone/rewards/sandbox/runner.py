@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from hone.rewards.sandbox.backends import execute
 from hone.rewards.sandbox.choice import choose
-from hone.rewards.sandbox.execution import execute
 from hone.rewards.sandbox.limits import Limits, Result
 
 

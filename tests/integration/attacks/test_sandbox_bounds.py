@@ -20,9 +20,8 @@ from support.sandboxes import EVERY, LIMITS, MISSING, WORKING
 
 from hone.errors import ConfigError
 from hone.rewards.sandbox import Ending
-from hone.rewards.sandbox.backends import PROTECTIONS, Backend
+from hone.rewards.sandbox.backends import PROTECTIONS, Backend, execute
 from hone.rewards.sandbox.choice import choose
-from hone.rewards.sandbox.execution import execute
 from hone.rewards.sandbox.system_calls import SIGNALS, landlock_version, system_call_filter
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")

@@ -16,7 +16,7 @@ from support.patience import SOON
 from support.sandboxes import EVERY, LIMITS, WORKING
 
 from hone.rewards.sandbox import Ending
-from hone.rewards.sandbox.execution import execute
+from hone.rewards.sandbox.backends import execute
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
 
@@ -223,7 +223,7 @@ UNTRACED = """
 import sys
 sys.path[:0] = {path}
 from hone.rewards.sandbox.choice import available
-from hone.rewards.sandbox.execution import execute
+from hone.rewards.sandbox.backends import execute
 from hone.rewards.sandbox.limits import Limits
 for name, backend in available()[0].items():
     if name != "bubblewrap":

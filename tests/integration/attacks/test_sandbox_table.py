@@ -21,7 +21,7 @@ from support.patience import SOON
 from support.sandboxes import EVERY, WORKING
 
 from hone.rewards.sandbox import Ending, Limits
-from hone.rewards.sandbox.execution import execute
+from hone.rewards.sandbox.backends import execute
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
 
