@@ -148,7 +148,6 @@ def balance(
     Args:
         equal_count: give every part the same number of rows, up to one.
         max_tokens: largest number of tokens of a part with several rows, shared ones counted once.
-        max_rows: largest number of rows of a part.
 
     Returns:
         Row indices of each part, rows that share a prefix next to each other; None when no division meets the limits.

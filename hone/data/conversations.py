@@ -43,7 +43,6 @@ class ConversationDataset:
         truncation: treatment of a longer one: ``error``, ``drop``, or the side whose tokens are removed, ``left``, ``right`` (or
             ``truncate``) or ``middle``; a row without any remaining assistant token counts as dropped.
         max_samples: use the first rows only; -1 uses all.
-        drop_bad_calls: leave out conversations with unsound tool calls.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         tools_key: column of the conversation's function schemas, a list or its JSON text; it may be missing.
         image_key: column of the images, see :mod:`hone.data.row_images`.

@@ -81,13 +81,11 @@ class PreferenceDataset:
         tokenizer: needs a chat template only where rows hold messages.
         truncation: treatment of longer ones: ``error``, ``drop`` (the whole row), or ``truncate`` (cut the response's
             end; a row with a side that has no token left counts as dropped).
-        max_samples: use the first rows only; -1 uses all.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         image_key: column of the images, see :mod:`hone.data.row_images`; both sides of a pair show all of them.
         image_processor: of the model; None for a model of text, whose rows have no images.
 
     Attributes:
-        paired: whether rows are pairs.
         dropped: number of rows left out for their length, those included that a truncation would deprive of tokens of an image.
         equal: number of pairs left out because both sides are equal.
 

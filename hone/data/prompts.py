@@ -43,11 +43,9 @@ class PromptDataset:
 
     Args:
         tokenizer: needs a chat template only when the prompts are messages.
-        prompt_key: column of the prompt.
         reward_fn_key: column that names the kind of problem; it may be missing.
         truncation: treatment of longer ones: ``error``, ``drop``, or the side whose tokens are removed: ``left``, ``right`` or
             ``middle``.
-        max_samples: use the first rows only; -1 uses all.
         tools_of: function schemas that a row's prompt shows; None: no tools.
         all_columns: add the other columns of a row to its ``extra_info``, for a reward function that takes columns.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.

@@ -47,7 +47,6 @@ def download(name: HubName, kind: str, patterns: Sequence[str]) -> Download:
     """Download the files of a repository that match, unless the cache has them.
 
     Args:
-        name: the repository and its revision.
         kind: "model" or "dataset".
         patterns: shell patterns of the files.
 

@@ -71,11 +71,8 @@ def local_model(path: str | Path) -> str:
 
 
 def local_files(files: Sequence[str], purpose: str) -> list[str]:
-    """Return local dataset files: paths unchanged, and the downloaded files of hub names.
-
-    Args:
-        files: paths or names of datasets.
-        purpose: "train" or "val"; it chooses the split of a name without one.
+    """Return local dataset files: paths unchanged, and the downloaded files of hub names. ``purpose``: "train" or
+    "val"; it chooses the split of a name without one.
     """
     local: list[str] = []
     for file in files:
@@ -143,7 +140,6 @@ def dataset_files(name: HubName, purpose: str) -> tuple[list[Path], Download]:
     """Download the files of a dataset's split, and convert their columns where the dataset is known.
 
     Args:
-        name: the dataset, with subset, split and revision where they are given.
         purpose: "train" or "val"; it chooses the split when the name has none.
 
     Raises:
@@ -180,11 +176,8 @@ DEFAULT_SUBSET = "default"
 
 
 def find_splits(files: Sequence[str], configs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[str]]:
-    """Return the data files of a repository by (subset, split).
-
-    Args:
-        files: paths in the repository.
-        configs: the ``configs`` of its card; they take precedence over the paths.
+    """Return the data files of a repository by (subset, split). ``configs``: the ``configs`` of its card; they take
+    precedence over the paths.
     """
     data = sorted(file for file in files if file.endswith(DATA_ENDINGS))
     splits: dict[tuple[str, str], list[str]] = {}

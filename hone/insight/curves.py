@@ -45,7 +45,6 @@ def text_chart(curve: Points, *, width: int = 60, height: int = 8, compared_with
 
     Args:
         width: columns of the plot, without the axis labels.
-        height: lines of the plot, without the axis.
         compared_with: curves of neighbouring charts; the axes cover them too, so that charts can be compared.
     """
     finite = [(step, value) for step, value in curve if math.isfinite(value)]

@@ -117,10 +117,8 @@ class Invariants:
     def check_ids(self, batch: Batch, emitted: Sequence[str] | None = None) -> None:
         """Check D-ids and D-mask before an update: the rows hold the sampled tokens, and only these are in the loss.
 
-        Args:
-            batch: batch with ``prompt_ids`` and ``response_ids``.
-            emitted: :func:`token_hash` of prompt and response of each row, taken where they were sampled; None takes it
-                from the ``trajectory`` column, which then guards the path from trajectory to batch and through it.
+        ``emitted``: :func:`token_hash` of prompt and response of each row, taken where they were sampled; None takes it
+        from the ``trajectory`` column, which then guards the path from trajectory to batch and through it.
         """
         if emitted is None:
             emitted = [token_hash([*t.prompt_ids, *t.response_ids]) for t in batch.objects("trajectory")]

@@ -44,11 +44,7 @@ _CAUSES = 3
 class Webhook:
     """Sender of notices to one URL.
 
-    Args:
-        run: name of the run in notices.
-
     Attributes:
-        delivered: number of notices that were accepted.
         failed: number of notices that were given up, or that found :data:`WAITING` others waiting.
         error: why the last one failed; empty while none has.
     """

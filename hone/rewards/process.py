@@ -38,13 +38,7 @@ class CapturedOutput:
     """Pipe that takes the standard output and error of a worker, and the thread that shows it.
 
     What is over the limit is read, counted and dropped; the count is logged after the window and at the worker's end.
-
-    Args:
-        limit_kb: KiB shown a minute; None shows everything.
-
-    Attributes:
-        descriptor: end for the worker.
-        cut: bytes that were not shown, in all.
+    ``limit_kb``: KiB shown a minute; None shows everything. ``cut``: bytes that were not shown, in all.
     """
 
     def __init__(self, name: str, limit_kb: int | None) -> None:
@@ -177,10 +171,6 @@ class WorkerProcess:
 
     Args:
         closed: function that returns True once the pool closes.
-
-    Attributes:
-        name: name with the pid, for messages.
-        is_async: True if the function is asynchronous.
 
     Raises:
         RewardError: the target cannot be loaded.

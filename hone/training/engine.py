@@ -150,12 +150,7 @@ class MicroBatchLoop:
     ) -> list[Statistics]:
         """Run forward and backward passes over ``batch``; gradients accumulate in the parameters.
 
-        Args:
-            batch: this rank's rows of one mini-batch.
-            on_totals: receives the totals over all ranks first.
-
-        Returns:
-            Statistics of this rank's micro-batches.
+        ``on_totals``: receives the totals over all ranks first. Returns statistics of this rank's micro-batches.
         """
         totals = self._ranks.sum_totals(Totals.from_batch(batch))
         if on_totals is not None:

@@ -59,8 +59,6 @@ class Muon(Optimizer):
 
     Args:
         params: parameter groups; with Muon each parameter is a matrix ``[rows, columns]`` or a stack ``[n, rows, columns]``.
-        nesterov: whether the step looks ahead by one update of the momentum.
-        ns_coefficients: of the polynomial of an iteration.
         adjust_lr_fn: factor of the step of a matrix with A rows and B columns: ``match_rms_adamw``, 0.2 x sqrt(max(A, B)), the
             size of AdamW's steps; or ``original``, sqrt(max(1, A / B)).
     """

@@ -102,9 +102,7 @@ class ScheduledOptimizer:
         names: of the trained parameters of a model of which ``module`` is a part; None if it is all.
 
     Attributes:
-        parameters: in the module's order.
         loss_scale: factor of the loss, or None. Gradients have it until :meth:`scale`.
-        average: moving average of the parameters, or None.
     """
 
     def __init__(

@@ -104,7 +104,6 @@ class Shelf:
         """Copy a model that passed its gate into the shelf, and make it current.
 
         Args:
-            model: run, checkpoint, model or adapter directory.
             report: report of `hone gate` for these weights.
 
         Raises:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # version of the format
 VERSION_KEY, ROWS_KEY = b"hone.archive", b"hone.rows"  # keys of the metadata of a file
-INT, FLOAT, NUMBER, TEXT, JSON = "int32", "float32", "float64", "string", "json"
+INT, NUMBER, TEXT, JSON = "int32", "float64", "string", "json"
 IDS, INTS, FLOATS = "list<int64>", "list<int32>", "list<float32>"
 
 

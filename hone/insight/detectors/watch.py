@@ -27,7 +27,6 @@ class Watch:
 
     Args:
         directory: run directory; alerts go to its ``alerts.jsonl``, and their counts to ``run.json``.
-        ignore: names of detectors that do not run.
         stop_on: names of detectors whose alert ends the run.
 
     Attributes:

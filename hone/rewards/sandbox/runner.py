@@ -24,7 +24,6 @@ class Sandbox:
     Args:
         backend: ``auto`` (the strongest that works), ``bubblewrap`` or ``process``.
         require: names of protections that the backend must give: ``network``, ``files``, ``processes``, ``memory``, ``disk``.
-        limits: default limits of each program.
         max_concurrent: maximum concurrent programs; further ones wait.
 
     Raises:
@@ -47,12 +46,8 @@ class Sandbox:
     ) -> Result:
         """Run a Python program; failures of the program are in the result.
 
-        Args:
-            files: text of additional files by path in the working folder.
-            limits: limits that replace the sandbox's.
-
-        Raises:
-            ValueError: a path is outside of the folder.
+        ``files``: text of additional files by path in the working folder. Raises ValueError: a path is outside of the
+        folder.
         """
         call = partial(execute, self.backend, code, stdin, dict(files or {}), limits or self.limits)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -68,7 +68,6 @@ class TrainBackend(Protocol):
 
         Args:
             batch: this rank's rows, columns ``prompt_ids`` and ``response_ids``.
-            with_entropy: whether the head also computes entropy.
             max_tokens: token budget of a micro-batch; None for the budget of the settings.
             head: to use instead of the backend's.
 

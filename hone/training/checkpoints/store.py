@@ -42,7 +42,6 @@ class CheckpointStore:
     Args:
         keep: number of newest checkpoints to keep; None keeps all. The best one is kept in addition.
         background: whether :meth:`publish` returns at once.
-        always: steps that are kept in addition.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class CheckpointStore:
         Args:
             state: of the trainer; copied now.
             write: writes the weights; called in the background.
-            metric: name of the metric that selects the best checkpoint.
             value: of this metric at this step; None if it was not measured.
 
         Raises:
