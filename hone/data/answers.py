@@ -1,13 +1,6 @@
 r"""Reader of answers in text: which part of a response is its answer, and which number or letter it states.
 
 Scorers, judges and the conversion of datasets read with these functions, so that all agree on what a text says.
-
-    last_answer     the last turn of the policy, without thoughts and tool calls
-    final_answer    the last answer in a box, in <answer>, after ####, and after "answer is" where asked for
-    find_numbers    all numbers of a text; read_number: a text that is a number and a unit
-    same_answer     two answers as numbers, words or text
-    chosen_letter   the letter of a choice
-
 A number may have a sign (also U+2212), separators of thousands, an exponent, a denominator, a currency and a percent sign.
 """
 

@@ -5,9 +5,6 @@ characters ignored::
 
     score = (number of positions i with d[i] == g[i]) / max(len(g), len(d))
 
-The score is in [0, 1] and is 1 only for exactly the digits of ``g``. A response that is too short or too long loses in
-proportion. A response without digits scores 0.
-
 Kinds: ``copy`` 3814 -> 3814, ``reverse`` 3814 -> 4183, ``count`` 3814 -> 4925 (each digit plus one; the last digit of the
 alphabet wraps around to the first), ``sort`` 3814 -> 1348.
 """

@@ -14,14 +14,4 @@ There is one format for every layout. Weights are whole tensors with Hugging Fac
 layer at a time, and writes its share as one of the safetensors files, so any program can load `actor/`. Optimizer state
 stays in the ranks' shards, planned by ``torch.distributed.checkpoint``: each rank of a run with another layout reads the
 chunks that it needs.
-
-=====================  ======================================================================
-:mod:`.storage`        a directory on a disk or in an object store
-:mod:`.tensor_files`   safetensors files, written and read as streams
-:mod:`.shards`         optimizer state of any layout
-:mod:`.weights`        Hugging Face or PEFT directory of a model of any layout
-:mod:`.checksums`      SHA-256 of the files, recorded by their writers
-:mod:`.checkpoint`     one checkpoint, and its location
-:mod:`.store`          the checkpoints of a run: save in the background, complete, keep, delete
-=====================  ======================================================================
 """

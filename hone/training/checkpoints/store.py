@@ -1,12 +1,6 @@
 """The checkpoints of one run: saved during training, visible only when complete, the newest and the best kept.
 
-    begin(step)      wait for the previous save; return an empty directory
-    publish(...)     in a thread: write weights, then config, state and manifest; rename; delete old checkpoints
-    rate(step, ...)  in a thread: set the metric of a published checkpoint
-    check()          raise an error of the thread
-    wait()           wait for the thread
-
-On a disk a checkpoint is written under another name and renamed; in an object store its manifest comes last.
+A save is ``begin``, ``publish`` in a thread, and perhaps ``rate``. It writes weights, then config, state and manifest. On a disk a checkpoint is written under another name and renamed; in an object store its manifest comes last.
 """
 
 from __future__ import annotations
