@@ -30,11 +30,11 @@ from hone.training.backends.protocol import TrainBackend
 from hone.training.backends.registry import build_train_backend
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import TrainSettings
+from hone.training.learners import teacher_distance
 from hone.training.microbatches import MicroBatchTarget
 from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
-from hone.training.teacher import teacher_distance
 from hone.training.updates import Outputs, PartialLoss, UpdateResult
 
 log = logging.getLogger("hone")

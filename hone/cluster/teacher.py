@@ -19,7 +19,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TEACHER_RESPONSES, TopKHead
 from hone.training.backends.protocol import TrainBackend
-from hone.training.teacher import teacher_head, teacher_model
+from hone.training.learners import teacher_head, teacher_model
 
 SUPPORT = ("response_mask", "support_sizes", "support_ids")
 

@@ -12,7 +12,7 @@ from hone.data.ragged import Ragged
 from hone.insight.metrics import MetricStore
 from hone.models.teacher import SPANS, TEACHER_RESPONSES
 from hone.trainers.stages import Stage
-from hone.training.teacher import token_loss_options
+from hone.training.objectives import token_loss_options
 
 
 def distillation_stages(trainer: Any) -> list[Stage]:

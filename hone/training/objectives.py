@@ -29,7 +29,6 @@ from hone.data.ragged import Ragged
 from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN
 from hone.insight.metrics import MetricSpec, Reduction, declare, is_declared
 from hone.models.teacher import SPANS
-from hone.training.teacher import token_loss_options
 from hone.training.updates import GatheredRows, GatherRows, LossFn, Statistics, Totals
 
 _FACTORS = (-7046029254386353131, -4417276706812531889)  # odd, so that multiplication modulo 2^64 is invertible
@@ -234,6 +233,16 @@ def imitation_objective(distillation: AnswersDistillationConfig | None = None) -
         return loss, _statistics(shares, metrics, mask, totals)
 
     return objective
+
+
+def token_loss_options(distillation: TeacherConfig) -> dict[str, Any]:
+    """Return the options of :func:`~hone.algorithms.distillation.distillation_token_loss`."""
+    return {
+        "beta": distillation.beta,
+        "tail_bucket": distillation.tail_bucket,
+        "log_prob_min_clamp": distillation.log_prob_min_clamp,
+        "loss_max_clamp": distillation.loss_max_clamp,
+    }
 
 
 def _distance(

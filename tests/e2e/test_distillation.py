@@ -13,7 +13,7 @@ from hone.config.distillation import SAMPLED_MODES, TOP_K_MODES, WHOLE_MODES
 pytestmark = pytest.mark.application(
     "hone/trainers/distillation.py",
     "hone/trainers/teacher_inputs.py",
-    "hone/training/teacher.py",
+    "hone/training/learners.py",
     "hone/training/served_teacher.py",
     "hone/algorithms/distillation.py",
     "hone/cluster/teacher.py",
@@ -126,7 +126,7 @@ def test_a_teacher_with_another_tokenizer_teaches_by_spans(tiny: Path, tmp_path:
 @pytest.mark.long(
     "hone/trainers/distillation.py",
     "hone/trainers/teacher_inputs.py",
-    "hone/training/teacher.py",
+    "hone/training/learners.py",
     "hone/training/served_teacher.py",
 )
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="three processes")
