@@ -183,10 +183,7 @@ def unknown_key(key: str, cls: type, *, origin: str = "") -> ConfigError:
     else:
         fix = "`hone config show` prints all keys"
     return ConfigError(
-        f"unknown key {key}" + (f" ({origin})" if origin else ""),
-        why="it would have no effect",
-        fix=fix,
-        code="R09",
+        f"unknown key {key}" + (f" ({origin})" if origin else ""), why="it would have no effect", fix=fix, code="R09"
     )
 
 

@@ -21,7 +21,7 @@ _TURN_MARKS = re.compile(
     r"|(?P<call><tool_calls?>|<function_?call>|<function=[^<>\s]*>|<start_function_call>|<\|?tool[▁_]calls?(?:[▁_]section)?[▁_]begin\|>"
     r"|<｜tool▁calls▁begin｜>|<\|tool_call>|<tool_response>)"
     r"|(?P<called></tool_calls?>|</function_?call>|</function>|<end_function_call>|<\|?tool[▁_]calls?(?:[▁_]section)?[▁_]end\|>"
-    r"|<｜tool▁calls▁end｜>|<tool_call\|>|</tool_response>)|(?P<line>\[TOOL_CALLS\][^\n]*|<\|python_tag\|>[^\n]*)",
+    r"|<｜tool▁calls▁end｜>|<tool_call\|>|</tool_response>)|(?P<line>\[TOOL_CALLS\][^\n]*|<\|python_tag\|>[^\n]*)"
 )
 _HARMONY = re.compile(r"\A\s*(?:analysis|commentary).*assistant\s*final", re.DOTALL)
 

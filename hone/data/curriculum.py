@@ -181,11 +181,7 @@ def check_weights(weights: Mapping[str, float], sources: set[str]) -> None:
         if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
             raise DataError(f"weight {weight} of '{name}' is not a positive number", where=key, fix=f"leave {name} out")
         if name not in sources:
-            raise DataError(
-                f"no row has the data source '{name}'",
-                where=key,
-                fix=did_you_mean(name, sources),
-            )
+            raise DataError(f"no row has the data source '{name}'", where=key, fix=did_you_mean(name, sources))
 
 
 def difficulties(rows: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> list[float]:

@@ -111,11 +111,7 @@ class PreferenceDataset:
         columns = columns or PreferenceColumns()
         images = RowImages(image_key, image_processor)
         rows = (read or read_rows)(
-            files,
-            required=(),
-            optional=(*columns.all, *images.columns),
-            max_rows=max_samples,
-            refused=images.refused,
+            files, required=(), optional=(*columns.all, *images.columns), max_rows=max_samples, refused=images.refused
         )
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")

@@ -92,10 +92,7 @@ _budget = _Budget()
 
 
 def check_template(
-    template: str,
-    conversations: Sequence[Sequence[Mapping[str, Any]]],
-    variables: Mapping[str, Any],
-    name: str,
+    template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any], name: str
 ) -> list[Trace | None]:
     """Render conversations within the limits; other errors are left to transformers, which reports them.
 

@@ -160,9 +160,7 @@ def _hub_errors(name: HubName, kind: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         raise HoneError(
-            f"the hub answered {status} for '{name.repository}'",
-            fix=f"try again later; then: {command}",
-            code="E-hub",
+            f"the hub answered {status} for '{name.repository}'", fix=f"try again later; then: {command}", code="E-hub"
         ) from error
     except httpx2.TransportError as error:  # connection refused, no route, name not resolved, no answer
         raise offline(name, kind, command) from error

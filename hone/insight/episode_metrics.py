@@ -67,12 +67,7 @@ EPISODE_METRICS = (
     MetricSpec("tool/calls_per_solved", "calls", _MEAN, "Tool calls per episode with a positive reward."),
     MetricSpec("tool/turns_per_solved", "turns", _MEAN, "Assistant turns per episode with a positive reward."),
     MetricSpec("tool/success_rate", "share of calls", _MEAN, "Calls that a tool answered."),
-    MetricSpec(
-        "tool/malformed_rate",
-        "share of calls",
-        _MEAN,
-        "Calls that cannot be parsed.",
-    ),
+    MetricSpec("tool/malformed_rate", "share of calls", _MEAN, "Calls that cannot be parsed."),
     MetricSpec("tool/unknown_tool_rate", "share of calls", _MEAN, "Calls of tools that do not exist."),
     MetricSpec(
         "tool/invalid_arguments_rate", "share of calls", _MEAN, "Calls whose arguments do not match the schema."
@@ -172,9 +167,7 @@ def episode_metrics(
 
 
 def _planning(
-    trajectories: Sequence[Trajectory],
-    first: Sequence[tuple[Trajectory, float | None]],
-    prices: EpisodePricesConfig,
+    trajectories: Sequence[Trajectory], first: Sequence[tuple[Trajectory, float | None]], prices: EpisodePricesConfig
 ) -> dict[str, float]:
     """Return plan completion and the cost-aware reward; an episode without a verdict counts in neither, unless it has goals."""
     completed = [value for t, reward in first if (value := _plan_completion(t.episode, reward)) is not None]

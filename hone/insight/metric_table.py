@@ -159,12 +159,7 @@ _ACTOR = (
         "Policy loss, mean over the updates of the step. About 0 is expected on-policy with normalised advantages; "
         "read the reward and the gradient norm instead.",
     ),
-    MetricSpec(
-        "actor/pg_clipfrac",
-        "share of tokens",
-        _MEAN,
-        "Tokens whose ratio was clipped.",
-    ),
+    MetricSpec("actor/pg_clipfrac", "share of tokens", _MEAN, "Tokens whose ratio was clipped."),
     MetricSpec("actor/pg_clipfrac_lower", "share of tokens", _MEAN, "Tokens at the dual-clip bound."),
     MetricSpec(
         "actor/ppo_kl",
@@ -173,12 +168,7 @@ _ACTOR = (
         "KL from the policy that sampled to the current policy, estimated as old minus new log-prob.",
     ),
     MetricSpec("actor/ratio/mean", "ratio", _MEAN, "Ratio of the current policy to the policy that sampled: mean."),
-    MetricSpec(
-        "actor/ratio/max",
-        "ratio",
-        _MAX,
-        "That ratio: largest.",
-    ),
+    MetricSpec("actor/ratio/max", "ratio", _MAX, "That ratio: largest."),
     MetricSpec("actor/kl_loss", "nats", _MEAN, "KL to the reference policy as used in the loss."),
     MetricSpec("actor/kl_coef", "weight", _LAST, "Weight of the KL term in the loss."),
     MetricSpec(
@@ -202,19 +192,11 @@ _ACTOR = (
         _MEAN,
         "Experts of the engine that the trainer's routers would not have chosen: what router replay removes.",
     ),
-    MetricSpec(
-        "actor/entropy",
-        "nats",
-        _MEAN,
-        "Entropy of the next-token distribution over response tokens.",
-    ),
+    MetricSpec("actor/entropy", "nats", _MEAN, "Entropy of the next-token distribution over response tokens."),
     MetricSpec("actor/entropy_loss", "nats", _MEAN, "Entropy as it enters the loss, aggregated like the policy loss."),
     MetricSpec("actor/loss", "loss", _MEAN, "Minimised loss: policy loss, KL term and entropy bonus together."),
     MetricSpec(
-        "actor/grad_norm",
-        "norm",
-        _MEAN,
-        "Norm of the policy's gradient before clipping, mean over the updates.",
+        "actor/grad_norm", "norm", _MEAN, "Norm of the policy's gradient before clipping, mean over the updates."
     ),
     MetricSpec("actor/loss_scale", "factor", _LAST, "float16: factor of the policy's loss in the backward pass."),
     MetricSpec(
@@ -280,21 +262,13 @@ _CRITIC = (
     ),
     MetricSpec("critic/lr", "rate", _LAST, "Learning rate of the critic at the last update."),
     MetricSpec(
-        "critic/vf_explained_var",
-        "share",
-        _MEAN,
-        "1 - Var(returns - values) / Var(returns); 1 is a perfect critic.",
+        "critic/vf_explained_var", "share", _MEAN, "1 - Var(returns - values) / Var(returns); 1 is a perfect critic."
     ),
 )
 
 _SAMPLES = (
     *_mean_max_min("response_length", "tokens", "Response length"),
-    MetricSpec(
-        "response_length/clip_ratio",
-        "share of responses",
-        _MEAN,
-        "Responses that reached the token limit.",
-    ),
+    MetricSpec("response_length/clip_ratio", "share of responses", _MEAN, "Responses that reached the token limit."),
     *_mean_max_min("prompt_length", "tokens", "Prompt length, chat template included"),
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
     MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),

@@ -107,11 +107,7 @@ DISTILLATION_METRICS = (
 )
 
 _PREFERENCE_NUMBERS = (
-    (
-        "rewards/chosen",
-        "reward",
-        "Reward of chosen responses: implicit (prefer) or the model's score (reward-model).",
-    ),
+    ("rewards/chosen", "reward", "Reward of chosen responses: implicit (prefer) or the model's score (reward-model)."),
     ("rewards/rejected", "reward", "Reward of rejected responses."),
     ("rewards/margins", "reward", "Reward of the chosen response minus that of the rejected one."),
     (
@@ -127,11 +123,7 @@ _PREFERENCE_NUMBERS = (
         "learning rate or raise beta.",
     ),
     ("logps/rejected", "nats", "Log-prob of a whole rejected response."),
-    (
-        "preference/nll",
-        "nats",
-        "Negative log-likelihood per token of chosen responses, as in the loss (orpo, cpo).",
-    ),
+    ("preference/nll", "nats", "Negative log-likelihood per token of chosen responses, as in the loss (orpo, cpo)."),
     ("preference/log_odds", "nats", "Log odds of chosen minus rejected responses (orpo)."),
     ("preference/kl", "nats", "Estimated KL to the reference that rewards are compared with (kto)."),
 )

@@ -12,10 +12,7 @@ from hone.text import replace_between
 ELSEWHERE = {
     "R09": ("loading", "Every key exists."),
     "R10": ("tests", "Every key of the tree has code that reads it."),
-    "R16": (
-        "start",
-        "Each start prints the batch plan: prompts, sequences, mini-batches, updates, tokens and steps.",
-    ),
+    "R16": ("start", "Each start prints the batch plan: prompts, sequences, mini-batches, updates, tokens and steps."),
     "R20": ("pilot", "Few groups have answers that are all correct or all wrong (`hone train --pilot`)."),
     "R28": ("always", "Sequences are packed, which sequence parallelism needs; there is no padded path."),
     "R37": (

@@ -87,11 +87,7 @@ def _divided(config: AnyConfig, key: str) -> bool:
 
 def _without_storage(config: AnyConfig, key: str) -> nn.Module | None:
     """Return the model that an optimizer updates; None where its directory is incomplete (R08), or an adapter decides its names."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     from hone.models.loading import VALUE_SETTINGS, as_policy, model_settings
     from hone.models.streaming import empty_model

@@ -49,11 +49,7 @@ def arguments(trajectory: Trajectory) -> dict[str, Any]:
 
 def _tokens(trajectory: Trajectory) -> dict[str, int]:
     sampled = sum(trajectory.response_mask)
-    return {
-        "prompt": len(trajectory.prompt_ids),
-        "sampled": sampled,
-        "given": len(trajectory.response_mask) - sampled,
-    }
+    return {"prompt": len(trajectory.prompt_ids), "sampled": sampled, "given": len(trajectory.response_mask) - sampled}
 
 
 def conversation(trajectory: Trajectory) -> dict[str, Any]:

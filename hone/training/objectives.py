@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms import (
-    PolicyLoss,
-    aggregate_loss,
-    distillation_token_loss,
-    kl_penalty,
-    policy_losses,
-    value_loss,
-)
+from hone.algorithms import PolicyLoss, aggregate_loss, distillation_token_loss, kl_penalty, policy_losses, value_loss
 from hone.config.actor import ActorConfig
 from hone.config.correction import policy_loss_name
 from hone.config.distillation import AnswersDistillationConfig, DistillationConfig, TeacherConfig

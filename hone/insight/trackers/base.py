@@ -122,11 +122,7 @@ class CompositeTracker:
     """
 
     def __init__(
-        self,
-        record: Tracker,
-        others: Mapping[str, Tracker],
-        info: RunInfo | None = None,
-        samples: int | None = SAMPLES,
+        self, record: Tracker, others: Mapping[str, Tracker], info: RunInfo | None = None, samples: int | None = SAMPLES
     ) -> None:
         self._record, self._trackers, self._info = record, dict(others), info
         self.errors: Counter[str] = Counter()

@@ -57,10 +57,7 @@ class _ProbeDefect(NamedTuple):
     least_share: float = 0.0
 
 
-_FOR_NOTHING = (
-    "the policy learns to say nothing, or to break the verifier",
-    "give such answers the lowest reward",
-)
+_FOR_NOTHING = ("the policy learns to say nothing, or to break the verifier", "give such answers the lowest reward")
 _PROBE_DEFECTS = (
     _ProbeDefect(
         "passes_empty", "empty", "an empty answer passes, with at least the best reward of the task", *_FOR_NOTHING

@@ -216,10 +216,7 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
         if not fused and layout.tensor == layout.ranks_a_row == 1 and not experts:
             computation.compiled = compile_layers(model, device, compiling)
     settings = {
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=narrow,
-            reduce_dtype=DTYPES[config.mixed_precision.reduce_dtype],
-        ),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=DTYPES[config.mixed_precision.reduce_dtype]),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if config.offload_policy
         else OffloadPolicy(),

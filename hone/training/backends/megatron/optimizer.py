@@ -67,11 +67,7 @@ class ShardedOptimizer:
                 yield self._distributed(trained, settings, buffers, group)
 
     def _distributed(
-        self,
-        trained: Mapping[str, nn.Parameter],
-        settings: Mapping[str, ParamGroup],
-        buffers: Any,
-        group: ProcessGroup,
+        self, trained: Mapping[str, nn.Parameter], settings: Mapping[str, ParamGroup], buffers: Any, group: ProcessGroup
     ) -> DistributedOptimizer:
         inner = create_optimizer(group_parameters(trained, settings, self.config), self.config)
         optimizer = DistributedOptimizer(
