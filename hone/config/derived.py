@@ -72,7 +72,7 @@ class RunSpec:
 
     >>> spec = RunSpec(RLConfig())
     >>> spec.critic.value, spec.old_log_probs.value
-    (False, <OldLogProbs.OWN_PASS: 'own_pass'>)
+    (False, <OldLogProbs.UPDATE_PASS: 'update_pass'>)
     """
 
     config: RLConfig
