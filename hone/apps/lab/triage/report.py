@@ -25,8 +25,7 @@ from hone.apps.lab.triage.episodes import (
 from hone.errors import did_you_mean
 from hone.insight.archive.read import require_archive
 from hone.insight.detectors.base import Settings
-from hone.insight.detectors.causes import TOO_HARD, setting
-from hone.insight.detectors.reward_causes import LIMITS
+from hone.insight.detectors.causes import LIMITS, TOO_HARD, setting
 
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 _SANDBOX = "reward.sandbox"
