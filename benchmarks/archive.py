@@ -29,9 +29,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
-from hone.insight.archive.write import BackgroundWriter
 from hone.insight.archive.read import open_archive
-from hone.insight.archive.write import step_file
+from hone.insight.archive.write import BackgroundWriter, step_file
 from hone.models.init import init_model
 from hone.trainers.archiving import Archiving
 from hone.trainers.rl import RLTrainer

@@ -22,3 +22,9 @@ class AnyBatch(Protocol):
     def updated(self, other: Any) -> AnyBatch: ...
     def reorder(self, rows: Sequence[int]) -> AnyBatch: ...
     def slice(self, start: int, stop: int) -> AnyBatch: ...
+
+
+def concat_batches(batches: Sequence[AnyBatch]) -> AnyBatch:
+    """Concatenate the rows of batches, in order."""
+    kind: Any = type(batches[0])
+    return kind.concat(batches)

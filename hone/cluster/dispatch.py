@@ -14,13 +14,19 @@ how their results are combined:
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from hone.data.seeding import derive_seed
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+ResultT = TypeVar("ResultT", covariant=True)
 Reduce = Callable[[list[Any]], Any]
 
 _SPEC = "__hone_dispatch__"
@@ -101,19 +107,11 @@ def dispatch(
     return mark
 
 
-def dispatch_of(role: type, method: str) -> Dispatch:
-    """Return the declaration of a role's method.
-
-    Raises:
-        AttributeError: the method does not exist, or is not marked.
-    """
-    attribute = getattr(role, method, None)
-    spec = getattr(attribute, _SPEC, None)
-    if spec is None:
-        marked = sorted(name for name in dir(role) if hasattr(getattr(role, name), _SPEC))
-        reason = "is not marked with @dispatch" if attribute is not None else "does not exist"
-        raise AttributeError(f"{role.__name__}.{method} {reason}; a group has the methods {', '.join(marked)}")
-    return spec
+@functools.cache
+def dispatched(role: type) -> Mapping[str, Dispatch]:
+    """Return the declarations of a role's methods, by name."""
+    marked = {name: getattr(getattr(role, name), _SPEC, None) for name in dir(role)}
+    return {name: spec for name, spec in marked.items() if spec is not None}
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,27 @@ class RowGroups:
         return len(self.groups)
 
 
+def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | None) -> RowGroups:
+    """Split a batch into mini-batches of ``prompts`` prompt groups, ``epochs`` times; shuffled if a seed is given.
+
+    Args:
+        uids: prompt group of each row.
+    """
+    groups: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    members = list(groups.values())
+    minis: list[list[int]] = []
+    for epoch in range(epochs):
+        order = list(range(len(members)))
+        if seed is not None:
+            generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+            order = torch.randperm(len(members), generator=generator).tolist()
+        for start in range(0, len(order), prompts):
+            minis.append([row for group in order[start : start + prompts] for row in members[group]])
+    return RowGroups(minis)
+
+
 @dataclass(frozen=True)
 class RemoteTensors:
     """Named tensors in the object store.
@@ -147,14 +166,14 @@ class RemoteTensors:
     ref: Any
 
 
-class Answer(ABC):
+class Answer(ABC, Generic[ResultT]):
     """Pending result of a call on a group: await it, or call its blocking ``result()``."""
 
     @abstractmethod
-    def __await__(self) -> Any: ...
+    def __await__(self) -> Generator[Any, None, ResultT]: ...
 
     @abstractmethod
-    def result(self) -> Any:
+    def result(self) -> ResultT:
         """Block until the result is available."""
 
     def balance(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hone.cluster.context import RoleSpec
-from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, dispatch_of
+from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, dispatched
 from hone.cluster.partition import Partition, balanced
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Stored
 from hone.config.parallel_layout import Layout
@@ -21,7 +21,7 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 class WorkerGroup(ABC):
-    """All workers of a role. A runtime's class sends the calls.
+    """All workers of a role, with a method for each ``@dispatch`` method of its class. A runtime's class sends the calls.
 
     Attributes:
         dp_size: number of data-parallel ranks.
@@ -40,6 +40,8 @@ class WorkerGroup(ABC):
         self.role, self._world, self._balance, self._cost = role, world, balance, cost
         self._layout = _in_groups(world, role.group) if role.replicated else layout
         self.dp_size = self._layout.dp_size
+        for name, spec in dispatched(role.cls).items():
+            setattr(self, name, functools.partial(self._ask, spec, name))
 
     @abstractmethod
     def _send(
@@ -48,7 +50,7 @@ class WorkerGroup(ABC):
         arguments: Mapping[int, Arguments],
         finish: Callable[[list[Any]], Any],
         balance: Callable[[], dict[str, float]],
-    ) -> Answer:
+    ) -> Answer[Any]:
         """Call a method on some workers.
 
         Args:
@@ -57,14 +59,6 @@ class WorkerGroup(ABC):
             finish: combines the results, in the order of ``arguments``.
             balance: returns the metrics of the division.
         """
-
-    def __getattr__(self, method: str) -> Callable[..., Answer]:
-        spec = dispatch_of(self.role.cls, method)
-
-        def ask(*args: Any, **kwargs: Any) -> Answer:
-            return self._ask(spec, method, args, kwargs)
-
-        return ask
 
     def partition(self, batch: RemoteBatch, groups: RowGroups | None = None, *, equal: bool = False) -> Partition:
         """Return the rows of each data-parallel rank; cached for all calls on the same rows."""
@@ -83,7 +77,7 @@ class WorkerGroup(ABC):
 
     # going out -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, spec: Dispatch, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer:
+    def _ask(self, spec: Dispatch, method: str, *args: Any, **kwargs: Any) -> Answer[Any]:
         partition, info, ranks = None, _rows_of(args), self._called(spec)
         if spec.split is Split.ROWS:
             partition, arguments = self._split(spec, ranks, args, kwargs)

@@ -17,7 +17,7 @@ import torch
 
 from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
-from hone.cluster.dispatch import Answer, Split, dispatch_of
+from hone.cluster.dispatch import Answer, Dispatch, Split, dispatched
 from hone.config.derived import RunSpec
 from hone.config.pools import check_local
 from hone.config.tree import RLConfig
@@ -30,7 +30,7 @@ COMPUTING = ("actor", "reference", "critic", "reward_model", "teacher")
 """Roles whose models compute in this process."""
 
 
-class LocalAnswer(Answer):
+class LocalAnswer(Answer[Any]):
     """Result of a role in this process: available, or to be awaited."""
 
     def __init__(self, value: Any) -> None:
@@ -68,21 +68,18 @@ class LocalGroup:
 
     def __init__(self, role: Any, compute: ThreadPoolExecutor | None = None) -> None:
         self.role, self._compute = role, compute
+        for name, spec in dispatched(type(role)).items():
+            setattr(self, name, functools.partial(self._call, spec, name))
 
-    def __getattr__(self, method: str) -> Callable[..., LocalAnswer]:
-        split = dispatch_of(type(self.role), method).split
-        bound_method = getattr(self.role, method)
-
-        def call(*args: Any, **kwargs: Any) -> LocalAnswer:
-            if split is Split.RANKS:
-                (args,), kwargs = zip(*args, strict=True), {name: value[0] for name, value in kwargs.items()}
-            elif split is Split.ONE:
-                args = args[1:]
-            if self._compute is None or inspect.iscoroutinefunction(bound_method):
-                return LocalAnswer(bound_method(*args, **kwargs))
-            return LocalAnswer(in_thread(self._compute, bound_method, *args, **kwargs))
-
-        return call
+    def _call(self, spec: Dispatch, name: str, *args: Any, **kwargs: Any) -> LocalAnswer:
+        method = getattr(self.role, name)
+        if spec.split is Split.RANKS:
+            args, kwargs = tuple(value[0] for value in args), {name: value[0] for name, value in kwargs.items()}
+        elif spec.split is Split.ONE:
+            args = args[1:]
+        if self._compute is None or inspect.iscoroutinefunction(method):
+            return LocalAnswer(method(*args, **kwargs))
+        return LocalAnswer(in_thread(self._compute, method, *args, **kwargs))
 
 
 class LocalRuntime:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from peft import load_peft_weights
 from torch import Tensor
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
+from hone.cluster.handles import RoleUpdate
 from hone.cluster.weight_ends import WeightSource
 from hone.config.derived import RunSpec
 from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
-from hone.data.seeding import derive_seed
 from hone.errors import ConfigError
 from hone.models.heads import PolicyHead, ValueHead
 from hone.models.loading import saved_model
@@ -38,19 +36,6 @@ from hone.training.step_profile import profiled_update
 from hone.training.updates import Outputs, PartialLoss, UpdateResult
 
 log = logging.getLogger("hone")
-
-
-@dataclass(frozen=True)
-class RoleUpdate:
-    """All optimizer updates of a role in one step.
-
-    Attributes:
-        results: result of each update, in order.
-        learning_rate: learning rate of the updates.
-    """
-
-    results: Sequence[UpdateResult]
-    learning_rate: float
 
 
 class ModelRole:
@@ -352,24 +337,3 @@ class CriticWorker(ModelRole):
 def _by_own_routers(batch: Batch) -> Batch:
     """Return the batch without the experts that the policy's routers chose: those of a value model are others."""
     return batch.select(*(name for name in batch.names() if name != "expert_ids"))
-
-
-def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | None) -> RowGroups:
-    """Split a batch into mini-batches of ``prompts`` prompt groups, ``epochs`` times; shuffled if a seed is given.
-
-    Args:
-        uids: prompt group of each row.
-    """
-    groups: dict[str, list[int]] = {}
-    for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
-    members = list(groups.values())
-    minis: list[list[int]] = []
-    for epoch in range(epochs):
-        order = list(range(len(members)))
-        if seed is not None:
-            generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
-            order = torch.randperm(len(members), generator=generator).tolist()
-        for start in range(0, len(order), prompts):
-            minis.append([row for group in order[start : start + prompts] for row in members[group]])
-    return RowGroups(minis)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from hone.agents.forking import ForkPoint, play_forks
 from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
+from hone.cluster.handles import Weights
 from hone.cluster.weight_ends import WeightTarget
 from hone.config.derived import RunSpec
 from hone.config.pools import engine_devices
@@ -32,18 +32,6 @@ from hone.generation.protocol import Engine, SamplingParams
 from hone.generation.remote.transports import share_parameters
 from hone.models.loading import causal_lm, load_policy
 from hone.models.tied import untie
-
-
-class Weights(Enum):
-    """Source of an engine's weights."""
-
-    SHARED = "shared"
-    """The engine reads the trained parameters."""
-    GATHERED = "gathered"
-    """The engine has a whole copy, filled from the colocated actor's export: no process holds all of its shards."""
-    REMOTE = "remote"
-    """The engine has a whole copy, and the actor is in another process."""
-
 
 SERVING = "replica/serving"
 DRAFTED, ACCEPTED, ACCEPTANCE = "rollout/drafted_tokens", "rollout/accepted_tokens", "rollout/draft_acceptance"

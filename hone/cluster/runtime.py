@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec
-from hone.cluster.dispatch import Answer
+from hone.cluster.handles import Actor, Critic, Reference, RewardModel, Rollout, Teacher, Work
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
-
-
-class Group(Protocol):
-    """All workers of a role, called as one.
-
-    ``group.log_probs(batch)`` calls each worker and combines the results, as ``@dispatch`` on the method says. A call
-    returns an :class:`~hone.cluster.dispatch.Answer`.
-    """
-
-    dp_size: int
-
-    def __getattr__(self, method: str) -> Callable[..., Answer]: ...
 
 
 class Runtime(Protocol):
     """Roles of a run."""
 
-    def group(self, name: str) -> Group:
-        """Return the workers of a role.
+    def group(self, name: str) -> Any:
+        """Return the handle of a role, whose methods call its workers and combine the results, as ``@dispatch`` on each says.
+
+        :class:`Roles` has the handles of a run with their types.
 
         Raises:
             KeyError: the run has no such role.
@@ -56,6 +46,22 @@ class Runtime(Protocol):
     def close(self) -> None:
         """End all processes that were started."""
         ...
+
+
+class Roles:
+    """The roles of an RL run; None stands for one that its algorithm does not need."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        def optional(name: str) -> Any:
+            return runtime.group(name) if name in runtime else None
+
+        self.actor: Actor = runtime.group("actor")
+        self.rollout: Rollout = runtime.group("rollout")
+        self.work: Work = runtime.group("work")
+        self.reference: Reference | None = optional("reference")
+        self.critic: Critic | None = optional("critic")
+        self.teacher: Teacher | None = optional("teacher")
+        self.reward_model: RewardModel | None = optional("reward_model")
 
 
 def build_runtime(config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from hone.cluster.any_batch import AnyBatch
-from hone.cluster.runtime import Group
+from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.cluster.handles import Work
 from hone.config.run import TrainerConfig
 from hone.data.prompts import PromptDataset
 from hone.data.types import row_of
 from hone.trainers.archive_rows import TRAINED
-from hone.trainers.episodes import concat_batches
 
 _SEARCHED = 1000
 """Rows of the dataset among which at least one prompt is followed."""
@@ -27,13 +26,13 @@ class Archiving:
     Args:
         config: block ``trainer``.
         dataset: training prompts.
-        batch_ops: role that holds the columns.
+        work: role that holds the columns.
     """
 
-    def __init__(self, config: TrainerConfig, dataset: PromptDataset, batch_ops: Group) -> None:
+    def __init__(self, config: TrainerConfig, dataset: PromptDataset, work: Work) -> None:
         self._freq = config.rollout_dump_freq
         self._steps = frozenset((*config.rollout_dump_steps, *config.save_steps_for_replay))
-        self._batch_ops, self._left_out = batch_ops, list[tuple[AnyBatch, str]]()
+        self._work, self._left_out = work, list[tuple[AnyBatch, str]]()
         self._bound = 0.0
         if config.rollout_dump_share:
             searched = range(min(_SEARCHED, len(dataset)))
@@ -61,7 +60,7 @@ class Archiving:
     async def begin(self) -> None:
         """Write the vocabulary."""
         if self.writes:
-            await self._batch_ops.write_vocabulary()
+            await self._work.write_vocabulary()
 
     async def write(self, step: int, batch: AnyBatch) -> None:
         """Begin to write the sequences of a step; they are in the file once :meth:`wait` returns.
@@ -77,7 +76,7 @@ class Archiving:
         if not len(trained[0]) and not rest:
             return
         fates = [fate for part, fate in rest for _ in range(len(part))]
-        await self._batch_ops.write_rollouts(
+        await self._work.write_rollouts(
             trained[0] if len(trained[0]) else None,
             _joined([part for part, _ in rest]),
             step,
@@ -92,7 +91,7 @@ class Archiving:
             HoneError: it could not be written.
         """
         if self.writes:
-            await self._batch_ops.wait_for_archive()
+            await self._work.wait_for_archive()
 
     def _chosen(self, batch: AnyBatch, step: int) -> AnyBatch:
         if self.whole(step):

@@ -20,8 +20,8 @@ from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
+from hone.cluster.handles import GroupMeans, RoleUpdate
 from hone.cluster.reward_model import JUDGED, JUDGEMENT
-from hone.cluster.roles import RoleUpdate
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
@@ -42,15 +42,13 @@ from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.archive_rows import TRAINED, prompt_texts, rollout_table
 from hone.trainers.distillation import mixed_advantages
 from hone.trainers.estimates import estimate
-from hone.trainers.group_filter import GroupMeans
 from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import age_metrics, batch_metrics
 from hone.trainers.saved_groups import load_groups, save_groups
-from hone.trainers.scoring import TrainingRewards
 from hone.trainers.teacher_inputs import TeacherInputs, span_columns
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
-from hone.trainers.verdicts import scored, sort_rows
+from hone.trainers.verdicts import sort_rows
 from hone.training.preferences import own_pairs
 from hone.training.served_teacher import ServedTeachers
 
@@ -67,9 +65,11 @@ class BatchOps:
         self._context = context
         self.directory = RunDirectory(Path(config.trainer.default_local_dir))
         self.tokenizer, self.archive = context.tokenizer, BackgroundWriter()
-        self.rewards = JudgedRewards(config.reward, required=RunSpec(config).learns_from_reward)
-        limit = config.data.max_response_length
-        self.training_rewards = TrainingRewards(self.rewards, config.reward.overlong_buffer, limit)
+        self.rewards = JudgedRewards(
+            config.reward,
+            required=RunSpec(config).learns_from_reward,
+            max_response_length=config.data.max_response_length,
+        )
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
         dtype = dtype_on(context.device, config.actor_rollout_ref.actor.dtype)
@@ -113,11 +113,11 @@ class BatchOps:
     @dispatch(Split.ZERO, objects=True)
     async def score(self, batch: Batch, *, training: bool) -> Batch:
         """Return ``score`` of every episode, equal for all its segments, and ``verdict`` (1 or 0); in training with the length penalty."""
-        rewards = self.training_rewards if training else self.rewards
         judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
         judgements = batch.objects(JUDGEMENT) if JUDGEMENT in batch else None
         trajectories = batch.objects("trajectory")
-        scores = share_rewards(trajectories, await rewards.score(trajectories, judged, judgements=judgements))
+        scored = await self.rewards.score(trajectories, judged, judgements=judgements, training=training)
+        scores = share_rewards(trajectories, scored)
         if training:
             answers = [score for score, trajectory in zip(scores, trajectories, strict=True) if trajectory.part == 0]
             for name, value in no_verdict_metrics(answers).items():

@@ -1,44 +1,29 @@
-"""Stages of distillation, and the advantages that mix the teacher with the reward. ``trainer`` is the :class:`RLTrainer`."""
+"""What teachers add to a batch, and the advantages that mix them with the reward."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from hone.algorithms import distillation_advantages
 from hone.cluster.any_batch import AnyBatch
+from hone.cluster.handles import Teacher, Work
 from hone.config.distillation import DistillationConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.metrics import MetricStore
 from hone.models.teacher import SPANS, TEACHER_RESPONSES
-from hone.trainers.stages import Stage
 from hone.training.objectives import token_loss_options
 
 
-def distillation_stages(trainer: Any) -> list[Stage]:
-    """Return the stage in which the teachers score the batch."""
-
-    async def teach(batch: AnyBatch) -> AnyBatch:
-        return await taught(trainer, batch)
-
-    return [
-        Stage("teacher", teach, needs=("response_ids",), adds=("teacher",), when=trainer.config.distillation.enable)
-    ]
-
-
-async def taught(trainer: Any, batch: AnyBatch) -> AnyBatch:
+async def taught(batch: AnyBatch, settings: DistillationConfig, work: Work, teacher: Teacher | None) -> AnyBatch:
     """Add the columns of the teachers."""
-    settings = trainer.config.distillation
-    inputs = batch
-    inputs = batch.updated(await trainer.batch_ops.teacher_inputs(batch))
+    inputs = batch.updated(await work.teacher_inputs(batch))
     batch = inputs if len(settings.models) > 1 else batch
-    if trainer.teacher is not None:
-        said = await trainer.teacher.teach(inputs)
+    if teacher is not None:
+        said = await teacher.teach(inputs)
         if TEACHER_RESPONSES in inputs:
-            said = await trainer.batch_ops.teacher_spans(inputs.updated(said))
+            said = await work.teacher_spans(inputs.updated(said))
         batch, inputs = batch.updated(said), inputs.updated(said)
     if settings.addresses:
-        batch = batch.updated(await trainer.batch_ops.served_teachers(inputs))
+        batch = batch.updated(await work.served_teachers(inputs))
     return batch
 
 

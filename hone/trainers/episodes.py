@@ -8,22 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from hone.cluster.any_batch import AnyBatch
-from hone.cluster.runtime import Group
+from hone.cluster.runtime import Roles
+from hone.config.rollout import RolloutConfig
 from hone.data.types import Sample
+from hone.generation import is_served
 from hone.generation.protocol import SamplingParams
 
 
 class Episodes:
-    """Playing and scoring of episodes by the roles of a run.
+    """Playing and scoring of episodes by the roles of a run."""
 
-    Args:
-        rollout: rollout role, which plays episodes.
-        batch_ops: batch ops with the reward function.
-        judge: reward model, or None.
-    """
-
-    def __init__(self, rollout: Group, batch_ops: Group, judge: Group | None) -> None:
-        self.rollout, self.batch_ops, self.judge = rollout, batch_ops, judge
+    def __init__(self, roles: Roles) -> None:
+        self.rollout, self.work, self._reward_model = roles.rollout, roles.work, roles.reward_model
         self._under_way: Counter[int] = Counter()  # groups by rollout worker
 
     async def play(
@@ -55,9 +51,15 @@ class Episodes:
 
     async def score(self, batch: AnyBatch, *, training: bool = True) -> AnyBatch:
         """Add the reward model's scores and the final scores; in training, with the length penalty."""
-        if self.judge is not None:
-            batch = batch.updated(await self.judge.score(batch))
-        return batch.updated(await self.batch_ops.score(batch, training=training))
+        if self._reward_model is not None:
+            batch = batch.updated(await self._reward_model.score(batch))
+        return batch.updated(await self.work.score(batch, training=training))
+
+    async def engine_metrics(self, keys: RolloutConfig) -> dict[str, float]:
+        """Return the metrics of engines that have some of their own: served ones, and those that draft."""
+        if is_served(keys) or keys.speculative.method is not None:
+            return await self.rollout.take_engine_metrics()
+        return {}
 
     async def answer_greedily(self, samples: Sequence[Sample], sampling: SamplingParams) -> AnyBatch:
         """Return the scored greedy answer to every prompt, with the training limits on length and stop strings.
@@ -67,9 +69,3 @@ class Episodes:
         prompts = list({sample.uid: sample for sample in samples}.values())
         greedy = dataclasses.replace(sampling, temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, report_support=False)
         return await self.score(await self.play(prompts, greedy, n=1, seeding=(0,)))
-
-
-def concat_batches(batches: Sequence[AnyBatch]) -> AnyBatch:
-    """Concatenate the rows of batches, in order."""
-    kind: Any = type(batches[0])
-    return kind.concat(batches)

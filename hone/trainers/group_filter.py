@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
 from hone.cluster.any_batch import AnyBatch
 from hone.config.algorithm import FilterGroupsConfig
@@ -17,13 +16,6 @@ from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore
 
 MAX_SHOWN_VALUES = 4
-
-
-class GroupMeans(NamedTuple):
-    """Mean reward of a group (None before scoring) and mean length of its responses in tokens."""
-
-    reward: float | None
-    tokens: float
 
 
 class GroupFilter:

@@ -1,4 +1,4 @@
-"""Rewards of a reward model, alone or combined with the reward function."""
+"""Rewards of a run: the reward function, a reward model alone or added to it, and the length penalty of training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import dataclasses
 import functools
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
+
+from hone.algorithms import overlong_penalty
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
@@ -31,10 +35,12 @@ class JudgedRewards(RewardManager):
     Args:
         config: config block ``reward``.
         required: whether rewards change the policy. Otherwise every answer has reward 0 if a data source has no scorer.
+        max_response_length: tokens near which training penalises responses (``reward.overlong_buffer``).
     """
 
-    def __init__(self, config: RewardConfig, *, required: bool = True) -> None:
+    def __init__(self, config: RewardConfig, *, required: bool = True, max_response_length: int = 0) -> None:
         super().__init__(config)
+        self._max_response_length = max_response_length
         self.settings, self.with_rules, self._required = config.reward_model, True, required
         self._judge_rate = NoVerdictRate(config.max_no_verdict_rate)
 
@@ -77,11 +83,24 @@ class JudgedRewards(RewardManager):
             trajectories: trajectories to score.
             judged: reward model's score of each; None without a reward model.
             judgements: texts of a generative reward model; a text without a score gives no verdict.
-            training: True to normalise terms.
+            training: True to normalise terms, and to penalise responses near the length limit.
 
         Raises:
             RewardError: as :meth:`RewardManager.score`, or a score of the model is not finite.
         """
+        scores = await self._judged(trajectories, judged, judgements, training=training)
+        if training:
+            scores = penalised(scores, trajectories, self.config, self._max_response_length)
+        return scores
+
+    async def _judged(
+        self,
+        trajectories: Sequence[Trajectory],
+        judged: Sequence[float] | None,
+        judgements: Sequence[str] | None,
+        *,
+        training: bool,
+    ) -> list[Score]:
         if judged is None and not self.with_rules:
             return [Score(0.0) for _ in trajectories]
         if judged is None:
@@ -129,3 +148,28 @@ class JudgedRewards(RewardManager):
             terms=rule.terms | {"rule": rule.total, "rm": value},
             placed=rule.placed if added else {},
         )
+
+
+def penalised(
+    scores: Sequence[Score], trajectories: Sequence[Trajectory], config: RewardConfig, max_response_length: int
+) -> list[Score]:
+    """Return the scores less the penalty of ``reward.overlong_buffer``; the segments of an episode share one length."""
+    overlong = config.overlong_buffer
+    if not (overlong.enable or config.reward_manager == "dapo"):
+        return list(scores)
+    lengths = torch.tensor(episode_lengths(trajectories))
+    penalties = overlong_penalty(lengths, max_response_length, overlong.len, overlong.penalty_factor).tolist()
+    result = []
+    for score, penalty in zip(scores, penalties, strict=True):
+        terms = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if overlong.log else {}
+        changes = {"total": score.total + penalty, "unshaped": score.total, "terms": score.terms | terms}
+        result.append(dataclasses.replace(score, **changes))
+    return result
+
+
+def episode_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return the response tokens of each trajectory's episode, over all segments, which share one limit."""
+    total: Counter[tuple[str, int]] = Counter()
+    for trajectory in trajectories:
+        total[trajectory.uid, trajectory.index] += len(trajectory.response_ids)
+    return [total[trajectory.uid, trajectory.index] for trajectory in trajectories]

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import run_image_processor, run_tokenizer
 from hone.cluster.dispatch import RowGroups
+from hone.cluster.handles import Learner
 from hone.cluster.plan import offline_roles
-from hone.cluster.roles import RoleUpdate
 from hone.cluster.runtime import Runtime
 from hone.cluster.supervisor import Supervisor
 from hone.config.preference import PreferenceConfig, RewardModelConfig
@@ -61,7 +61,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         self.runtime: Runtime = self.supervisor.runtime(
             config, offline_roles(config), total_steps=self.total_steps, resume=str(resume) if resume else None
         )
-        self.actor = self.runtime.group("actor")
+        self.actor: Learner = self.runtime.group("actor")
         self.step = 0
         if resume is not None:
             with resume.loading_state() as state:
@@ -114,7 +114,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         batch = self.prepare(rows, metrics)
         with activity.doing("update_actor"), metrics.timer("update_actor"):
             pending = self.actor.update(batch, RowGroups([range(len(batch))]), self.step - 1)
-            update: RoleUpdate = pending.result()
+            update = pending.result()
         metrics.update(pending.balance())
         update_metrics(metrics, update.results, "train", update.learning_rate)
         tokens = float(rows.ragged("prompt_ids").lengths.sum() + rows.ragged("response_ids").lengths.sum())

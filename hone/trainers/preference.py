@@ -10,6 +10,7 @@ from typing import Any
 
 from hone.algorithms import kto_kl
 from hone.cluster.any_batch import AnyBatch
+from hone.cluster.handles import FrozenPolicy
 from hone.cluster.supervisor import Supervisor
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.specs import OfflineSpec
@@ -46,7 +47,9 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
     def __init__(self, config: PreferenceConfig | RewardModelConfig, supervisor: Supervisor | None = None) -> None:
         super().__init__(config, supervisor)
         self.spec = OfflineSpec(config)
-        self.reference = self.runtime.group("reference") if "reference" in self.runtime else None
+        self.reference: FrozenPolicy | None = None
+        if "reference" in self.runtime:
+            self.reference = self.runtime.group("reference")
         if self.reference is not None and self.spec.precomputes_reference:
             for dataset in (self.dataset, self.validation):
                 if dataset is not None:

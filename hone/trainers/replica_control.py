@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from hone.cluster.runtime import Group
+from hone.cluster.handles import Rollout
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError, HoneError
 from hone.generation import is_served
@@ -27,7 +27,7 @@ PERIOD = 1.0
 log = logging.getLogger("hone")
 
 
-def replica_requests(config: RLConfig, run: Path, rollout: Group) -> AbstractAsyncContextManager[None]:
+def replica_requests(config: RLConfig, run: Path, rollout: Rollout) -> AbstractAsyncContextManager[None]:
     """Return a block within which requests are answered; it does nothing for an engine without replicas."""
     served = is_served(config.actor_rollout_ref.rollout)
     return ReplicaControl(run, rollout).watching() if served else contextlib.nullcontext()
@@ -41,7 +41,7 @@ class ReplicaControl:
         rollout: workers with the replicas.
     """
 
-    def __init__(self, run: Path, rollout: Group) -> None:
+    def __init__(self, run: Path, rollout: Rollout) -> None:
         self._run, self._rollout = run, rollout
 
     @contextlib.asynccontextmanager

@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from typing import Any
 
 from hone.cluster.any_batch import AnyBatch
+from hone.cluster.handles import GroupMeans
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample, row_of
@@ -32,8 +33,8 @@ from hone.errors import RewardError
 from hone.insight import activity
 from hone.insight.coverage import EQUAL_ANSWERS, NO_VERDICT, QUARANTINED, CoverageLedger, Stage
 from hone.trainers.group_buffer import Group, GroupBuffer
-from hone.trainers.group_filter import GroupFilter, GroupMeans
-from hone.trainers.validation_task import ValidationTask
+from hone.trainers.group_filter import GroupFilter
+from hone.trainers.validator import ValidationTask
 
 Play = Callable[[Sequence[Sample], tuple[Any, ...]], Awaitable[AnyBatch]]
 """Function of (samples, seeding) that returns a batch of n episodes per sample, in order."""
@@ -60,11 +61,11 @@ class Rollouter:
         score: function that scores finished groups in asynchronous training.
         quarantine: uids of rows that are drawn and left out.
         partial_rollouts: let new weights interrupt the groups under way instead of waiting for them.
-        validation: validation during training, for which new weights wait.
         leave_out: receives the rows and the fate of groups that are replaced, for the rollout archive.
 
     Attributes:
         dropped: number of groups replaced in this step because they had too few verdicts.
+        validation: validation during training, for which new weights wait; None without.
     """
 
     def __init__(
@@ -84,7 +85,6 @@ class Rollouter:
         score: Score | None = None,
         quarantine: Collection[str] = (),
         partial_rollouts: bool = False,
-        validation: ValidationTask | None = None,
         leave_out: Callable[[AnyBatch, str], None] | None = None,
     ) -> None:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
@@ -92,7 +92,8 @@ class Rollouter:
         self.n, self.seed, self._quarantine = n, seed, frozenset(quarantine)
         self.group_filter, self._too_few_in, self._max_no_verdict_rate = group_filter, too_few_in, max_no_verdict_rate
         self.dropped = self._judged = 0
-        self._score, self._validation = score, validation
+        self._score = score
+        self.validation: ValidationTask | None = None
         self._leave_out = leave_out or (lambda rows, fate: None)
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
         self._drawn: deque[tuple[int, int]] = deque()  # row and draw of the ledger, not played yet
@@ -179,8 +180,8 @@ class Rollouter:
 
     def _group_ended(self) -> None:
         self._changed.set()
-        if self._validation is not None and self.is_idle:
-            self._validation.lift()
+        if self.validation is not None and self.is_idle:
+            self.validation.lift()
 
     @property
     def is_idle(self) -> bool:
@@ -189,11 +190,11 @@ class Rollouter:
 
     async def begin_validation(self, step: int) -> None:
         """Begin the validation of the present weights; those of the next update wait until it has ended."""
-        assert self._validation is not None
-        await self._validation.begin(step, on_end=self._changed.set)
+        assert self.validation is not None
+        await self.validation.begin(step, on_end=self._changed.set)
         self.begin()
         if self.is_idle:
-            self._validation.lift()
+            self.validation.lift()
 
     async def _group(self, sample: Sample, seeding: tuple[Any, ...]) -> None:
         await self._produce([sample], seeding)
@@ -253,7 +254,7 @@ class Rollouter:
         Raises:
             HoneError: it failed, or a group did meanwhile.
         """
-        validation = self._validation
+        validation = self.validation
         if validation is not None and validation.step is not None:
             with activity.waiting(f"validation of step {validation.step}, before new weights", on=["rollout"]):
                 await self._until(lambda: validation.has_ended)

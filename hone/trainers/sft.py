@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hone.cluster.any_batch import AnyBatch
+from hone.cluster.handles import Teacher
 from hone.config.distillation import TOP_K_MODES
 from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
@@ -62,8 +63,8 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             return self.runtime.put(batch)
         with metrics.timer("teacher"):
             if self.config.distillation.has_local:
-                there = self.runtime.put(batch)
-                there = there.updated(self.runtime.group("teacher").teach(there).result())
+                there, teacher = self.runtime.put(batch), cast(Teacher, self.runtime.group("teacher"))
+                there = there.updated(teacher.teach(there).result())
             else:
                 columns = self.session.shared(lambda: asyncio.run(self._served_teachers.columns(batch)))
                 there = self.runtime.put(batch.updated(columns))

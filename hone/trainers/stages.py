@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hone.cluster.any_batch import AnyBatch
+from hone.cluster.any_batch import AnyBatch, concat_batches
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
+from hone.trainers.group_buffer import Group
 
-StageFn = Callable[[AnyBatch], AnyBatch | Awaitable[AnyBatch]]
 SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
 """Columns of played episodes."""
 SCORED = ("score", "token_level_scores", "token_level_rewards")
 """Columns of their scores."""
+
+
+@dataclass
+class StepState:
+    """What the stages of a step hand on: each takes it, and returns it with more columns or unchanged."""
+
+    step: int
+    metrics: MetricStore
+    batch: AnyBatch = field(default_factory=lambda: Batch({}))
+    groups: list[Group] = field(default_factory=list)
+    """Played groups that the batch consists of."""
+    left_out: list[AnyBatch] = field(default_factory=list)
+    """Rows without a verdict."""
+
+    def add(self, columns: AnyBatch) -> StepState:
+        """Add columns of the same rows, or replace them."""
+        self.batch = self.batch.updated(columns)
+        return self
+
+    @property
+    def rows_left_out(self) -> AnyBatch | None:
+        """Rows without a verdict as one batch; None without any."""
+        return concat_batches(self.left_out) if self.left_out else None
+
+
+StageFn = Callable[[StepState], StepState | Awaitable[StepState]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +51,7 @@ class Stage:
 
     Attributes:
         name: name of the stage, as in ``timing_s/<name>``.
-        run: function that takes the batch and returns it, with more columns or unchanged.
+        run: function of the stage.
         needs: required columns.
         adds: columns that it adds.
         when: True if the algorithm needs the stage; otherwise it is not run.
@@ -63,12 +89,21 @@ def check_stages(stages: Sequence[Stage]) -> None:
         present.update(stage.adds)
 
 
-async def run_stages(stages: Sequence[Stage], metrics: MetricStore) -> AnyBatch:
-    """Run the active stages in order, timing each."""
-    batch: AnyBatch = Batch({})
-    for stage in stages:
-        if stage.when:
-            with activity.doing(stage.name), metrics.timer(stage.name):
-                result = stage.run(batch)
-                batch = await result if inspect.isawaitable(result) else result
-    return batch
+async def run_stages(stages: Sequence[Stage], state: StepState) -> StepState:
+    """Run the active stages in order, timing each.
+
+    Raises:
+        ConfigError: a stage returned something else than the state.
+    """
+    for stage in (stage for stage in stages if stage.when):
+        with activity.doing(stage.name), state.metrics.timer(stage.name):
+            result = stage.run(state)
+            result = await result if inspect.isawaitable(result) else result
+        if not isinstance(result, StepState):
+            raise ConfigError(
+                f"stage '{stage.name}' returned {type(result).__name__}",
+                why="a stage takes the StepState of the step and returns it; its batch is state.batch",
+                fix="return state.add(columns), or return state",
+            )
+        state = result
+    return state

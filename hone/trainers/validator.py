@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.agents.player import gather_or_cancel
+from hone.cluster.any_batch import concat_batches
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
 from hone.insight.run_directory import RunDirectory, read_metrics
-from hone.trainers.episodes import Episodes, concat_batches
+from hone.trainers.episodes import Episodes
 from hone.trainers.inputs import prompt_dataset, validation_sampling
 
 TESTING = "timing_s/testing"
@@ -49,7 +53,7 @@ class Validator:
             step: step of the weights.
             version: version of the weights that must have sampled all answers; None if the engine does not count them.
             during_training: leave a share of the engines to the groups under way, see
-                :class:`~hone.trainers.validation_task.ValidationTask`.
+                :class:`~hone.trainers.validator.ValidationTask`.
 
         Returns:
             The metrics; empty without a dataset.
@@ -70,7 +74,7 @@ class Validator:
         ]
         scored = await self.episodes.score(concat_batches(played), training=False)
         shown = config.trainer.log_val_generations
-        metrics, records = await self.episodes.batch_ops.validation(scored, n, shown, version)
+        metrics, records = await self.episodes.work.validation(scored, n, shown, version)
         if records:
             self.directory.write_validation(step, records)
         return {**metrics, TESTING: time.perf_counter() - started}
@@ -78,3 +82,64 @@ class Validator:
     def is_logged(self, step: int) -> bool:
         """Return whether ``metrics.jsonl`` has the validation of a step."""
         return any(row["step"] == step and TESTING in row for row in read_metrics(self.directory.path))
+
+
+class ValidationTask:
+    """The validation of one step's weights, while the next step generates and trains.
+
+    One at a time: the next weight sync waits for it, so all its answers are by the same weights.
+
+    Args:
+        validate: function that validates the weights of a step and logs the metrics.
+        limit: function that sets the share of the engines' requests that validation may take; None means no limit.
+        share: this share while groups are under way.
+
+    Attributes:
+        step: step whose weights are validated, until :meth:`collect`; None if there is none.
+    """
+
+    def __init__(
+        self,
+        validate: Callable[[int], Awaitable[None]],
+        limit: Callable[[float | None], Awaitable[None]],
+        share: float,
+    ) -> None:
+        self._validate, self._limit, self._share = validate, limit, share
+        self.step: int | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._alone = asyncio.Event()
+
+    async def begin(self, step: int, on_end: Callable[[], None]) -> None:
+        """Start to validate the weights of a step; ``on_end`` is called at the end, also after an error."""
+        assert self.step is None, "the validation of an earlier step has not ended"
+        self.step = step
+        self._alone.clear()
+        await self._limit(self._share)
+        both = gather_or_cancel([self._play(step), self._lift()])
+        self._task = asyncio.get_running_loop().create_task(both, name=f"validation {step}")
+        self._task.add_done_callback(lambda _: on_end())
+
+    def lift(self) -> None:
+        """Let validation take all of the engines: no group is under way, and none begins before it ends."""
+        self._alone.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no validation is under way."""
+        return self._task is None or self._task.done()
+
+    def collect(self) -> None:
+        """Take note of the end of the validation, and raise its error if it failed."""
+        task, self._task, self.step = self._task, None, None
+        if task is not None:
+            task.result()
+
+    async def _play(self, step: int) -> None:
+        try:
+            await self._validate(step)
+        finally:
+            self._alone.set()
+
+    async def _lift(self) -> None:
+        await self._alone.wait()
+        await self._limit(None)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from hone.cluster.any_batch import AnyBatch
-from hone.cluster.runtime import Group
+from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.cluster.handles import Work
 from hone.data.batch import Batch
-from hone.rewards.score import Score
-from hone.trainers.episodes import concat_batches
-from hone.trainers.rollouter import rows_by_uid
+from hone.rewards.score import Score as RowScore
+from hone.trainers.rollouter import Rollouter, Score, rows_by_uid
+from hone.trainers.stages import StepState
 
 
-def scored(scores: Sequence[Score]) -> Batch:
+def scored(scores: Sequence[RowScore]) -> Batch:
     """Return the columns ``score`` and ``verdict`` (1 or 0) of every row."""
     verdicts = torch.tensor([score.error is None for score in scores], dtype=torch.int64)
     return Batch({"score": list(scores), "verdict": verdicts})
@@ -44,33 +43,31 @@ def sort_rows(batch: Batch, fewest: int) -> tuple[list[int], list[int], list[str
     return [row for row in rows if verdicts[row]], [row for row in rows if not verdicts[row]], small
 
 
-async def too_few_in(batch_ops: Group, batch: AnyBatch) -> list[str]:
+async def too_few_in(work: Work, batch: AnyBatch) -> list[str]:
     """Return the groups of a scored batch with too few verdicts."""
-    return (await batch_ops.verdicts(batch.select("uid", "part", "verdict")))[2]
+    return (await work.verdicts(batch.select("uid", "part", "verdict")))[2]
 
 
-async def with_verdicts(trainer: Any, batch: AnyBatch) -> tuple[AnyBatch, list[AnyBatch]]:
-    """Return the rows of a batch that have a verdict, and batches of those that have none.
+async def keep_verdicts(state: StepState, score: Score, rollouter: Rollouter, work: Work) -> None:
+    """Score a batch that is not scored yet, and move its rows without a verdict to those that are left out.
 
-    By turns, groups with too few verdicts are replaced by those of other prompts, until there are none; other groups have been replaced
-    as they finished. ``trainer`` is the :class:`~hone.trainers.rl.RLTrainer` that trains on the batch.
+    In synchronous training, groups with too few verdicts are replaced here by those of other prompts, until there are none. In
+    asynchronous training they have been replaced as they finished.
     """
-    left_out: list[AnyBatch] = []
-    if "score" not in batch:
-        batch = await trainer.scored(batch)
-        while replaced := await trainer.rollouter.replace(batch, trainer.step):
+    if "score" not in state.batch:
+        state.batch = await score(state.batch)
+        while replaced := await rollouter.replace(state.batch, state.step):
             dropped, groups = replaced
-            rows = rows_by_uid(batch.uids)
-            left_out.append(batch.reorder([row for uid in dropped for row in rows[uid]]))
+            rows = rows_by_uid(state.batch.uids)
+            state.left_out.append(state.batch.reorder([row for uid in dropped for row in rows[uid]]))
             kept = [row for uid in rows if uid not in dropped for row in rows[uid]]
-            trainer.groups = [group for group in trainer.groups if group.uid not in dropped] + groups
+            state.groups = [group for group in state.groups if group.uid not in dropped] + groups
             played = concat_batches([group.batch for group in groups])
-            await trainer.batch_ops.check_sampled(played)
-            scored = await trainer.scored(played)
-            batch = concat_batches([batch.reorder(kept), scored]) if kept else scored
-        trainer.metrics.add("training/no_verdict_groups", trainer.rollouter.dropped)
-    with_verdict, without, _ = await trainer.batch_ops.verdicts(batch.select("uid", "part", "verdict"))
+            await work.check_sampled(played)
+            scored = await score(played)
+            state.batch = concat_batches([state.batch.reorder(kept), scored]) if kept else scored
+        state.metrics.add("training/no_verdict_groups", rollouter.dropped)
+    with_verdict, without, _ = await work.verdicts(state.batch.select("uid", "part", "verdict"))
     if without:
-        left_out.append(batch.reorder(without))
-        batch = batch.reorder(with_verdict)
-    return batch, left_out
+        state.left_out.append(state.batch.reorder(without))
+        state.batch = state.batch.reorder(with_verdict)

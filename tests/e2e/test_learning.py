@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 LEARN = ("data.train_batch_size=12", "actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false")
 LORA = ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32")
-LONG = pytest.mark.long("hone/algorithms", "hone/training", "hone/models/loading.py", "hone/trainers/rl.py")
+LONG = pytest.mark.long("hone/algorithms", "hone/training", "hone/models/loading.py", "hone/trainers/algorithm.py")
 CASES = {
     "grpo": ("grpo", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
     "grpo-megatron": (

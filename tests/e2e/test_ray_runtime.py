@@ -23,7 +23,7 @@ from hone.config import RLConfig, load_config
 from hone.insight.records import weight_versions
 from hone.trainers.rl import train
 
-pytestmark = pytest.mark.long("hone/cluster", "hone/trainers/rl.py")
+pytestmark = pytest.mark.long("hone/cluster", "hone/trainers/algorithm.py")
 
 RATE = "actor_rollout_ref.actor.optim.lr=1e-3"
 CLIP_COV = ("loss_mode=clip_cov", "clip_cov_ratio=0.2", "clip_cov_lb=0.0", "clip_cov_ub=100.0")

@@ -12,7 +12,7 @@ from support.tiny_runs import make_tiny_runs, rl_words
 pytestmark = pytest.mark.application(
     "hone/algorithms/support.py",
     "hone/generation/native/sampler.py",
-    "hone/trainers/old_log_probs.py",
+    "hone/trainers/algorithm.py",
 )
 
 TRUNCATED = ("actor_rollout_ref.rollout.top_p=0.8", "actor_rollout_ref.rollout.top_k=60")

@@ -12,17 +12,16 @@ import ray
 from support.engine_cases import make_model, save
 from support.weight_roles import FAULTY_BUCKET, ChangingActor, WatchedRollout
 
-from hone.cluster.broadcast_sync import ATTEMPTS
 from hone.cluster.failures import WorkerLost
 from hone.cluster.plan import model_roles
 from hone.cluster.ray.connection import SETTINGS
 from hone.cluster.ray.runtime import RayRuntime
-from hone.cluster.weight_sync import WeightSync
+from hone.cluster.weight_sync import ATTEMPTS, WeightSync
 from hone.config import RLConfig, load_config
 from hone.data.types import Sample
 
 pytestmark = pytest.mark.long(
-    "hone/cluster/broadcast_sync.py", "hone/cluster/weight_broadcast.py", "hone/cluster/weight_ends.py"
+    "hone/cluster/weight_sync.py", "hone/cluster/weight_ends.py", "hone/cluster/weight_ends.py"
 )
 
 BUCKET = 20_000

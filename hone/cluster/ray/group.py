@@ -17,7 +17,7 @@ from hone.data.balance import CostModel
 from hone.insight import activity
 
 
-class RayAnswer(Answer):
+class RayAnswer(Answer[Any]):
     """Pending results of workers, and their combination."""
 
     def __init__(

@@ -23,7 +23,7 @@ import torch
 import hone
 from hone.cluster.columns import decode, decode_named, encode_named, stored
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
-from hone.cluster.dispatch import Collect, RemoteTensors, dispatch_of
+from hone.cluster.dispatch import Collect, RemoteTensors, dispatched
 from hone.cluster.remote_batch import LayerPart, Shard
 from hone.config.parallel_layout import Layout
 from hone.config.trees import AnyConfig
@@ -170,7 +170,7 @@ class WorkerHost:
         kwargs = {name: await self._resolved(argument) for name, argument in kwargs.items()}
         bound_method, spec = (
             getattr(self._worker.roles[role], method),
-            dispatch_of(type(self._worker.roles[role]), method),
+            dispatched(type(self._worker.roles[role]))[method],
         )
         with activity.doing(f"{role}.{method}"):
             if spec.background:

@@ -12,7 +12,7 @@ import torch
 from hone.cluster.any_batch import AnyBatch
 from hone.cluster.columns import assembled, stored
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
-from hone.cluster.dispatch import Collect, dispatch_of
+from hone.cluster.dispatch import Collect, dispatched
 from hone.cluster.group import Arguments, WorkerGroup, stored_batch
 from hone.cluster.local import LocalAnswer
 from hone.cluster.plan import place
@@ -61,7 +61,7 @@ class TorchrunGroup(WorkerGroup):
         balance: Callable[[], dict[str, float]],
     ) -> RankAnswer:
         """Call this rank's worker, if it is among those called, and exchange results where they are combined."""
-        spec, rank = dispatch_of(self.role.cls, method), self._ranks.launched.rank
+        spec, rank = dispatched(self.role.cls)[method], self._ranks.launched.rank
         local = spec.collect is Collect.FIRST and len(arguments) == self._ranks.launched.world
 
         def call() -> Any:

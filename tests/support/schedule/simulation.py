@@ -19,6 +19,8 @@ from support.schedule.engine import SimulatedEngine, Speed
 from support.schedule.workload import SimulatedContext, Workload
 
 from hone.agents.player import Player
+from hone.cluster.any_batch import concat_batches
+from hone.cluster.handles import GroupMeans
 from hone.config.agents import AgentConfig, MultiTurnConfig
 from hone.config.algorithm import FilterGroupsConfig
 from hone.data.batch import Batch
@@ -29,9 +31,8 @@ from hone.data.types import Sample, Trajectory
 from hone.generation.protocol import SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.insight.step_lines import StepLines
-from hone.trainers.episodes import concat_batches
 from hone.trainers.group_buffer import Group, GroupBuffer
-from hone.trainers.group_filter import GroupFilter, GroupMeans
+from hone.trainers.group_filter import GroupFilter
 from hone.trainers.rollouter import Rollouter
 
 LOOP = "support.schedule.workload:PlannedLoop"

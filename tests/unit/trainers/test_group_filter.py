@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
 
+from hone.cluster.handles import GroupMeans
 from hone.cluster.rollout import RolloutWorker
 from hone.config.algorithm import FilterGroupsConfig
 from hone.config.tree import RLConfig
@@ -29,7 +30,7 @@ from hone.insight.step_lines import StepLines
 from hone.rewards.score import Cause, Score
 from hone.trainers.batch_ops import group_means, values_of
 from hone.trainers.group_buffer import GroupBuffer
-from hone.trainers.group_filter import GroupFilter, GroupMeans
+from hone.trainers.group_filter import GroupFilter
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.verdicts import sort_rows
 

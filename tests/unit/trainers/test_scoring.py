@@ -17,18 +17,7 @@ from hone.generation.protocol import Completion, SamplingParams
 from hone.rewards.score import Score
 from hone.trainers.batch_ops import baselines
 from hone.trainers.episodes import Episodes
-from hone.trainers.scoring import TrainingRewards
-
-
-class Fixed:
-    """A reward function that has an opinion of its own on each length."""
-
-    def __init__(self, manager: str):
-        self.config = RewardConfig(reward_manager=manager)
-
-    async def score(self, trajectories, judged, *, judgements, training):
-        assert judged is None and judgements is None and training
-        return [Score(float(len(t.response_ids) % 2), terms={"acc": 1.0}, extra={"pred": t.uid}) for t in trajectories]
+from hone.trainers.judged_rewards import penalised
 
 
 def trajectory(length: int) -> Trajectory:
@@ -39,9 +28,11 @@ def trajectory(length: int) -> Trajectory:
 
 
 def scored(manager: str = "naive", **settings) -> list[Score]:
-    fixed: Any = Fixed(manager)
-    rewards = TrainingRewards(fixed, OverlongBufferConfig(**settings), max_response_length=10)
-    return asyncio.run(rewards.score([trajectory(length) for length in (1, 6, 7, 8, 9, 10)]))
+    """Return the penalised scores of a reward function that has an opinion of its own on each length."""
+    lengths = (1, 6, 7, 8, 9, 10)
+    scores = [Score(float(length % 2), terms={"acc": 1.0}, extra={"pred": "p"}) for length in lengths]
+    config = RewardConfig(reward_manager=manager, overlong_buffer=OverlongBufferConfig(**settings))
+    return penalised(scores, [trajectory(length) for length in lengths], config, 10)
 
 
 def test_off_it_changes_nothing():
@@ -94,8 +85,8 @@ def test_every_prompt_is_asked_once_and_its_score_goes_to_all_its_rows():
     context: Any = SimpleNamespace(
         config=RLConfig(), tokenizer=Words(), roles={}, rank=0, world=1, engine_devices=None, image_processor=None
     )
-    work: Any = Work()
-    episodes = Episodes(RolloutWorker(context, engine), work, None)  # type: ignore[arg-type]
+    roles: Any = SimpleNamespace(rollout=RolloutWorker(context, engine), work=Work(), reward_model=None)
+    episodes = Episodes(roles)
     samples = [Sample(uid, [number], None, "x") for uid, number in (("b", 5), ("a", 7), ("c", 9), ("b", 5))]
     sampling = SamplingParams(max_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop=("x",))
     greedy: Any = asyncio.run(episodes.answer_greedily(samples, sampling))

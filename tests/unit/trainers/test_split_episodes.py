@@ -20,8 +20,8 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.rewards.score import Score
 from hone.trainers.estimates import COLUMNS, estimate
+from hone.trainers.judged_rewards import episode_lengths
 from hone.trainers.reporting import episode_sums, first_segments
-from hone.trainers.scoring import episode_lengths
 from hone.trainers.split_episodes import join_segments
 from hone.trainers.validation import evaluate_answers
 

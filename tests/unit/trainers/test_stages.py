@@ -9,7 +9,7 @@ from support.messages import raises
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore
-from hone.trainers.stages import Stage, check_stages, run_stages
+from hone.trainers.stages import Stage, StepState, check_stages, run_stages
 
 
 def nothing(batch: Batch) -> Batch:
@@ -48,21 +48,28 @@ def test_the_message_names_the_key_that_switches_a_stage_on():
 def test_stages_run_in_order_async_or_not_and_are_timed():
     seen = []
 
-    def plain(batch: Batch) -> Batch:
+    def plain(state: StepState) -> StepState:
         seen.append("plain")
-        return batch.with_columns(x=torch.ones(2))
+        return state.add(Batch({"x": torch.ones(2)}))
 
-    async def waiting(batch: Batch) -> Batch:
+    async def waiting(state: StepState) -> StepState:
         seen.append("waiting")
         await asyncio.sleep(0)
-        return batch.with_columns(y=batch.tensor("x") + 1)
+        return state.add(Batch({"y": state.batch.tensor("x") + 1}))
 
-    def never(batch: Batch) -> Batch:
+    def never(state: StepState) -> StepState:
         raise AssertionError("it is switched off")
 
     metrics = MetricStore()
     stages = [Stage("gen", plain), Stage("ref", never, when=False), Stage("reward", waiting)]
-    batch = asyncio.run(run_stages(stages, metrics))
+    batch = asyncio.run(run_stages(stages, StepState(1, metrics))).batch
     assert seen == ["plain", "waiting"]
     assert batch.tensor("y").tolist() == [2, 2]
     assert set(metrics.reduce()) == {"timing_s/gen", "timing_s/reward"}
+
+
+def test_a_stage_that_returns_its_batch_is_told_what_to_return() -> None:
+    stages = [Stage("novelty", lambda state: state.batch)]  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(run_stages(stages, StepState(1, MetricStore())))
+    assert "state.add" in refused.value.fix

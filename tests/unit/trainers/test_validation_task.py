@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hone.agents.client import EngineClient, LimitedClient
+from hone.cluster.handles import GroupMeans
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample, StopReason
@@ -18,9 +19,8 @@ from hone.generation.protocol import Completion, GenerationRequest, SamplingPara
 from hone.insight.coverage import CoverageLedger
 from hone.insight.step_lines import StepLines
 from hone.trainers.group_buffer import GroupBuffer
-from hone.trainers.group_filter import GroupMeans
 from hone.trainers.rollouter import Rollouter
-from hone.trainers.validation_task import ValidationTask
+from hone.trainers.validator import ValidationTask
 
 GROUPS, PLACES, SHARE = 3, 8, 0.25
 
@@ -91,8 +91,8 @@ class Run:
             max_no_verdict_rate=0.0,
             score=self._score,
             partial_rollouts=partial_rollouts,
-            validation=self.task,
         )
+        self.rollouter.validation = self.task
 
     async def _too_few_in(self, batch: Any) -> list[str]:
         return []

@@ -16,7 +16,7 @@ WITHOUT_FUNCTION = {"filter_groups": "hone/trainers/group_filter.py"}
 """Files of building blocks that no pure function computes."""
 
 SYSTEMS = (
-    ("HybridFlow", "2409.19256", "one driver, distributed roles", "hone/trainers/rl.py", "trainer.runtime"),
+    ("HybridFlow", "2409.19256", "one driver, distributed roles", "hone/trainers/algorithm.py", "trainer.runtime"),
     ("PipelineRL", "2509.19128", "new weights during a response", "hone/trainers/rollouter.py", "trainer.async_training.partial_rollouts"),
     ("AReaL", "2505.24298", "bounded staleness", "hone/trainers/group_buffer.py", "trainer.async_training.max_staleness"),
     ("PagedAttention", "2309.06180", "KV cache in pages", "hone/generation/native/paged", "actor_rollout_ref.rollout.max_cache_tokens"),

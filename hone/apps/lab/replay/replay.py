@@ -12,12 +12,11 @@ from hone.apps.lab.comparison.divergence import Bisection, RunTrace, bisect_runs
 from hone.apps.lab.replay.direction import checkpoint_before, checkpoints
 from hone.apps.lab.replay.stored import StoredStep, load_step, require_stored_inputs
 from hone.apps.lab.run_traces import read_trace
-from hone.cluster.any_batch import AnyBatch
 from hone.config.trust import run_config
 from hone.errors import HoneError
 from hone.trainers.callbacks import Callbacks, calling
 from hone.trainers.rl import RLTrainer, train
-from hone.trainers.stages import SAMPLED, Stage
+from hone.trainers.stages import SAMPLED, Stage, StepState
 from hone.trainers.update_view import KEPT
 from hone.training.checkpoints.checkpoint import complete_steps
 
@@ -120,9 +119,9 @@ class ReplayTrainer(RLTrainer):
         computed |= set(CORRECTED) if any(stage.name == "rollout_corr" for stage in later) else set()
         kept = [name for name in self.stored.batch.names() if name not in computed - set(SAMPLED)]
 
-        def load(batch: AnyBatch) -> AnyBatch:
-            self.groups = []
-            return self.stored.batch.select(*kept)
+        def load(state: StepState) -> StepState:
+            state.batch = self.stored.batch.select(*kept)
+            return state
 
         return [Stage("stored", load, adds=tuple(kept)), *later]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import aggregate_loss
-from hone.cluster.roles import mini_batches
+from hone.cluster.dispatch import mini_batches
 from hone.config.actor import ActorConfig
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig

@@ -1,0 +1,423 @@
+"""The complete algorithm of RL training: the stages of a step, in order (``*`` marks optional ones).
+
+    generate -> score -> greedy baseline* -> engines sleep* -> old log-probs* -> rollout correction* -> reference log-probs*
+             -> teachers* -> values* -> forked turns* -> KL in reward* -> advantages -> update critic* -> update actor
+             -> publish weights
+
+Estimators, losses, rewards and engines come from registries: adding one never edits this file. Stages call roles and never touch a
+token. With ``trainer.runtime=local`` the roles are objects in this process and a batch holds its columns; with ``ray`` they are
+processes on a cluster and a batch holds references. The code is the same for both.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hone.algorithms import advantage_estimators
+from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.cluster.dispatch import RowGroups, mini_batches
+from hone.cluster.handles import RoleUpdate
+from hone.cluster.runtime import Roles
+from hone.cluster.weight_sync import WeightSync
+from hone.config.derived import OldLogProbs, RunSpec
+from hone.config.tree import RLConfig
+from hone.data.prompts import PromptDataset
+from hone.data.sampler import EpochSampler
+from hone.data.seeding import derive_seed
+from hone.data.types import Sample
+from hone.generation.protocol import SamplingParams
+from hone.insight.coverage import CoverageLedger
+from hone.trainers.archiving import Archiving
+from hone.trainers.distillation import taught
+from hone.trainers.episodes import Episodes
+from hone.trainers.estimates import needed_columns, suppliers
+from hone.trainers.group_buffer import GroupBuffer
+from hone.trainers.group_filter import GroupFilter
+from hone.trainers.inputs import quarantined_rows
+from hone.trainers.reporting import update_metrics
+from hone.trainers.rollouter import Rollouter
+from hone.trainers.stages import SAMPLED, SCORED, Stage, StepState
+from hone.trainers.turn_values import TurnForks
+from hone.trainers.update_view import learnt_tokens
+from hone.trainers.verdicts import keep_verdicts, too_few_in
+
+STREAMED_PARTS = 4
+"""Parts into which a streamed batch is divided."""
+
+
+class Algorithm:
+    """The stages of a step, over the roles of a run. :class:`~hone.trainers.rl.RLTrainer` runs the steps.
+
+    Args:
+        sampling: sampling parameters of training.
+        ledger: record of the fate of every prompt that is drawn.
+        total_steps: steps of the run.
+
+    Raises:
+        ConfigError: settings that do not go together.
+    """
+
+    step: int
+    """Number of the step under way; 0 before the first."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        roles: Roles,
+        dataset: PromptDataset,
+        sampler: EpochSampler,
+        sampling: SamplingParams,
+        ledger: CoverageLedger,
+        total_steps: int,
+    ) -> None:
+        self.config, self.spec = config, RunSpec(config)
+        self.actor, self.reference, self.critic, self.teacher = (
+            roles.actor,
+            roles.reference,
+            roles.critic,
+            roles.teacher,
+        )
+        self.rollout, self.work = roles.rollout, roles.work
+        self.sampler, self.sampling, self.total_steps = sampler, sampling, total_steps
+        self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        self.episodes = Episodes(roles)
+        self.weight_sync = WeightSync(config, roles.actor, roles.rollout, dataset[0])
+        self.archive = Archiving(config.trainer, dataset, roles.work)
+        batch_size, keys = config.data.train_batch_size, config.trainer.async_training
+        self.group_filter = None
+        if config.algorithm.filter_groups.enable:
+            filtering = config.algorithm.filter_groups
+            self.group_filter = GroupFilter(filtering, self.episodes.score, roles.work.values_of, batch_size)
+        self.rollouter = Rollouter(
+            dataset,
+            sampler,
+            self.play,
+            GroupBuffer(batch_size, keys.max_staleness, ready_first=keys.order == "ready_first"),
+            ledger,
+            n=config.actor_rollout_ref.rollout.n,
+            seed=config.trainer.seed,
+            means=roles.work.group_means,
+            group_filter=self.group_filter,
+            too_few_in=functools.partial(too_few_in, roles.work),
+            max_no_verdict_rate=config.reward.max_no_verdict_rate,
+            score=self.scored if self.spec.asynchronous else None,
+            quarantine=quarantined_rows(config.data, dataset),
+            partial_rollouts=keys.partial_rollouts,
+            leave_out=self.archive.leave_out,
+        )
+        self.forks = None
+        if "turn_values" in self.estimator.needs:
+            sleep = self.weight_sync.sleeps
+            self.forks = TurnForks(config, self.episodes, sampling, engines_sleep=sleep)
+
+    def stages(self) -> list[Stage]:
+        """Return the stages of a step, in order."""
+        if self.spec.streams:
+            return self._streamed_stages()
+        config, learn_policy = self.config, self._learns_policy(self.step)
+        kl = ("ref_log_probs",) if config.actor_rollout_ref.actor.use_kl_loss else ()
+        before_update, from_update, after_update = self._old_log_prob_stages(learn_policy=learn_policy)
+        taught = ("teacher",) if config.distillation.enable else ()
+        return [
+            Stage("gen", self.generate, adds=SAMPLED),
+            Stage("reward", self.score, needs=("response_ids",), adds=SCORED),
+            Stage(
+                "gen_max",
+                self.greedy_baseline,
+                adds=("reward_baselines",),
+                when="greedy_baseline" in self.estimator.needs,
+            ),
+            Stage("sleep", self.free_engines, when=self.weight_sync.sleeps),
+            *before_update,
+            Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
+            Stage("teacher", self.teach, needs=("response_ids",), adds=("teacher",), when=config.distillation.enable),
+            Stage("values", self.values, adds=("values",), when=self.critic is not None),
+            Stage(
+                "fork",
+                self.fork_turns,
+                needs=("score", "old_log_probs"),
+                adds=("turn_values",),
+                when=self.forks is not None,
+            ),
+            Stage(
+                "kl_in_reward",
+                self.kl_in_reward,
+                needs=("old_log_probs", "ref_log_probs"),
+                when=config.algorithm.use_kl_in_reward,
+            ),
+            Stage(
+                "adv",
+                self.advantages,
+                needs=(*needed_columns(self.estimator), *taught),
+                adds=("advantages", "returns"),
+                supplied_by=suppliers(self.estimator),
+            ),
+            Stage(
+                "update_critic",
+                self.update_critic,
+                needs=("values", "returns"),
+                when=self.critic is not None,
+            ),
+            Stage(
+                "update_actor",
+                self.update_actor,
+                needs=("advantages", *kl, *(() if from_update else ("old_log_probs",))),
+                adds=("old_log_probs",) if from_update else (),
+                when=learn_policy,
+            ),
+            *after_update,
+            Stage("update_weights", self.publish),
+        ]
+
+    def _learns_policy(self, step: int) -> bool:
+        return self.critic is None or not 0 < step <= self.config.trainer.critic_warmup
+
+    def _old_log_prob_stages(self, *, learn_policy: bool) -> tuple[list[Stage], bool, list[Stage]]:
+        """Return the stages that supply the old log-probs: those before the update, whether it adds them, and those after it."""
+        source = self.spec.old_log_probs.value
+        if (
+            source is OldLogProbs.UPDATE_PASS and not learn_policy
+        ):  # only the critic learns: there is no pass to take them from
+            source = OldLogProbs.OWN_PASS
+        own_pass = Stage(
+            "old_log_prob",
+            self.old_log_probs,
+            needs=("response_ids",),
+            adds=("old_log_probs", *(("sum_pi_squared",) if self.spec.sum_pi_squared else ())),
+            when=source is OldLogProbs.OWN_PASS,
+            switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
+        )
+        correct = Stage("rollout_corr", self.correct, needs=("old_log_probs",))
+        if source is OldLogProbs.OWN_PASS:
+            return [own_pass, correct], False, []
+        if source is OldLogProbs.ENGINE:
+            needs, adds = ("rollout_log_probs",), ("old_log_probs",)
+            return [Stage("old_log_prob", self.engine_log_probs, needs=needs, adds=adds)], False, []
+        return [own_pass], True, [correct]
+
+    # episodes and rewards --------------------------------------------------------------------------------------------
+
+    async def generate(self, state: StepState) -> StepState:
+        """Play ``rollout.n`` episodes of each prompt of the next batch."""
+        state.groups = await self.rollouter.next_batch(state.step)
+        self._report_groups(state)
+        state.batch = concat_batches([group.batch for group in state.groups])
+        await self.work.check_sampled(state.batch)
+        return state
+
+    def _report_groups(self, state: StepState) -> None:
+        """Add metrics of the batch's groups: their age, and how many were replaced."""
+        buffer = self.rollouter.buffer
+        state.metrics.add("training/staleness", max(buffer.staleness(group) for group in state.groups))
+        if self.group_filter is not None:
+            self.group_filter.report(state.metrics)
+        state.metrics.add("training/no_verdict_groups", self.rollouter.dropped)
+
+    async def play(self, samples: Sequence[Sample], seeding: tuple[Any, ...]) -> AnyBatch:
+        """Play ``rollout.n`` episodes of each sample."""
+        n = self.config.actor_rollout_ref.rollout.n
+        if self.spec.asynchronous:
+            (sample,) = samples
+            return await self.episodes.play_group(sample, self.sampling, n=n, seeding=seeding)
+        return await self.episodes.play(samples, self.sampling, n=n, seeding=seeding)
+
+    async def scored(self, batch: AnyBatch) -> AnyBatch:
+        """Score every trajectory, and report the rewards to a sampler that learns from them."""
+        batch = await self.episodes.score(batch)
+        if self.sampler.learns:
+            values, _ = await self.work.values_of(batch, None)
+            pairs = [(uid, value) for uid, value in zip(batch.uids, values, strict=True) if value is not None]
+            self.rollouter.report([uid for uid, _ in pairs], [value for _, value in pairs])
+        return batch
+
+    async def score(self, state: StepState) -> StepState:
+        """Score every trajectory, unless its group has been scored already; rows without a verdict leave the batch.
+
+        The reward is placed on a response's last token.
+        """
+        await keep_verdicts(state, self.scored, self.rollouter, self.work)
+        return state.add(await self.work.place_rewards(state.batch))
+
+    async def greedy_baseline(self, state: StepState) -> StepState:
+        """Score the greedy response to every prompt."""
+        greedy = await self.episodes.answer_greedily([group.sample for group in state.groups], self.sampling)
+        return state.add(await self.work.baselines(state.batch, greedy))
+
+    async def free_engines(self, state: StepState) -> StepState:
+        """Let the engines free their memory until the next weight sync."""
+        await self.weight_sync.free_engines()
+        return state
+
+    async def fork_turns(self, state: StepState) -> StepState:
+        """Value turns by continuations of their episodes."""
+        assert self.forks is not None
+        return await self.forks.add_values(state)
+
+    # models ----------------------------------------------------------------------------------------------------------
+
+    async def old_log_probs(self, state: StepState) -> StepState:
+        """Compute the log-probs of the policy that sampled, under the trainer's weights."""
+        sums = self.spec.sum_pi_squared
+        columns = await self.actor.log_probs(state.batch, with_entropy=True, with_sum_pi_squared=sums)
+        state.add(columns.rename({"log_probs": "old_log_probs"}))
+        await self._check_engine(state.batch)
+        return state
+
+    async def engine_log_probs(self, state: StepState) -> StepState:
+        """Take the engine's log-probs as the old ones (bypass mode)."""
+        return state.add(state.batch.select("rollout_log_probs").rename({"rollout_log_probs": "old_log_probs"}))
+
+    async def correct(self, state: StepState) -> StepState:
+        """Measure the gap between engine and trainer, and correct it if configured."""
+        return state.add(await self.work.correct(state.batch, self._version))
+
+    async def _check_engine(self, batch: AnyBatch) -> None:
+        await self.work.check_engine(batch, self._version)
+
+    @property
+    def _version(self) -> int | None:
+        """Version of the weights that are trained; None if all tokens have it."""
+        return self.rollouter.buffer.version if self.spec.asynchronous else None
+
+    async def reference_log_probs(self, state: StepState) -> StepState:
+        """Compute the log-probs of the reference policy."""
+        assert self.reference is not None
+        return state.add(await self.reference.log_probs(state.batch))
+
+    async def teach(self, state: StepState) -> StepState:
+        """Let the teachers score the batch."""
+        state.batch = await taught(state.batch, self.config.distillation, self.work, self.teacher)
+        return state
+
+    async def values(self, state: StepState) -> StepState:
+        """Compute the critic's values."""
+        assert self.critic is not None
+        return state.add(await self.critic.values(state.batch))
+
+    # advantages and updates ------------------------------------------------------------------------------------------
+
+    async def kl_in_reward(self, state: StepState) -> StepState:
+        """Subtract the KL penalty from the token rewards, and adapt its coefficient."""
+        return state.add(await self.work.kl_in_reward(state.batch))
+
+    async def advantages(self, state: StepState) -> StepState:
+        """Run the advantage estimator over the complete batch."""
+        return state.add(await self.work.advantages(state.batch))
+
+    async def update_critic(self, state: StepState) -> StepState:
+        """Fit the critic to the returns."""
+        assert self.critic is not None
+        actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+        size, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs or actor.ppo_epochs
+        view = await self._update_view(state, pairs=False)
+        minis = self._minis(
+            view, size, epochs, derive_seed(self.config.trainer.seed, "critic-mini-batches", state.step - 1)
+        )
+        await self._record("critic", await self.critic.update(view, minis, state.step - 1), state)
+        return state
+
+    async def update_actor(self, state: StepState) -> StepState:
+        """Update the policy; missing old log-probs are taken from the forward pass of the only update."""
+        actor = self.config.actor_rollout_ref.actor
+        from_update, by_pairs = "old_log_probs" not in state.batch, actor.preference_loss.loss_mode is not None
+        await self.work.check_ids(state.batch)
+        view = await self._update_view(state, pairs=by_pairs)
+        seed = derive_seed(self.config.trainer.seed, "mini-batches", state.step - 1)
+        minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, seed)
+        same_rows = not by_pairs and not self.config.algorithm.use_pf_ppo
+        keep_last = same_rows and self.archive.whole(state.step)
+        pending = self.actor.update(view, minis, state.step - 1, keep_outputs=from_update, keep_last=keep_last)
+        state.metrics.update(pending.balance())
+        outputs = await pending
+        update = outputs.meta.pop("update")
+        if from_update:
+            state.add(outputs.rename({"log_probs": "old_log_probs"}))
+            await self._check_engine(state.batch)
+        elif keep_last:
+            state.add(outputs)
+        await self._record("actor", update, state)
+        return state
+
+    async def _update_view(self, state: StepState, *, pairs: bool) -> AnyBatch:
+        """Return the rows and tokens for the updates: not rejected, resampled (PF-PPO), or paired."""
+        if pairs or self.config.algorithm.use_pf_ppo:
+            return await self.work.update_view(state.batch, state.step, pairs=pairs)
+        return learnt_tokens(state.batch)
+
+    def _minis(self, view: AnyBatch, prompts: int, epochs: int, seed: int) -> RowGroups:
+        """Return the mini-batches of a role's updates in this step."""
+        shuffle = self.config.actor_rollout_ref.actor.shuffle
+        return mini_batches(view.uids, prompts, epochs, seed if shuffle else None)
+
+    async def _record(self, role: str, update: RoleUpdate, state: StepState) -> None:
+        update_metrics(state.metrics, update.results, role, update.learning_rate)
+        skipped = any(not result.applied for result in update.results)
+        await self.work.check_update(state.batch if skipped else None, role, update)
+
+    # weights ---------------------------------------------------------------------------------------------------------
+
+    async def publish(self, state: StepState) -> StepState:
+        """Send the new weights to the engines, and free the slots of the trained groups."""
+        means, left = await self.work.group_means(state.batch), self.total_steps - state.step
+        begun = time.perf_counter()
+
+        async def send() -> None:
+            if self.spec.asynchronous:
+                state.metrics.add("timing_s/update_weights_drain", time.perf_counter() - begun)
+            await self.send_weights(state)
+
+        await self.rollouter.publish(state.step, send, means, left=left)
+        return state
+
+    async def send_weights(self, state: StepState) -> None:
+        """Send the weights as the version of the step, and check the engines' answers to the canary."""
+        canary = await self.weight_sync.sync(state.step)
+        for part, seconds in self.weight_sync.seconds.items():
+            state.metrics.add(f"timing_s/update_weights_{part}", seconds)
+        if canary is not None:
+            await self.work.check_published(canary)
+
+    # streaming -------------------------------------------------------------------------------------------------------
+
+    def _streamed_stages(self) -> list[Stage]:
+        """Return the stages of a step whose groups are trained on as they finish, while the same weights generate the others."""
+        computed = ("advantages", "returns", "old_log_probs")
+        return [
+            Stage("stream", self.stream, adds=(*SAMPLED, *SCORED, *computed)),
+            Stage("rollout_corr", self.correct, needs=("old_log_probs",)),
+            Stage("update_weights", self.publish),
+        ]
+
+    async def stream(self, state: StepState) -> StepState:
+        """Compute the gradients of groups as they finish, then apply those of the whole batch in one update.
+
+        The gradients of the parts add up to those of the whole batch, up to rounding.
+        """
+        size, parts = -(-self.rollouter.buffer.groups_per_batch // STREAMED_PARTS), list[AnyBatch]()
+        async for groups in self.rollouter.parts(size):
+            state.groups += groups
+            state.batch = concat_batches([group.batch for group in groups])
+            await self.work.check_sampled(state.batch)
+            state = await self.score(state)
+            if self.reference is not None:
+                state = await self.reference_log_probs(state)
+            if self.config.distillation.enable:
+                state = await self.teach(state)
+            state = await self.advantages(state)
+            await self.work.check_ids(state.batch)
+            with state.metrics.timer("update_actor"):
+                outputs = await self.actor.accumulate(state.batch, state.step - 1, first=not parts)
+            part = state.batch.updated(outputs.rename({"log_probs": "old_log_probs"}))
+            if self.archive.whole(state.step):
+                part = part.updated(part.select("old_log_probs").rename({"old_log_probs": "new_log_probs"}))
+            parts.append(part)
+        with state.metrics.timer("update_actor"):
+            update = await self.actor.apply_gradients(state.step - 1)
+        state.batch = concat_batches(parts)
+        self._report_groups(state)
+        await self._check_engine(state.batch)
+        await self._record("actor", update, state)
+        return state
