@@ -34,7 +34,8 @@ from hone.cluster.ray.failures import Failures
 from hone.cluster.ray.group import RayGroup
 from hone.cluster.ray.runtime import RayRuntime
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Shard, Stored
-from hone.cluster.roles import RoleUpdate, mini_batches
+from hone.cluster.dispatch import mini_batches
+from hone.cluster.roles import RoleUpdate, 
 from hone.config import RLConfig, load_config
 from hone.config.parallel_layout import Layout
 from hone.data.batch import Batch

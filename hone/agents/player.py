@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hone.agents import catalogue
@@ -21,6 +21,7 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, EpisodeError, HoneError, NoVerdict
 from hone.generation.protocol import Engine, SamplingParams
 from hone.insight import activity
+from hone.together import gather_or_cancel
 
 log = logging.getLogger("hone.agents")
 
@@ -139,21 +140,6 @@ class Player:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.context.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-async def gather_or_cancel(coroutines: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Return all results in order; if one coroutine fails, cancel the others and raise its error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as failures:
-        raise _first(failures) from None
-    return [task.result() for task in tasks]
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def failed_episode_error(episode: Episode, retries: int) -> EpisodeError:

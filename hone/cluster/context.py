@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,10 +15,11 @@ from hone.config.trees import AnyConfig, model_block
 from hone.data.image_processor import ImageProcessor, load_image_processor
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError
-from hone.models.devices import run_device, use_expandable_segments
 from hone.startup import collect_as_usual
 from hone.threads import compute_here
-from hone.training.layout import Meshes
+
+if TYPE_CHECKING:
+    from hone.training.layout import Meshes
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
@@ -110,6 +111,8 @@ def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.de
     Raises:
         ConfigError: trainer.device=cuda, and there is no CUDA GPU.
     """
+    from hone.models.devices import run_device, use_expandable_segments  # the driver of a cluster has no device
+
     collect_as_usual()
     compute_here(trainer.num_threads or threads)
     if trainer.device == "cuda" and not torch.cuda.is_available():

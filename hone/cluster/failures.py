@@ -31,6 +31,10 @@ _OUT_OF_MEMORY = (
 )
 
 
+class BroadcastError(RuntimeError):
+    """The process group could not be made, or a broadcast failed: a member died or is unreachable. Weights can go another way."""
+
+
 class WorkerLost(ProcessError):
     """A worker process died, or was killed because it hung; its models are lost.
 

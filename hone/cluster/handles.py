@@ -1,7 +1,7 @@
-"""What the driver may ask of each role: the ``@dispatch`` methods of its class, as the driver calls them.
+"""Handles of the roles: the ``@dispatch`` methods of each class, as the driver calls them.
 
 A handle stands for all workers of a role. A method has the parameters of the worker's; its batches may be elsewhere, and it returns
-an :class:`~hone.cluster.dispatch.Answer`. The classes behind the handles are in :mod:`hone.cluster.plan`;
+an :class:`~hone.cluster.dispatch.Answer`. The classes are in :mod:`hone.cluster.plan`;
 ``tests/unit/cluster/test_handles.py`` compares both.
 """
 

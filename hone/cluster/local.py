@@ -19,11 +19,10 @@ from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Dispatch, Split, dispatched
 from hone.config.derived import RunSpec
-from hone.config.pools import check_local
+from hone.config.pools import check_local, divided_cores
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
-from hone.generation.build import divided_cores
 from hone.models.kernels.cpu.memory import MemoryUse
 
 COMPUTING = ("actor", "reference", "critic", "reward_model", "teacher")

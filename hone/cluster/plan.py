@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Sequence
 
 from hone.cluster.context import RoleSpec
-from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
-from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
-from hone.cluster.reward_model import RewardModelWorker
-from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
-from hone.cluster.rollout import RolloutWorker
-from hone.cluster.teacher import TeacherWorker
 from hone.config.derived import RunSpec
 from hone.config.pools import MAIN_POOL, Pool, engine_devices
 from hone.config.specs import OfflineSpec, spec_of
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, OfflineConfig
 
-_CLASSES: dict[str, type] = {
-    "actor": PolicyWorker,
-    "rollout": RolloutWorker,
-    "reference": ReferenceWorker,
-    "critic": CriticWorker,
-    "reward_model": RewardModelWorker,
-    "teacher": TeacherWorker,
+_CLASSES = {
+    "actor": "hone.cluster.roles:PolicyWorker",
+    "rollout": "hone.cluster.rollout:RolloutWorker",
+    "reference": "hone.cluster.roles:ReferenceWorker",
+    "critic": "hone.cluster.roles:CriticWorker",
+    "reward_model": "hone.cluster.reward_model:RewardModelWorker",
+    "generative reward_model": "hone.cluster.generative_reward_model:GenerativeRewardModelWorker",
+    "teacher": "hone.cluster.teacher:TeacherWorker",
+    "work": "hone.trainers.batch_ops:BatchOps",
+    "offline actor": "hone.cluster.offline_roles:LearnerWorker",
+    "offline reference": "hone.cluster.offline_roles:FrozenPolicyWorker",
+    "offline teacher": "hone.cluster.teacher:TeacherWorker",
 }
-
-_OFFLINE_CLASSES: dict[str, type] = {"actor": LearnerWorker, "reference": FrozenPolicyWorker, "teacher": TeacherWorker}
+"""Class of each role by path: the driver knows only its handle, and imports none of this before the run is built."""
 
 
 def model_roles(config: RLConfig) -> list[RoleSpec]:
     """Return the roles with a model that the algorithm needs, in the order of their construction."""
     roles = []
     for role in RunSpec(config).roles:
-        cls = _CLASSES[role.name]
-        if role.name == "reward_model" and config.reward.reward_model.kind == "generative":
-            cls = GenerativeRewardModelWorker
+        generative = role.name == "reward_model" and config.reward.reward_model.kind == "generative"
+        cls = _class_of(f"generative {role.name}" if generative else role.name)
         group = engine_devices(config) if role.name == "rollout" else 1
         roles.append(RoleSpec(role.name, cls, replicated=role.replicated, group=group))
     return roles
@@ -44,7 +42,16 @@ def model_roles(config: RLConfig) -> list[RoleSpec]:
 
 def offline_roles(config: OfflineConfig) -> list[RoleSpec]:
     """Return the roles of a run over a fixed dataset, in the order of their construction."""
-    return [RoleSpec(role.name, _OFFLINE_CLASSES[role.name]) for role in OfflineSpec(config).roles]
+    return [RoleSpec(role.name, _class_of(f"offline {role.name}")) for role in OfflineSpec(config).roles]
+
+
+def work_role() -> RoleSpec:
+    """Return the role of all that is computed over whole batches without a model."""
+    return RoleSpec("work", _class_of("work"))
+
+
+def _class_of(role: str) -> type:
+    return pkgutil.resolve_name(_CLASSES[role])
 
 
 def place(config: AnyConfig, roles: Sequence[RoleSpec]) -> list[Pool]:

@@ -17,7 +17,8 @@ from hone.config.tree import RLConfig
 from hone.config.trees import model_block
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TEACHER_RESPONSES, TopKHead
+from hone.data.spans import TEACHER_RESPONSES
+from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TopKHead
 from hone.training.backends.protocol import TrainBackend
 from hone.training.learners import teacher_head, teacher_model
 

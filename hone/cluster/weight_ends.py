@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import Backend, TCPStore
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
+from hone.cluster.failures import BroadcastError
 from hone.config.limits import BROADCAST_BUFFERS
 from hone.config.tree import RLConfig
 from hone.generation.build import engine_dtype
@@ -49,10 +50,6 @@ _SLOWEST = 16 * 2**20
 _ALIGNED = 256
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 Named = tuple[str, Tensor]
-
-
-class BroadcastError(RuntimeError):
-    """The process group could not be made, or a broadcast failed: a member died or is unreachable. Weights can go another way."""
 
 
 @dataclass(frozen=True)

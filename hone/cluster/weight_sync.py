@@ -9,17 +9,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.cluster.any_batch import AnyBatch
 from hone.cluster.dispatch import Answer, RemoteTensors
-from hone.cluster.failures import WorkerLost
+from hone.cluster.failures import BroadcastError, WorkerLost
 from hone.cluster.handles import Actor, Rollout, Weights
-from hone.cluster.weight_ends import BroadcastError, Bucket
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from hone.cluster.weight_ends import Bucket
 
 log = logging.getLogger("hone")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from hone.config.ray import OwnPoolConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError
+from hone.threads import divided
 
 MAIN_POOL = "main"  # name of the pool of the actor, and of every role without a pool of its own
 
@@ -121,3 +123,15 @@ def check_local(config: AnyConfig) -> None:
             where="trainer.runtime",
             code="R02",
         )
+
+
+def divided_cores(config: RLConfig, count: int | None = None) -> tuple[int, int]:
+    """Return the CPU threads of each of ``count`` replicas, and those of training in the same run.
+
+    Args:
+        config: configuration of the run.
+        count: number of replicas; None means that of the configuration.
+    """
+    count = count or config.actor_rollout_ref.rollout.num_replicas or 1
+    keys = config.trainer
+    return divided(len(os.sched_getaffinity(0)), count, keys.async_training.engine_threads, keys.num_threads)

@@ -11,6 +11,7 @@ import torch
 from torch import device as Device
 
 from hone.config.derived import RunSpec, longest_sequence
+from hone.config.pools import divided_cores
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.generation import ENGINES, is_served
@@ -20,7 +21,6 @@ from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine
 from hone.generation.remote import LaunchPlan, ServedEngine
 from hone.models.devices import dtype_on, run_device
-from hone.threads import divided
 
 LOGS = "engines"
 """Folder of engine logs in a run directory."""
@@ -245,17 +245,6 @@ def _replica_threads(config: RLConfig, count: int) -> int:
     """Return the CPU threads of each of ``count`` replicas on this machine."""
     shared = RunSpec(config).asynchronous and config.trainer.runtime == "local"
     return divided_cores(config, count)[0] if shared else threads_of(count, torch.get_num_threads())
-
-
-def divided_cores(config: RLConfig, count: int | None = None) -> tuple[int, int]:
-    """Return the CPU threads of each of ``count`` replicas, and those of training in the same run.
-
-    Args:
-        count: number of replicas; None means that of the configuration.
-    """
-    count = count or config.actor_rollout_ref.rollout.num_replicas or 1
-    keys = config.trainer
-    return divided(len(os.sched_getaffinity(0)), count, keys.async_training.engine_threads, keys.num_threads)
 
 
 def _place(path: str | None) -> str:

@@ -27,19 +27,19 @@ from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
+from hone.data.spans import TEACHER_RESPONSES
 from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.trainers.archiving import Archiving
-from hone.trainers.distillation import taught
 from hone.trainers.episodes import Episodes
 from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.inputs import quarantined_rows
-from hone.trainers.reporting import update_metrics
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.stages import SAMPLED, SCORED, Stage, StepState
+from hone.trainers.step_metrics import update_metrics
 from hone.trainers.turn_values import TurnForks
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.verdicts import keep_verdicts, too_few_in
@@ -289,8 +289,17 @@ class Algorithm:
 
     async def teach(self, state: StepState) -> StepState:
         """Let the teachers score the batch."""
-        state.batch = await taught(state.batch, self.config.distillation, self.work, self.teacher)
-        return state
+        settings = self.config.distillation
+        inputs = state.batch.updated(await self.work.teacher_inputs(state.batch))
+        if len(settings.models) > 1:
+            state.batch = inputs
+        if self.teacher is not None:
+            said = await self.teacher.teach(inputs)
+            if TEACHER_RESPONSES in inputs:
+                said = await self.work.teacher_spans(inputs.updated(said))
+            state.add(said)
+            inputs = inputs.updated(said)
+        return state.add(await self.work.served_teachers(inputs)) if settings.addresses else state
 
     async def values(self, state: StepState) -> StepState:
         """Compute the critic's values."""

@@ -18,11 +18,10 @@ from hone.data.types import Trajectory
 from hone.insight.archive.schema import BY_NAME, FLOATS, IDS, INTS
 from hone.insight.archive.write import to_table
 from hone.insight.records import episode_record
+from hone.trainers.archiving import TRAINED
 from hone.trainers.reporting import prompt_text, score_values
 from hone.trainers.update_view import KEPT
 
-TRAINED = "trained"
-"""Fate of the rows of a step's batch."""
 _SOURCES = {
     **{name: name for name in ("prompt_ids", "response_ids", "response_mask", "token_versions", "old_log_probs")},
     **{name: name for name in ("new_log_probs", "ref_log_probs", "entropy", "values", "advantages", "returns")},

@@ -14,8 +14,9 @@ from hone.cluster.handles import Work
 from hone.config.run import TrainerConfig
 from hone.data.prompts import PromptDataset
 from hone.data.types import row_of
-from hone.trainers.archive_rows import TRAINED
 
+TRAINED = "trained"
+"""Fate of the rows of a step's batch."""
 _SEARCHED = 1000
 """Rows of the dataset among which at least one prompt is followed."""
 

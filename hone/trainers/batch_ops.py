@@ -39,7 +39,8 @@ from hone.models.loading import saved_settings
 from hone.rewards.doctor import EnvironmentDoctor
 from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
-from hone.trainers.archive_rows import TRAINED, prompt_texts, rollout_table
+from hone.trainers.archive_rows import prompt_texts, rollout_table
+from hone.trainers.archiving import TRAINED
 from hone.trainers.distillation import mixed_advantages
 from hone.trainers.estimates import estimate
 from hone.trainers.judged_rewards import JudgedRewards

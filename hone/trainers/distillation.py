@@ -1,30 +1,14 @@
-"""What teachers add to a batch, and the advantages that mix them with the reward."""
+"""Advantages that mix teachers with the reward."""
 
 from __future__ import annotations
 
 from hone.algorithms import distillation_advantages
-from hone.cluster.any_batch import AnyBatch
-from hone.cluster.handles import Teacher, Work
 from hone.config.distillation import DistillationConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.metrics import MetricStore
-from hone.models.teacher import SPANS, TEACHER_RESPONSES
+from hone.models.teacher import SPANS
 from hone.training.objectives import token_loss_options
-
-
-async def taught(batch: AnyBatch, settings: DistillationConfig, work: Work, teacher: Teacher | None) -> AnyBatch:
-    """Add the columns of the teachers."""
-    inputs = batch.updated(await work.teacher_inputs(batch))
-    batch = inputs if len(settings.models) > 1 else batch
-    if teacher is not None:
-        said = await teacher.teach(inputs)
-        if TEACHER_RESPONSES in inputs:
-            said = await work.teacher_spans(inputs.updated(said))
-        batch, inputs = batch.updated(said), inputs.updated(said)
-    if settings.addresses:
-        batch = batch.updated(await work.served_teachers(inputs))
-    return batch
 
 
 def mixed_advantages(advantages: Ragged, batch: Batch, settings: DistillationConfig, metrics: MetricStore) -> Ragged:

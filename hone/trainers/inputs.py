@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.context import EpisodeContext
-from hone.agents.contract import agent_contract, contract_changes
-from hone.agents.prompts import loop_class, tools_of
 from hone.cluster.context import run_image_processor
 from hone.config.data import DataConfig
 from hone.config.derived import RunSpec
@@ -28,6 +26,9 @@ from hone.generation.constraints import configured_constraint
 from hone.generation.protocol import SamplingParams
 from hone.text import json_lines
 
+if TYPE_CHECKING:
+    from hone.agents.context import EpisodeContext
+
 log = logging.getLogger(__name__)
 
 
@@ -38,9 +39,21 @@ def file_list(files: Any) -> list[str]:
 
 def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int) -> PromptDataset:
     """Load the prompts in ``files`` (a path or list of paths), with the tools of each row's agent loop."""
+    from hone.agents.prompts import tools_of
+
+    with _episode_context(config, tokenizer) as context:
+        return _prompt_dataset(config, files, tokenizer, max_samples, tools_of(context))
+
+
+@contextlib.contextmanager
+def _episode_context(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[EpisodeContext]:
+    from hone.agents.context import (
+        EpisodeContext,  # tools and environments, which a driver that only trains does not import
+    )
+
     context = EpisodeContext.from_config(config, tokenizer)
     try:
-        return _prompt_dataset(config, files, tokenizer, max_samples, tools_of(context))
+        yield context
     finally:
         context.close()
 
@@ -68,15 +81,16 @@ def _prompt_dataset(
 
 def run_contract(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the agent contract of a run; see :func:`~hone.agents.contract.agent_contract`."""
-    context = EpisodeContext.from_config(config, tokenizer)
-    try:
+    from hone.agents.contract import agent_contract
+
+    with _episode_context(config, tokenizer) as context:
         return agent_contract(context)
-    finally:
-        context.close()
 
 
 def report_contract(earlier: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
     """Warn if ``what`` plays episodes under another agent contract than the policy was trained with."""
+    from hone.agents.contract import contract_changes
+
     changes = contract_changes(earlier, now)
     if changes:
         log.warning(
@@ -136,11 +150,14 @@ def self_scored(
 ) -> frozenset[str]:
     """Return the data sources whose rows are all played by loops that compute rewards."""
     samples = [dataset[row] for dataset in datasets if dataset is not None for row in range(len(dataset))]
-    return self_scored_by(EpisodeContext.from_config(config, tokenizer), samples)
+    with _episode_context(config, tokenizer) as context:
+        return self_scored_by(context, samples)
 
 
 def self_scored_by(context: EpisodeContext, samples: Sequence[Sample]) -> frozenset[str]:
     """Return the data sources whose samples are all played by loops that compute rewards."""
+    from hone.agents.prompts import loop_class
+
     scored = {sample.data_source for sample in samples if not loop_class(context, sample).gives_reward}
     return frozenset({sample.data_source for sample in samples} - scored)
 

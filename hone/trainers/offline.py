@@ -28,8 +28,8 @@ from hone.data.seeding import derive_seed
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
 from hone.trainers.launched_session import LaunchedSession
-from hone.trainers.reporting import memory_metrics, update_metrics
 from hone.trainers.session import RunSession, session_steps
+from hone.trainers.step_metrics import memory_metrics, update_metrics
 
 ConfigT = TypeVar("ConfigT", SFTConfig, PreferenceConfig | RewardModelConfig)
 DataT = TypeVar("DataT")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hone.cluster.context import RoleSpec, run_tokenizer
 from hone.cluster.handles import Computing
-from hone.cluster.plan import model_roles
+from hone.cluster.plan import model_roles, work_role
 from hone.cluster.runtime import Roles
 from hone.cluster.supervisor import Supervisor
 from hone.config.tree import RLConfig
@@ -24,13 +24,12 @@ from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
 from hone.trainers.algorithm import Algorithm
 from hone.trainers.attempts import supervised
-from hone.trainers.batch_ops import BatchOps
 from hone.trainers.inputs import prompt_dataset, run_contract, self_scored, training_sampling
 from hone.trainers.replica_control import replica_requests
-from hone.trainers.reporting import memory_metrics, overhead_metrics
 from hone.trainers.saving import RunState
 from hone.trainers.session import RunSession, session_steps
 from hone.trainers.stages import StepState, check_stages, run_stages
+from hone.trainers.step_metrics import memory_metrics, overhead_metrics
 from hone.trainers.validator import ValidationTask, Validator
 
 
@@ -88,7 +87,7 @@ class RLTrainer(Algorithm):
 
     def roles(self) -> list[RoleSpec]:
         """Return the roles of the run in order of creation."""
-        return [*model_roles(self.config), RoleSpec("work", BatchOps)]
+        return [*model_roles(self.config), work_role()]
 
     # the loop --------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ SCORED = ("score", "token_level_scores", "token_level_rewards")
 
 @dataclass
 class StepState:
-    """What the stages of a step hand on: each takes it, and returns it with more columns or unchanged."""
+    """State of a step: each stage takes it, and returns it with more columns or unchanged."""
 
     step: int
     metrics: MetricStore

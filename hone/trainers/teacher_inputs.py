@@ -18,7 +18,7 @@ from hone.data.image_processor import ImageProcessor
 from hone.data.images import content_text
 from hone.data.ragged import Ragged
 from hone.data.row_images import parts_of
-from hone.data.spans import Spans, shares_tokenizer, spans_of
+from hone.data.spans import TEACHER_RESPONSES, TEACHER_SPANS, Spans, shares_tokenizer, spans_of
 from hone.data.teacher_prompt import filled
 from hone.data.tokenizer import decoded, load_tokenizer, stop_tokens
 from hone.data.types import Sample
@@ -29,8 +29,6 @@ from hone.models.teacher import (
     TEACHER,
     TEACHER_LOG_PROBS,
     TEACHER_PROMPTS,
-    TEACHER_RESPONSES,
-    TEACHER_SPANS,
 )
 
 

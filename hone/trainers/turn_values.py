@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from hone.agents.forking import ForkPoint
+from typing import TYPE_CHECKING
+
 from hone.cluster.any_batch import AnyBatch
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.generation.protocol import SamplingParams
 from hone.trainers.episodes import Episodes
 from hone.trainers.stages import StepState
+
+if TYPE_CHECKING:
+    from hone.agents.forking import ForkPoint
 
 
 class TurnForks:

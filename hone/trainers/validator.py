@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.player import gather_or_cancel
 from hone.cluster.any_batch import concat_batches
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
 from hone.insight.run_directory import RunDirectory, read_metrics
+from hone.together import gather_or_cancel
 from hone.trainers.episodes import Episodes
 from hone.trainers.inputs import prompt_dataset, validation_sampling
 

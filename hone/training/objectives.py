@@ -303,8 +303,3 @@ def _masked_gradient(log_probs: Tensor, mask: Tensor) -> Statistics:
 
     log_probs.register_hook(measure)
     return {MASKED_GRADIENT: (largest, float(masked.numel()))}
-
-
-def declared_metrics(statistics: Statistics) -> Statistics:
-    checked = (RATIO_MAX, RATIO_MEAN, MASKED_GRADIENT)
-    return {name: value for name, value in statistics.items() if name not in checked}

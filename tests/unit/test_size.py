@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import random
+import subprocess
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -26,6 +31,46 @@ def test_no_package_is_larger_than_its_budget() -> None:
 def test_files_stay_small() -> None:
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "hone").rglob("*.py")}
     assert not {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > size.LONGEST}
+
+
+IMPORTS = tomllib.loads(size.BUDGET.read_text(encoding="utf-8"))["imports"]
+
+
+def modules() -> dict[str, Path]:
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "hone").rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def imported_by(path: Path) -> set[str]:
+    """Names that a module imports anywhere, those for type checkers left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    skipped = {id(inner) for n in guarded for statement in n.body for inner in ast.walk(statement)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and id(node) not in skipped:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and id(node) not in skipped:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_what_a_module_makes_its_reader_read(module: str) -> None:
+    every = modules()
+    lines = {name: path.read_text(encoding="utf-8").count("\n") for name, path in every.items()}
+    code = f"import {module}, sys; print(*(name for name in sys.modules if name.split('.')[0] == 'hone'))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = sum(lines[name] for name in ran.stdout.splitlines()[-1].split())
+    closure, todo = set(), {module}
+    while todo:
+        name = todo.pop()
+        closure.add(name)
+        for reached in imported_by(every[name]):
+            parts = reached.split(".")
+            todo |= {".".join(parts[:k]) for k in range(1, len(parts) + 1)} & every.keys() - closure
+    now = {"loaded": loaded, "closure": sum(lines[name] for name in closure)}
+    assert not [f"{key}: {now[key]} lines" for key, limit in IMPORTS[module].items() if now[key] > limit], FIX
 
 
 ODD = r"""

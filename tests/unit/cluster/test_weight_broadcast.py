@@ -16,8 +16,8 @@ from support.patience import LONG
 from torch import Tensor
 
 from hone.cluster import weight_ends
+from hone.cluster.failures import BroadcastError
 from hone.cluster.weight_ends import (
-    BroadcastError,
     BroadcastGroup,
     Bucket,
     BucketBuffers,

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from hone.insight.metrics import MetricStore
-from hone.trainers.reporting import memory_metrics
+from hone.trainers.step_metrics import memory_metrics
 
 
 def used(name: str = "perf/cpu_memory_used_gb") -> float:

@@ -18,10 +18,11 @@ from hone.config import RLConfig, load_config
 from hone.data.batch import Batch
 from hone.data.chat import encode_texts, render_prompt
 from hone.data.ragged import Ragged
+from hone.data.spans import TEACHER_RESPONSES, TEACHER_SPANS
 from hone.data.types import Sample
 from hone.errors import DataError
 from hone.insight.metrics import MetricStore
-from hone.models.teacher import SPANS, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TEACHER_RESPONSES, TEACHER_SPANS
+from hone.models.teacher import SPANS, TEACHER_LOG_PROBS, TEACHER_PROMPTS
 from hone.trainers.teacher_inputs import TeacherInputs, span_columns
 
 POLICY = tokenizer("qwen2_5")

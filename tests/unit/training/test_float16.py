@@ -12,7 +12,7 @@ from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.models.heads import PolicyHead
 from hone.models.routing import use_hone_attention
-from hone.trainers.reporting import update_metrics
+from hone.trainers.step_metrics import update_metrics
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective

@@ -20,9 +20,10 @@ from hone.errors import ConfigError
 from hone.insight.invariants import MASKED_GRADIENT
 from hone.insight.metrics import MetricStore, find_metric
 from hone.models.heads import PolicyHead
+from hone.trainers.step_metrics import declared_metrics
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.objectives import PolicyObjective, declared_metrics
+from hone.training.objectives import PolicyObjective
 
 LOSSES = policy_losses.names()
 

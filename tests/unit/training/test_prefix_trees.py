@@ -25,9 +25,10 @@ from hone.data.ragged import Ragged
 from hone.insight.metrics import MetricStore
 from hone.models.heads import PolicyHead, ValueHead
 from hone.models.loading import load_policy, load_value_model
+from hone.trainers.step_metrics import declared_metrics
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.objectives import DIVISORS, PolicyObjective, declared_metrics, value_objective
+from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.packing import pack
 from hone.training.updates import LossFn
 
