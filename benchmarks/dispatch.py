@@ -28,14 +28,12 @@ import psutil
 import torch
 
 from hone.cluster.context import RoleSpec, WorkerContext
-from hone.cluster.dispatch import Split, dispatch
+from hone.cluster.dispatch import Split, dispatch, mini_batches
+from hone.cluster.handles import RoleUpdate
 from hone.cluster.plan import model_roles
 from hone.cluster.ray.failures import Failures
-from hone.cluster.ray.group import RayGroup
-from hone.cluster.ray.runtime import RayRuntime
+from hone.cluster.ray.runtime import RayGroup, RayRuntime
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Shard, Stored
-from hone.cluster.dispatch import mini_batches
-from hone.cluster.roles import RoleUpdate, 
 from hone.config import RLConfig, load_config
 from hone.config.parallel_layout import Layout
 from hone.data.batch import Batch

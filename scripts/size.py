@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 BUDGET = ROOT / "tests" / "size.toml"
 MEASURES = ("lines", "files", "tokens")
-LONGEST = 500
+LONGEST = 800
 """Lines of a file of hone/."""
 
 Size = dict[str, int]

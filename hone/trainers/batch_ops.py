@@ -41,12 +41,11 @@ from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.archive_rows import prompt_texts, rollout_table
 from hone.trainers.archiving import TRAINED
-from hone.trainers.distillation import mixed_advantages
 from hone.trainers.estimates import estimate
 from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import age_metrics, batch_metrics
 from hone.trainers.saved_groups import load_groups, save_groups
-from hone.trainers.teacher_inputs import TeacherInputs, span_columns
+from hone.trainers.teacher_inputs import TeacherInputs, mixed_advantages, span_columns
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.trainers.verdicts import sort_rows

@@ -11,7 +11,7 @@ from support.tiny_runs import make_model, make_tiny_runs, rl_words
 from hone.config.distillation import SAMPLED_MODES, TOP_K_MODES, WHOLE_MODES
 
 pytestmark = pytest.mark.application(
-    "hone/trainers/distillation.py",
+    "hone/trainers/teacher_inputs.py",
     "hone/trainers/teacher_inputs.py",
     "hone/training/learners.py",
     "hone/training/served_teacher.py",
@@ -124,7 +124,7 @@ def test_a_teacher_with_another_tokenizer_teaches_by_spans(tiny: Path, tmp_path:
 
 
 @pytest.mark.long(
-    "hone/trainers/distillation.py",
+    "hone/trainers/teacher_inputs.py",
     "hone/trainers/teacher_inputs.py",
     "hone/training/learners.py",
     "hone/training/served_teacher.py",

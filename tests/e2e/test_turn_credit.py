@@ -8,7 +8,7 @@ from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
 
 pytestmark = pytest.mark.application(
-    "hone/trainers/turn_values.py",
+    "hone/trainers/algorithm.py",
     "hone/apps/lab/forks.py",
     "hone/agents/forking.py",
 )

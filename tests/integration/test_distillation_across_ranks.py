@@ -5,7 +5,7 @@ import torch
 from support.ranks import Ranks
 from support.teacher_updates import distilled
 
-pytestmark = pytest.mark.long("hone/trainers/distillation.py", "hone/training/learners.py", "hone/cluster/teacher.py")
+pytestmark = pytest.mark.long("hone/trainers/teacher_inputs.py", "hone/training/learners.py", "hone/cluster/teacher.py")
 
 ACTOR = "actor_rollout_ref.actor"
 OVERRIDES = [

@@ -16,7 +16,7 @@ from hone.cluster.watchdog import Culprit, Hang, Watchdog
 from hone.errors import EXIT_FAILED
 from hone.insight import activity
 
-pytestmark = pytest.mark.long("hone/cluster/watchdog.py", "hone/cluster/watcher.py", "hone/cluster/wait_graph.py")
+pytestmark = pytest.mark.long("hone/cluster/watchdog.py", "hone/cluster/watcher.py", "hone/cluster/watcher.py")
 
 RANK = """
 import sys, time

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hone.cluster.any_batch import AnyBatch
 from hone.cluster.columns import assembled, stored
 from hone.cluster.context import RoleSpec
-from hone.cluster.group import stored_batch
+from hone.cluster.dispatch import Answer
+from hone.cluster.group import Arguments, WorkerGroup, stored_batch
 from hone.cluster.plan import place
 from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.failures import Failures, PendingCall
-from hone.cluster.ray.group import RayGroup
 from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
 from hone.cluster.remote_batch import RemoteBatch
+from hone.config.parallel_layout import Layout
 from hone.config.pools import Pool, check_engines, check_layouts
 from hone.config.trees import AnyConfig, model_block
 from hone.data.balance import CostModel
@@ -33,6 +35,78 @@ from hone.data.batch import Batch
 from hone.errors import ConfigError, ProcessError
 from hone.insight import activity
 from hone.user_objects import objects_in_use
+
+
+class RayAnswer(Answer[Any]):
+    """Pending results of workers, and their combination."""
+
+    def __init__(
+        self,
+        calls: Sequence[PendingCall],
+        finish: Callable[[list[Any]], Any],
+        what: str,
+        whom: str,
+        failures: Failures,
+        balance: Callable[[], dict[str, float]],
+    ) -> None:
+        self._posts, self._finish, self._what, self._whom = list(calls), finish, what, whom
+        self._failures, self.balance = failures, balance
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        with activity.waiting(self._what, on=[self._whom]):
+            try:
+                values = await asyncio.gather(*(post.ref for post in self._posts))
+            except RayError as error:
+                raise await asyncio.to_thread(self._failures.explain, self._posts, error) from None
+        return self._finish(values)
+
+    def result(self) -> Any:
+        """Block until all workers have answered."""
+        with activity.waiting(self._what, on=[self._whom]):
+            return self._finish(self._failures.answers(self._posts))
+
+
+class RayGroup(WorkerGroup):
+    """All workers of a role on Ray.
+
+    Args:
+        role, layout, balance, cost: as of :class:`~hone.cluster.group.WorkerGroup`.
+        hosts: processes, by rank.
+        pool: name of their pool.
+        failures: explains failed calls.
+    """
+
+    def __init__(
+        self,
+        role: RoleSpec,
+        hosts: Sequence[Any],
+        pool: str,
+        layout: Layout,
+        failures: Failures,
+        *,
+        balance: bool = True,
+        cost: CostModel | None = None,
+    ) -> None:
+        super().__init__(role, len(hosts), layout, balance=balance, cost=cost)
+        self._hosts, self._pool, self._failures = list(hosts), pool, failures
+
+    def _send(
+        self,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        finish: Callable[[list[Any]], Any],
+        balance: Callable[[], dict[str, float]],
+    ) -> RayAnswer:
+        """Call a method on some workers."""
+        pending = [
+            PendingCall(f"{self._pool}[{rank}]", self._hosts[rank].call.remote(self.role.name, method, sent, named))
+            for rank, (sent, named) in arguments.items()
+        ]
+        return RayAnswer(pending, finish, f"{self.role.name}.{method}", self._pool, self._failures, balance)
+
 
 log = logging.getLogger("hone")
 

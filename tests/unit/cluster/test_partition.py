@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.messages import raises
 
 from hone.cluster.dispatch import RowGroups
-from hone.cluster.partition import Partition, balanced
+from hone.cluster.group import Partition, balanced
 from hone.data.balance import Lengths
 
 

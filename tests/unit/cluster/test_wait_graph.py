@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.cluster.wait_graph import diagnose
+from hone.cluster.watcher import diagnose
 from hone.insight.activity import Record, Span
 from hone.insight.stacks import Frame, ThreadStacks
 
