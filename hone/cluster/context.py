@@ -29,13 +29,9 @@ class WorkerContext(Generic[ConfigT]):
     """Process of a role.
 
     Attributes:
-        config: configuration of the run.
-        device: device of this process.
         rank: rank of this process in its pool.
         world: number of processes of the pool.
-        layout: division of a model over the pool's processes.
         meshes: process groups of the layout; None with one process.
-        total_steps: horizon of the schedules.
         resume: location of the checkpoint to resume from, or None.
         roles: roles that this process has already, by name.
         engine_devices: GPUs, as in CUDA_VISIBLE_DEVICES, of the engine that this process starts; empty without GPUs, and if
@@ -71,7 +67,6 @@ class RoleSpec:
     """A role that a run needs.
 
     Attributes:
-        name: name of the role.
         cls: its class; it is built as ``cls(context, **arguments)``.
         arguments: further arguments of its class.
         replicated: whether each process works on its rows alone, so that rows are split over all processes; otherwise

@@ -71,7 +71,6 @@ def worker_lost(
         name: name of the process.
         record: its last published record; None without one.
         cause: how it ended, if known.
-        config: configuration of the run.
         run_stage: current stage of the run.
         out_of_memory: whether memory was the reason.
         log: end of its log.

@@ -32,9 +32,6 @@ class GenerativeRewardModelWorker:
     ``reward.reward_model.max_token_len_per_gpu`` tokens. An answer that is too long for that, or for the model's positions, is
     not judged and has no score.
 
-    Args:
-        context: context of the process.
-
     Raises:
         ConfigError: no path is given.
         ModelError: the directory holds no causal language model.

@@ -189,7 +189,6 @@ class WorkerGroup(ABC):
         """Call a method on some workers.
 
         Args:
-            method: name of the method.
             arguments: arguments of each called rank; batches are :class:`~hone.cluster.remote_batch.Shard` objects.
             finish: combines the results, in the order of ``arguments``.
             balance: returns the metrics of the division.

@@ -55,10 +55,6 @@ class LocalAnswer(Answer[Any]):
 class LocalGroup:
     """The only worker of a role, in this process.
 
-    Attributes:
-        role: worker.
-        dp_size: 1.
-
     Args:
         compute: thread that runs methods which are not async; None runs them in the calling thread.
     """
@@ -85,9 +81,6 @@ class LocalRuntime:
     """Build the roles of a run one after the other in the calling process.
 
     Args:
-        config: configuration of the run.
-        roles: roles to build.
-        total_steps: horizon of the schedules.
         resume: location of the checkpoint to resume from, or None.
 
     Raises:

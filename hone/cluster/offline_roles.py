@@ -63,7 +63,6 @@ class LearnerWorker(ModelRole):
         """Apply the optimizer updates of one step.
 
         Args:
-            batch: rows of the step.
             minis: rows of each update.
             step: position in the learning-rate schedule (0 is the first).
         """

@@ -54,9 +54,6 @@ class RewardModelWorker(ModelRole):
     A reward model with the policy's vocabulary reads the sampled tokens; any other gets prompt and answer as messages, in its
     chat template.
 
-    Args:
-        context: context of the process.
-
     Raises:
         ConfigError: the path is not set.
         ModelError: the directory has no scalar model.

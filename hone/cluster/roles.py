@@ -127,7 +127,6 @@ class PolicyWorker(WeightSource, ModelRole):
         """Apply all optimizer updates of one step.
 
         Args:
-            batch: rows of the step.
             minis: rows of each mini-batch, in the order of the updates.
             step: position in the learning-rate schedule (0 is the first).
             keep_outputs: return ``log_probs`` and ``entropy`` of the response tokens from the forward pass of the single
@@ -166,7 +165,6 @@ class PolicyWorker(WeightSource, ModelRole):
         """Compute the gradients of a part of the step's only update; return ``log_probs`` and ``entropy`` of its tokens.
 
         Args:
-            batch: rows of the part.
             step: position in the learning-rate schedule (0 is the first).
             first: whether it is the first part of the step.
         """

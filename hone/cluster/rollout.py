@@ -72,7 +72,6 @@ class RolloutWorker(WeightTarget):
         engine: absent in a worker that lends its device to another's engine.
 
     Args:
-        context: context of the process.
         engine: None builds the configured engine.
     """
 

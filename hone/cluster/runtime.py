@@ -68,9 +68,7 @@ def build_runtime(config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: 
     """Start the runtime of ``trainer.runtime``, with all roles built.
 
     Args:
-        config: configuration of the run.
         roles: roles in the order of their construction.
-        total_steps: horizon of the schedules.
         resume: location of the checkpoint to resume from, or None.
 
     Raises:

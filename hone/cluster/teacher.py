@@ -30,9 +30,6 @@ class TeacherWorker(ModelRole):
 
     The policy as its own teacher is the actor of this process where its weights are at hand: with ``self_teacher=current``, and
     with LoRA, whose adapter is off for ``initial``. Otherwise it is a frozen copy.
-
-    Args:
-        context: context of the process.
     """
 
     def __init__(self, context: WorkerContext[RLConfig] | WorkerContext[SFTConfig]) -> None:

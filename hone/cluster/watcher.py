@@ -291,7 +291,6 @@ class Watched:
     """Parameters of a watcher.
 
     Attributes:
-        run: run directory.
         seconds: number of seconds without progress that count as a hang.
         driver: pid of the process that reads the reports.
         born: start of that process, as :func:`hone.insight.activity.birth` gives it. The driver says it, because it may be

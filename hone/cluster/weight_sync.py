@@ -50,7 +50,6 @@ class WeightSync:
         seconds: seconds of each of ``PARTS`` of the last sync; empty without copies.
 
     Args:
-        config: configuration of the run.
         actor: source of the weights.
         rollout: receiver of the weights.
         prompt: prompt of the canary.

@@ -48,7 +48,6 @@ def rollout_table(batch: Batch, fates: Sequence[str], step: int, prompts: Mappin
     Args:
         batch: rows with ``trajectory``; columns that the step did not compute are null.
         fates: fate of each row. The loss mask is of batches whose rows were all trained.
-        step: number of the step.
         prompts: see :func:`prompt_texts`.
     """
     trajectories = batch.objects("trajectory")

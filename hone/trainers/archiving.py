@@ -26,7 +26,6 @@ class Archiving:
 
     Args:
         config: block ``trainer``.
-        dataset: training prompts.
         work: role that holds the columns.
     """
 

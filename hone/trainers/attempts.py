@@ -16,7 +16,6 @@ def supervised(config: ConfigT, attempt: Callable[[ConfigT, Supervisor], int]) -
     """Run a program to its end, and return its exit code.
 
     Args:
-        config: resolved configuration.
         attempt: builds the program and runs it; called again after a loss, with a configuration that resumes.
 
     Raises:

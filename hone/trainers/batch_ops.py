@@ -54,11 +54,7 @@ from hone.training.served_teacher import ServedTeachers
 
 
 class BatchOps:
-    """Batch ops of a step: rewards, estimates, checks and reports.
-
-    Args:
-        context: context of the process.
-    """
+    """Batch ops of a step: rewards, estimates, checks and reports."""
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
         self.config = config = context.config
@@ -358,7 +354,6 @@ class BatchOps:
         Args:
             batch: trained rows.
             left_out: other rows.
-            step: number of the step.
             fates: fate of each of the other rows.
             rows: number of sequences of the step; more than those given if only some prompts are archived.
 

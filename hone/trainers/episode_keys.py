@@ -23,8 +23,6 @@ class EpisodeKeys:
     """Configuration of episodes.
 
     Attributes:
-        multi_turn: config block ``multi_turn``.
-        agent: config block ``agent``.
         template_kwargs: extra arguments of the chat template.
         run: directory of the run whose configuration is used, or None.
     """

@@ -22,11 +22,8 @@ class GroupFilter:
     """Filter that scores finished groups, selects those to evict, and stops after too many tries.
 
     Args:
-        config: config block ``algorithm.filter_groups``.
-        score: function that adds the scores to a batch.
         values_of: function of a scored batch and a metric's name that returns the value of each row, None without a verdict. If no
             score has the metric, it also returns the names of the existing ones.
-        batch_size: groups per step.
     """
 
     def __init__(

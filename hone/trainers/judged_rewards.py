@@ -33,7 +33,6 @@ class JudgedRewards(RewardManager):
     total, if any; and its terms. A generative reward model adds its text as ``judgement``.
 
     Args:
-        config: config block ``reward``.
         required: whether rewards change the policy. Otherwise every answer has reward 0 if a data source has no scorer.
         max_response_length: tokens near which training penalises responses (``reward.overlong_buffer``).
     """
@@ -80,7 +79,6 @@ class JudgedRewards(RewardManager):
         """Score each trajectory; scores are in the same order.
 
         Args:
-            trajectories: trajectories to score.
             judged: reward model's score of each; None without a reward model.
             judgements: texts of a generative reward model; a text without a score gives no verdict.
             training: True to normalise terms, and to penalise responses near the length limit.

@@ -24,10 +24,6 @@ from hone.training.checkpoints.checkpoint import Checkpoint
 class LaunchedSession:
     """Session of one launched run, on each of its ranks. Methods with an answer are collective.
 
-    Args:
-        config: resolved configuration.
-        on_hang: as of :class:`~hone.trainers.session.RunSession`.
-
     Attributes:
         resumed_from: checkpoint from which the run resumes, or None.
     """

@@ -39,7 +39,6 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
     """Trainer of one run over a dataset.
 
     Args:
-        config: resolved configuration.
         supervisor: owner of the run's processes across restarts; None for a run without restarts.
     """
 

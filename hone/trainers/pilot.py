@@ -47,7 +47,6 @@ class ToolUse:
     """Statistics of the tool calls of episodes.
 
     Attributes:
-        calls: number of calls in all episodes.
         episodes: share of the episodes with at least one call.
         cut: share of the calls whose result was truncated.
         over_limit: share of the calls that were not executed because of a limit.
@@ -81,19 +80,16 @@ class Pilot:
     """Result of the pilot.
 
     Attributes:
-        prompts: number of prompts.
         answers: answers per prompt.
         prompt_lengths: prompt lengths in tokens, by quantile.
         response_lengths: response lengths in tokens, by quantile.
         cut: share of responses that reached the limit.
         pass_rate: share of responses that pass: ``acc`` = 1, or a positive reward without ``acc``.
-        reward: mean reward.
         failed: share of responses that could not be scored.
         dead_groups: probability that a group of n has no learning signal, by n.
         generation_seconds: seconds of generation in the pilot.
         reward_seconds: seconds of scoring in the pilot.
         tokens: number of generated tokens.
-        tools: statistics of tool calls.
     """
 
     prompts: int

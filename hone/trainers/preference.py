@@ -36,10 +36,6 @@ def train(config: PreferenceConfig | RewardModelConfig) -> int:
 class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, PreferenceDataset]):
     """Trainer of one run over preferences; the configuration's class decides what is trained.
 
-    Args:
-        config: resolved configuration.
-        supervisor: as of :class:`~hone.trainers.offline.OfflineTrainer`.
-
     Raises:
         DataError: the data do not fit the loss.
     """

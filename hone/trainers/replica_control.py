@@ -34,12 +34,7 @@ def replica_requests(config: RLConfig, run: Path, rollout: Rollout) -> AbstractA
 
 
 class ReplicaControl:
-    """Answers requests about the replicas of a run while it trains.
-
-    Args:
-        run: run directory.
-        rollout: workers with the replicas.
-    """
+    """Answers requests about the replicas of a run while it trains."""
 
     def __init__(self, run: Path, rollout: Rollout) -> None:
         self._run, self._rollout = run, rollout

@@ -95,7 +95,6 @@ def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
     """Run `hone train`: build the run, train it to its last step, and return the exit code.
 
     Args:
-        config: resolved configuration.
         program: trainer class with other stages or roles; None means :class:`RLTrainer`.
     """
     trainer = program or RLTrainer
@@ -106,7 +105,6 @@ class RLTrainer(Algorithm):
     """Trainer of one RL run: it builds the roles, and runs the steps of the algorithm.
 
     Args:
-        config: resolved configuration.
         supervisor: owner of the run's processes across restarts; None for a run without restarts.
 
     Raises:

@@ -46,13 +46,8 @@ class Rollouter:
     """Producer of complete groups: draws prompts while the buffer has slots, and plays their episodes.
 
     Args:
-        dataset: dataset of prompts.
-        sampler: sampler of dataset rows.
-        play: function that plays the episodes.
-        buffer: buffer of the groups.
         ledger: record of the fate of every prompt that is drawn.
         means: function of a batch that returns means of each group, for the ledger.
-        n: responses per prompt.
         seed: run seed; every response draws from (seed, step, row, index).
         group_filter: filter that selects finished groups to replace by new prompts; None keeps all.
         too_few_in: function that returns the groups of a scored batch with too few verdicts, which are replaced by new prompts.
@@ -298,7 +293,6 @@ class Rollouter:
 
         Args:
             batch: scored groups of the taken batch.
-            step: number of the step.
 
         Returns:
             Uids of the replaced groups, and the new groups; None if no group had to be replaced.

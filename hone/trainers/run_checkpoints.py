@@ -84,10 +84,6 @@ class RunCheckpoints:
     Attributes:
         resumed_from: checkpoint from which the run resumes, or None.
 
-    Args:
-        config: resolved configuration.
-        directory: directory of the run.
-
     Raises:
         ConfigError: trainer.resume_mode=resume_path without a path.
         CheckpointError: the checkpoint is damaged or of another run, or the storage is unreachable.

@@ -56,7 +56,6 @@ class RunSession:
             session.completed(step, memory)
 
     Args:
-        config: resolved configuration.
         on_hang: reaction to a hang; see :class:`hone.cluster.watchdog.Watchdog`.
 
     Attributes:

@@ -50,10 +50,6 @@ class Stage:
     """Stage of a training step.
 
     Attributes:
-        name: name of the stage, as in ``timing_s/<name>``.
-        run: function of the stage.
-        needs: required columns.
-        adds: columns that it adds.
         when: True if the algorithm needs the stage; otherwise it is not run.
         supplied_by: settings that supply a missing column, for the error message.
         switch: setting that activates the stage.

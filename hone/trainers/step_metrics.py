@@ -51,7 +51,6 @@ def overhead_metrics(metrics: MetricStore, seconds: float, models: Mapping[str, 
     """Add step time, throughput, the share of time outside generation, models and rewards, and the idle share of each model.
 
     Args:
-        seconds: seconds of the step.
         models: seconds in which the model of each role computed.
     """
     reduced = metrics.reduce()

@@ -61,8 +61,6 @@ class TeacherInputs:
     """Maker of the teachers' inputs.
 
     Args:
-        config: of the run.
-        tokenizer: of the policy.
         images: image processor of the policy; None for a model of text.
 
     Attributes:
@@ -165,8 +163,6 @@ def teacher_prompt(
 
     Args:
         sample: the row.
-        config: of the run.
-        tokenizer: of the policy.
         images: image processor of the policy; None for a model of text.
         teacher: the teacher's tokenizer, whose template renders the messages; None for the policy's.
 

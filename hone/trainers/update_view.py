@@ -68,9 +68,7 @@ def update_view(batch: Batch, algorithm: AlgorithmConfig, *, n: int, seed: int, 
     Args:
         batch: batch with all columns.
         algorithm: config block ``algorithm``.
-        n: responses per prompt.
         seed: run seed; with the step it determines PF-PPO's sample.
-        step: number of the step.
     """
     batch = learnt_tokens(batch)
     if not algorithm.use_pf_ppo:

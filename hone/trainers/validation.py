@@ -19,7 +19,6 @@ class Evaluation:
     Attributes:
         metrics: ``val-core/...`` and ``val-aux/...``.
         trajectories: trajectories in dataset order, n per prompt.
-        scores: score of each trajectory.
     """
 
     metrics: dict[str, float]

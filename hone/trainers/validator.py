@@ -22,14 +22,7 @@ TESTING = "timing_s/testing"
 
 
 class Validator:
-    """Validation of a run; does nothing without validation files.
-
-    Args:
-        config: configuration of the run.
-        tokenizer: tokenizer of the run.
-        episodes: playing and scoring of episodes.
-        directory: directory of the run, for the records.
-    """
+    """Validation of a run; does nothing without validation files."""
 
     def __init__(
         self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, episodes: Episodes, directory: RunDirectory

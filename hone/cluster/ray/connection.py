@@ -47,7 +47,6 @@ def connect(config: RayConfig, *, workers: int) -> Connection:
     """Connect to ``ray.address``, or start a cluster on this machine.
 
     Args:
-        config: configuration block ``ray``.
         workers: number of processes that will be placed.
 
     Raises:

@@ -56,7 +56,6 @@ class Failures:
     """Explain failed calls of one run.
 
     Args:
-        config: configuration of the run.
         folder: directory of the processes' activity records.
     """
 

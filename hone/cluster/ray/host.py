@@ -55,7 +55,6 @@ class WorkerPlace:
         threads: CPU threads.
         directory: working directory of the driver, for paths and modules of the user.
         modules: import paths of the driver.
-        run: run directory.
         objects: functions and classes of the driver's user, which the configuration names.
         engine_devices: see :class:`~hone.cluster.context.WorkerContext`.
     """

@@ -75,8 +75,6 @@ class RayGroup(WorkerGroup):
     Args:
         role, layout, balance, cost: as of :class:`~hone.cluster.group.WorkerGroup`.
         hosts: processes, by rank.
-        pool: name of their pool.
-        failures: explains failed calls.
     """
 
     def __init__(
@@ -150,9 +148,7 @@ class RayRuntime:
         pools: the placed pools by name.
 
     Args:
-        config: configuration of the run.
         roles: roles to build, in this order in every process of the role's pool.
-        total_steps: horizon of the schedules.
         resume: location of the checkpoint to resume from, or None.
 
     Raises:

@@ -82,9 +82,6 @@ class TorchrunRuntime:
     """Roles on the ranks of a launcher.
 
     Args:
-        config: configuration of the run.
-        roles: roles to build, in this order on every rank.
-        total_steps: horizon of the schedules.
         resume: location of the checkpoint to resume from, or None.
 
     Raises:
