@@ -112,8 +112,8 @@ class BatchOps:
         judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
         judgements = batch.objects(JUDGEMENT) if JUDGEMENT in batch else None
         trajectories = batch.objects("trajectory")
-        scored = await self.rewards.score(trajectories, judged, judgements=judgements, training=training)
-        scores = share_rewards(trajectories, scored)
+        scores = await self.rewards.score(trajectories, judged, judgements=judgements, training=training)
+        scores = share_rewards(trajectories, scores)
         if training:
             answers = [score for score, trajectory in zip(scores, trajectories, strict=True) if trajectory.part == 0]
             for name, value in no_verdict_metrics(answers).items():
