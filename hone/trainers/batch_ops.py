@@ -48,7 +48,7 @@ from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.teacher_inputs import TeacherInputs, mixed_advantages, span_columns
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
-from hone.trainers.verdicts import sort_rows
+from hone.trainers.verdicts import scored, sort_rows
 from hone.training.preferences import own_pairs
 from hone.training.served_teacher import ServedTeachers
 
