@@ -111,7 +111,7 @@ class SimulatedHost:
         return SimulatedHost.counter.to_bytes(28, "little")  # as long as an id of Ray
 
 
-def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, RayGroup]:
+def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, Any]:
     """Return the groups of a GRPO run with a reference, of simulated workers."""
     config = load_config(RLConfig, ["actor_rollout_ref.actor.use_kl_loss=true"])
     hosts, layout, failures = (
@@ -123,7 +123,7 @@ def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, RayGroup]:
     return {role.name: RayGroup(role, hosts, "main", layout, failures) for role in roles}
 
 
-def step(groups: dict[str, RayGroup], samples: list[Sample]) -> dict[str, float]:
+def step(groups: dict[str, Any], samples: list[Sample]) -> dict[str, float]:
     """Make the calls of a step one after the other; return the CPU seconds of each."""
     actor, work, rollout, seconds = groups["actor"], groups["work"], groups["rollout"], {}
 

@@ -109,7 +109,7 @@ class LocalRuntime:
         self.context.roles[role.name] = self._here(build) if role.name in COMPUTING else build()
         return self.group(role.name)
 
-    def group(self, name: str) -> LocalGroup:
+    def group(self, name: str) -> Any:
         """Return the worker of a role."""
         return LocalGroup(self.context.roles[name], self._compute if name in COMPUTING else None)
 

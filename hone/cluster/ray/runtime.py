@@ -184,7 +184,7 @@ class RayRuntime:
 
     # what the program uses -------------------------------------------------------------------------------------------
 
-    def group(self, name: str) -> RayGroup:
+    def group(self, name: str) -> Any:
         """Return the workers of a role."""
         return self._groups[name]
 

@@ -132,7 +132,7 @@ class TorchrunRuntime:
         self._groups[role.name] = TorchrunGroup(role, self._layout, worker, self._ranks, balance=balance, cost=cost)
         return self._groups[role.name]
 
-    def group(self, name: str) -> TorchrunGroup:
+    def group(self, name: str) -> Any:
         """Return the workers of a role."""
         return self._groups[name]
 
