@@ -38,6 +38,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, *, key: str = "", adopt: Callable[[Any, str], T] | None = None) -> None:
         self.kind, self.key, self.adopt = kind, key, adopt
         self._entries: dict[str, T] = {}
+        self._later: dict[str, str] = {}  # module that registers each name
         self._imported: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -56,6 +57,10 @@ class Registry(Generic[T]):
 
         return decorate
 
+    def register_later(self, module: str, *names: str) -> None:
+        """Let a module register ``names`` when one of them is first used."""
+        self._later |= dict.fromkeys(names, module)
+
     def get(self, name: str, *, key: str | None = None) -> T:
         """Return the entry called ``name``, or the one at the import path ``name``.
 
@@ -68,21 +73,23 @@ class Registry(Generic[T]):
         """
         if self.adopt is not None and ":" in name:
             return self._import(name, self.adopt, self.key if key is None else key)
+        if name in self._later and name not in self._entries:
+            importlib.import_module(self._later[name])
         try:
             return self._entries[name]
         except KeyError:
             raise UnknownMethod(
                 f"unknown {self.kind} '{name}'",
                 where=self.key if key is None else key,
-                fix=did_you_mean(name, self._entries),
+                fix=did_you_mean(name, self.names()),
             ) from None
 
     def names(self) -> list[str]:
         """Return all registered names, sorted."""
-        return sorted(self._entries)
+        return sorted({*self._entries, *self._later})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._later
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hone.agents import environment_loop, interaction_loop, single_turn, tool_agent
 from hone.agents.base import AGENT_LOOPS
-from hone.agents.program import loop as program
-from hone.agents.program import verifiers_loop as verifiers
 from hone.config.agents import AgentConfig, MultiTurnConfig
 
 __all__ = [
@@ -13,11 +11,13 @@ __all__ = [
     "default_loop",
     "environment_loop",
     "interaction_loop",
-    "program",
     "single_turn",
     "tool_agent",
-    "verifiers",
 ]
+
+# they play through an HTTP endpoint, which no other loop needs
+AGENT_LOOPS.register_later("hone.agents.program.loop", "program")
+AGENT_LOOPS.register_later("hone.agents.program.verifiers_loop", "verifiers")
 
 
 def default_loop(multi_turn: MultiTurnConfig, agent: AgentConfig) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hone.cluster.watcher import Watched, record_end
 from hone.errors import EXIT_FAILED, HoneError
 from hone.insight.activity import birth
 
@@ -26,6 +25,23 @@ _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); import hone; sys.path.remove({_ROOT!r}); "
     "from hone.cluster.watcher import main; main()"
 )
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Parameters of a watcher.
+
+    Attributes:
+        seconds: number of seconds without progress that count as a hang.
+        driver: pid of the process that reads the reports.
+        born: start of that process, as :func:`hone.insight.activity.birth` gives it. The driver says it, because it may be
+            gone before its watcher has started.
+    """
+
+    run: str
+    seconds: float
+    driver: int
+    born: int | None
 
 
 @dataclass(frozen=True)
@@ -117,3 +133,17 @@ class Watchdog:
         with contextlib.suppress(BrokenPipeError):  # the watcher has ended and needs no message
             self._process.stdin.write(f"{word}\n")
             self._process.stdin.flush()
+
+
+def record_end(run: Path, driver: int, reason: str) -> bool:
+    """Record in run.json that the run failed, unless it has ended or another process uses the directory."""
+    from hone.insight.run_directory import RunDirectory, RunStatus
+    from hone.insight.run_files import RUN, read_run
+
+    if not (run / RUN).exists():
+        return False
+    record = read_run(run)
+    if record.get("pid") != driver or record.get("status") != RunStatus.RUNNING:  # without a status it has not started
+        return False
+    RunDirectory(run).update_status(RunStatus.FAILED, exit_reason=reason)
+    return True

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hone.cluster.watchdog import Watched, record_end
 from hone.errors import HoneError
 from hone.insight.activity import FOLDER, Record, birth, read_records
 from hone.insight.environment import oom_kills
@@ -286,23 +287,6 @@ RECOVERY_TIME = 120.0
 """Seconds in which a driver that has read a report restarts workers, or ends."""
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Parameters of a watcher.
-
-    Attributes:
-        seconds: number of seconds without progress that count as a hang.
-        driver: pid of the process that reads the reports.
-        born: start of that process, as :func:`hone.insight.activity.birth` gives it. The driver says it, because it may be
-            gone before its watcher has started.
-    """
-
-    run: str
-    seconds: float
-    driver: int
-    born: int | None
-
-
 class Watcher:
     """Watch one run until its driver says goodbye or is gone."""
 
@@ -431,20 +415,6 @@ class Watcher:
             reason += f", in '{self._last_stage}'"
         if record_end(self.run, self.driver, reason):
             _print(f"{reason}\n{self._resume_hint()}")
-
-
-def record_end(run: Path, driver: int, reason: str) -> bool:
-    """Record in run.json that the run failed, unless it has ended or another process uses the directory."""
-    from hone.insight.run_directory import RunDirectory, RunStatus
-    from hone.insight.run_files import RUN, read_run
-
-    if not (run / RUN).exists():
-        return False
-    record = read_run(run)
-    if record.get("pid") != driver or record.get("status") != RunStatus.RUNNING:  # without a status it has not started
-        return False
-    RunDirectory(run).update_status(RunStatus.FAILED, exit_reason=reason)
-    return True
 
 
 def _is_held(pid: int) -> bool:

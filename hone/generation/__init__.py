@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from hone.config.engines import SERVED
 from hone.config.rollout import RolloutConfig
@@ -14,20 +13,8 @@ __all__ = ["ENGINES", "SERVED", "Engine", "is_served"]
 
 ENGINES: Registry[Callable[..., Engine]] = Registry("engine", key="actor_rollout_ref.rollout.name")
 """Engine factories: ``(model, tokenizer, device, dtype, max_num_seqs, max_cache_tokens, max_model_len) -> Engine``."""
-
-
-@ENGINES.register("native")
-def _native(**arguments: Any) -> Engine:
-    from hone.generation.native.engine import NativeEngine
-
-    return NativeEngine(**arguments)
-
-
-@ENGINES.register("hf")
-def _hf(**arguments: Any) -> Engine:
-    from hone.generation.hf import HuggingFaceEngine
-
-    return HuggingFaceEngine(**arguments)
+ENGINES.register_later("hone.generation.native.engine", "native")
+ENGINES.register_later("hone.generation.hf", "hf")
 
 
 def is_served(rollout: RolloutConfig) -> bool:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 
 from hone.data.types import StopReason
 from hone.errors import RequestError
+from hone.generation import ENGINES
 from hone.generation.grammars import Grammars, RowGrammar
 from hone.generation.limits import RequestLimits
 from hone.generation.native.sampler import never_sampled
@@ -22,6 +23,7 @@ from hone.models.heads import autocast
 from hone.models.routing import attention_of
 
 
+@ENGINES.register("hf")
 class HuggingFaceEngine:
     """One `generate` call per request, without batching and sharing."""
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
 from hone.errors import GenerationError
+from hone.generation import ENGINES
 from hone.generation.limits import RequestLimits
 from hone.generation.native.rows import CacheLimits
 from hone.generation.native.runner import Outcome, Runner
@@ -29,6 +30,7 @@ WATCHED_BURST = 4
 """The same while a request reports its progress."""
 
 
+@ENGINES.register("native")
 class NativeEngine:
     """Continuous batching with a KV cache."""
 

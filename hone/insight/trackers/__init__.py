@@ -6,29 +6,9 @@
 >>> trackers.finish("finished")                                                                # doctest: +SKIP
 """
 
-from hone.insight.trackers.base import TRACKERS, CompositeTracker, JsonlTracker, RunInfo, Tracker, build_trackers
-from hone.insight.trackers.console import ConsoleTracker
-from hone.insight.trackers.mlflow import MlflowTracker
-from hone.insight.trackers.otel import OtelTracker
-from hone.insight.trackers.shown import Rollouts
-from hone.insight.trackers.swanlab import SwanLabTracker
-from hone.insight.trackers.tensorboard import TensorBoardTracker
-from hone.insight.trackers.trackio import TrackioTracker
-from hone.insight.trackers.wandb import WandbTracker
+from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, build_trackers
 
-__all__ = [
-    "TRACKERS",
-    "CompositeTracker",
-    "ConsoleTracker",
-    "JsonlTracker",
-    "MlflowTracker",
-    "OtelTracker",
-    "Rollouts",
-    "RunInfo",
-    "SwanLabTracker",
-    "TensorBoardTracker",
-    "Tracker",
-    "TrackioTracker",
-    "WandbTracker",
-    "build_trackers",
-]
+__all__ = ["TRACKERS", "RunInfo", "Tracker", "build_trackers"]
+
+for _name in ("console", "mlflow", "otel", "swanlab", "tensorboard", "trackio", "wandb"):
+    TRACKERS.register_later(f"hone.insight.trackers.{_name}", _name)

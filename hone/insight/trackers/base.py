@@ -203,9 +203,7 @@ class CompositeTracker:
 
 
 def require(module: str, *, tracker: str) -> ModuleType:
-    """Import the optional package of a tracker. Raises ConfigError: the package is not installed; the fix names the
-    extra.
-    """
+    """Import the optional package of a tracker; if it is not installed, the error names the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -4,8 +4,8 @@ import pytest
 from support.archives import archive
 
 from hone.insight.run_directory import RunDirectory
-from hone.insight.trackers import CompositeTracker, RunInfo
-from hone.insight.trackers.base import JsonlTracker
+from hone.insight.trackers import RunInfo
+from hone.insight.trackers.base import CompositeTracker, JsonlTracker
 from hone.insight.trackers.otel import OtelTracker, spans_of
 
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")

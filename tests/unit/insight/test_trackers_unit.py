@@ -10,9 +10,10 @@ from support.messages import raises
 
 from hone.errors import ConfigError
 from hone.insight.run_directory import RunDirectory, read_metrics
-from hone.insight.trackers import TRACKERS, CompositeTracker, ConsoleTracker, RunInfo, Tracker, build_trackers
+from hone.insight.trackers import TRACKERS, RunInfo, Tracker, build_trackers
 from hone.insight.trackers import base as base_module
-from hone.insight.trackers.base import JsonlTracker
+from hone.insight.trackers.base import CompositeTracker, JsonlTracker
+from hone.insight.trackers.console import ConsoleTracker
 from hone.insight.trackers.mlflow import metric_key
 from hone.insight.trackers.shown import COLUMNS
 
@@ -234,6 +235,7 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     def missing(module):
         raise ModuleNotFoundError(f"No module named '{module}'")
 
+    TRACKERS.get(name)  # its module is imported; the package is not
     monkeypatch.setattr(base_module.importlib, "import_module", missing)
     with raises(ConfigError, f"'{name}'", f"pip install 'hone-rl[{name}]'"):
         build([name], tmp_path)
