@@ -23,7 +23,6 @@ from hone.models.heads import autocast
 from hone.models.routing import attention_of
 
 
-@ENGINES.register("hf")
 class HuggingFaceEngine:
     """One `generate` call per request, without batching and sharing."""
 
@@ -156,6 +155,9 @@ class HuggingFaceEngine:
 
     def close(self) -> None:
         """Do nothing: there is no other process."""
+
+
+ENGINES.register("hf")(HuggingFaceEngine)
 
 
 class _OutsideMask(LogitsProcessor):

@@ -30,7 +30,6 @@ WATCHED_BURST = 4
 """The same while a request reports its progress."""
 
 
-@ENGINES.register("native")
 class NativeEngine:
     """Continuous batching with a KV cache."""
 
@@ -274,6 +273,9 @@ class NativeEngine:
                 job.version = self._runner.version
             job.answer.put_nowait(self._runner.completion(job, job.sampled, StopReason.ABORTED))
         self._end({job: None for job in self._runner.running if job.aborted})
+
+
+ENGINES.register("native")(NativeEngine)
 
 
 def _deliver(outcomes: Sequence[tuple[Job, Outcome]]) -> None:
