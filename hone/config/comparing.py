@@ -15,8 +15,9 @@ _MISSING = "(missing)"
 
 
 def read_config(name: str, tree: type) -> dict[str, Any]:
-    """Return the keys and values of a YAML file, a run directory, a checkpoint or a preset. Raises ConfigError: nothing
-    has that name, or its configuration is invalid.
+    """Return the keys and values of a YAML file, a run directory, a checkpoint or a preset.
+
+    Raises ConfigError: nothing has that name, or its configuration is invalid.
     """
     path = Path(name).expanduser()
     file = path / "config.yaml" if path.is_dir() else path

@@ -12,8 +12,9 @@ from hone.methods import ROLLOUT_CORRECTION_PRESETS
 def correction_settings(config: RolloutCorrectionConfig) -> dict[str, Any]:
     """Return the value of every key of the block except ``preset``.
 
-    A key at its default gets the preset's value; other keys keep theirs. Raises UnknownMethod: the preset does not
-    exist.
+    A key at its default gets the preset's value; other keys keep theirs.
+
+    Raises UnknownMethod: the preset does not exist.
     """
     settings = {name: value for name, value in vars(config).items() if name != "preset"}
     if config.preset is None:

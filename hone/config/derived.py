@@ -344,8 +344,9 @@ class RunSpec:
 
 
 def pool_line(pool: Pool) -> Derived:
-    """Return the line about a pool of devices and its parallel sizes. Raises ConfigError: the parallel sizes do not
-    divide the processes.
+    """Return the line about a pool of devices and its parallel sizes.
+
+    Raises ConfigError: the parallel sizes do not divide the processes.
     """
     layout = pool.layout
     sizes = {"data": layout.dp_size, "tensor": layout.tensor, "pipeline": layout.pipeline}

@@ -72,8 +72,9 @@ def environment_variables(config: Any) -> dict[str, str]:
 
 
 def written_value(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key of a configuration that was written, with interpolations resolved; None without the
-    key. Raises ConfigError: an environment variable is not set.
+    """Return the value of a key of a configuration that was written, with interpolations resolved; None without the key.
+
+    Raises ConfigError: an environment variable is not set.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

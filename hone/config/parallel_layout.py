@@ -14,8 +14,9 @@ from hone.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of a pool; nothing is started or allocated. Raises ConfigError: the sizes do not multiply to
-    ``world``.
+    """Parallel sizes of a pool; nothing is started or allocated.
+
+    Raises ConfigError: the sizes do not multiply to ``world``.
     """
 
     world: int = 1  # number of ranks
@@ -36,8 +37,9 @@ class Layout:
 
     @classmethod
     def plan(cls, world: int, config: ParallelConfig) -> Layout:
-        """Return the layout of ``world`` processes; data parallelism uses the remaining factor. Raises ConfigError: a
-        size does not divide; the message has the numbers.
+        """Return the layout of ``world`` processes; data parallelism uses the remaining factor.
+
+        Raises ConfigError: a size does not divide; the message has the numbers.
         """
         tensor, sequence = config.tensor_model_parallel_size, config.ulysses_sequence_parallel_size
         pipeline, context = config.pipeline_model_parallel_size, config.context_parallel_size

@@ -24,8 +24,9 @@ class ParamGroup:
 
 
 def read_param_groups(entries: Sequence[Mapping[str, Any]], key: str = KEY) -> list[ParamGroup]:
-    """Return the entries of ``key``. Raises ConfigError: an entry has an unknown setting, lacks its expression, or has
-    a value out of range.
+    """Return the entries of ``key``.
+
+    Raises ConfigError: an entry has an unknown setting, lacks its expression, or has a value out of range.
     """
     return [_read(entry, f"{key}[{number}]") for number, entry in enumerate(entries)]
 

@@ -101,8 +101,9 @@ def check_engines(config: AnyConfig) -> None:
 
 
 def check_local(config: AnyConfig) -> None:
-    """Check that the local runtime's single process is enough. Raises ConfigError: several processes, or a role with a
-    separate pool, without Ray.
+    """Check that the local runtime's single process is enough.
+
+    Raises ConfigError: several processes, or a role with a separate pool, without Ray.
     """
     processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if processes > 1:

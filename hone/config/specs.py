@@ -102,7 +102,8 @@ def spec_of(config: AnyConfig) -> RunSpec | OfflineSpec:
 
 
 def derived_lines(config: AnyConfig) -> list[Derived]:
-    """Return the derived facts of a run of any kind. Raises ConfigError: a method does not exist, or the parallel sizes
-    do not divide the processes.
+    """Return the derived facts of a run of any kind.
+
+    Raises ConfigError: a method does not exist, or the parallel sizes do not divide the processes.
     """
     return list(spec_of(config).lines())

@@ -52,8 +52,9 @@ class SweepAxis:
 def parse_sweep(words: Sequence[str]) -> tuple[list[str], list[SweepAxis]]:
     """Separate the overrides that sweep a key from those that set one value.
 
-    Returns the overrides with one value, unchanged; and an axis for each of the others. Raises ConfigError: an override
-    is malformed, or its values cannot be listed.
+    Returns the overrides with one value, unchanged; and an axis for each of the others.
+
+    Raises ConfigError: an override is malformed, or its values cannot be listed.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
@@ -109,8 +110,9 @@ def _axis(override: Override, word: str) -> SweepAxis:
 
 
 def grid(axes: Sequence[SweepAxis]) -> list[dict[str, str]]:
-    """Return all combinations, the last axis fastest. Raises ConfigError: an axis is an interval, or there are too many
-    combinations.
+    """Return all combinations, the last axis fastest.
+
+    Raises ConfigError: an axis is an interval, or there are too many combinations.
     """
     interval = next((axis for axis in axes if not axis.values), None)
     if interval is not None:

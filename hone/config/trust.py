@@ -78,16 +78,18 @@ def remember(file: Path, config: AnyConfig) -> None:
 
 
 def run_config(folder: Path, overrides: Sequence[str] = ()) -> RLConfig:
-    """Read the configuration of a run that will be played again, with some keys changed. Raises HoneError: it names
-    code, and is not trusted (code E-trust).
+    """Read the configuration of a run that will be played again, with some keys changed.
+
+    Raises HoneError: it names code, and is not trusted (code E-trust).
     """
     require_trust(folder / "config.yaml", config := load_config(RLConfig, config_path=folder, config_name="config"))
     return load_config(RLConfig, overrides, config_path=folder, config_name="config") if overrides else config
 
 
 def require_trust(file: Path, config: AnyConfig) -> None:
-    """Let the code that a configuration names be run, if its file is trusted. Raises HoneError: it names code, and is
-    not trusted (code E-trust).
+    """Let the code that a configuration names be run, if its file is trusted.
+
+    Raises HoneError: it names code, and is not trusted (code E-trust).
     """
     code, digest = _examined(file, config)
     if _all_trusted:

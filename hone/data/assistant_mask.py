@@ -47,9 +47,10 @@ def render_conversations(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of conversations, and 1 for each token of an assistant turn (end-of-turn token included).
 
-    Returns one ``(input_ids, mask)`` for each conversation, two lists of equal length. Raises DataError: no chat
-    template; a conversation without an assistant turn that is learned; a template that leaves out a part of a
-    conversation, or does not tell where a turn begins and ends (see the module's docstring).
+    Returns one ``(input_ids, mask)`` for each conversation, two lists of equal length.
+
+    Raises DataError: no chat template; a conversation without an assistant turn that is learned; a template that leaves out a
+    part of a conversation, or does not tell where a turn begins and ends (see the module's docstring).
     """
     names = names or [f"conversation {index}" for index in range(len(conversations))]
     learned = [_learned_turns(messages, name) for messages, name in zip(conversations, names, strict=True)]

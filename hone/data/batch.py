@@ -108,8 +108,9 @@ class Batch:
         return Batch(dict(zip(renamed, self._columns.values(), strict=True)), **self.meta)
 
     def union(self, other: Batch) -> Batch:
-        """Combine the columns and metadata of both batches, row by row. Raises ValueError: the lengths differ, or both
-        have different values under one name.
+        """Combine the columns and metadata of both batches, row by row.
+
+        Raises ValueError: the lengths differ, or both have different values under one name.
         """
         if self._columns and other._columns and len(self) != len(other):
             raise ValueError(f"union of a batch of {len(self)} rows with one of {len(other)}")
@@ -137,8 +138,9 @@ class Batch:
         return Batch({name: _take(column, index) for name, column in self._columns.items()}, **self.meta)
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Return rows ``start`` to ``stop`` (exclusive), sharing storage. Raises IndexError: not ``0 <= start <= stop
-        <= B``.
+        """Return rows ``start`` to ``stop`` (exclusive), sharing storage.
+
+        Raises IndexError: not ``0 <= start <= stop <= B``.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of a batch of {len(self)}")
@@ -168,8 +170,10 @@ class Batch:
 
     @staticmethod
     def concat(parts: Sequence[Batch]) -> Batch:
-        """Concatenate the rows of all parts, in order. Raises ValueError: there is no part; the parts differ in the
-        names, kinds or shapes of their columns; or their metadata have different values for a key.
+        """Concatenate the rows of all parts, in order.
+
+        Raises ValueError: there is no part; the parts differ in the names, kinds or shapes of their columns; or their
+        metadata have different values for a key.
         """
         if not parts:
             raise ValueError("concat of no batch")

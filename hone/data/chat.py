@@ -42,8 +42,9 @@ class Rendering:
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the token ids of ``messages`` with the generation prompt, as the model's input. Raises DataError: the
-    tokenizer has no chat template, or the template refuses the messages or leaves out a part of them.
+    """Return the token ids of ``messages`` with the generation prompt, as the model's input.
+
+    Raises DataError: the tokenizer has no chat template, or the template refuses the messages or leaves out a part of them.
     """
     return render_prompts(tokenizer, [messages], chat_template_kwargs)[0]
 

@@ -56,12 +56,13 @@ def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> Epoch
 
 
 class MixtureSampler(EpochSampler):
-    """Data sources in fixed proportions; the rows of each source in random order, shuffled again after each pass over
-    it.
+    """Data sources in fixed proportions; the rows of each source in random order, shuffled again after each pass over it.
 
     Each row comes from the source that lags its share the most. Any run of rows therefore has every source in its
     proportion to within one row per source. ``weights``: share of each source, in any unit; sources without one are not
-    drawn. Raises DataError: a weight is not positive or its source has no rows, or the rows do not fill a batch.
+    drawn.
+
+    Raises DataError: a weight is not positive or its source has no rows, or the rows do not fill a batch.
     """
 
     def __init__(self, sources: Sequence[str], weights: Mapping[str, float], batch_size: int, *, seed: int) -> None:

@@ -72,8 +72,9 @@ class ImageProcessor(ABC):
         return self.pixels(image).ids
 
     def expand(self, ids: Sequence[int], images: Sequence[ImageData], where: str = "") -> list[int]:
-        """Replace each placeholder by the tokens of its image, in order. Raises DataError: there are not as many
-        placeholders as images.
+        """Replace each placeholder by the tokens of its image, in order.
+
+        Raises DataError: there are not as many placeholders as images.
         """
         places = sum(token == self.placeholder for token in ids)
         if places != len(images):
@@ -184,8 +185,9 @@ def reads_images(settings: Mapping[str, Any]) -> bool:
 
 
 def load_image_processor(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
-    """Return the processor of the model in a directory; None if its images are not read. Raises DataError: the
-    processor of the model cannot be loaded.
+    """Return the processor of the model in a directory; None if its images are not read.
+
+    Raises DataError: the processor of the model cannot be loaded.
     """
     settings = read_settings(path)
     if not reads_images(settings):

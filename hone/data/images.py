@@ -82,8 +82,9 @@ class ImageData:
         return self.open().size
 
     def open(self) -> Image:
-        """Return the decoded image in RGB, upright by its EXIF data. Raises DataError: the content is not an image, or
-        has more than :data:`MAX_PIXELS` pixels.
+        """Return the decoded image in RGB, upright by its EXIF data.
+
+        Raises DataError: the content is not an image, or has more than :data:`MAX_PIXELS` pixels.
         """
         return self._opened(lambda image: upright(image).convert("RGB"))
 

@@ -42,8 +42,9 @@ def unwrapped(value: Any) -> Any:
 def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any]]:
     """Return the messages of one row, each a dict with a role and a content.
 
-    A key of a message whose value is null is removed; nulls in the arguments of calls are data. Raises DataError: the
-    value is not a list of messages, is empty, or a message has no role or content.
+    A key of a message whose value is null is removed; nulls in the arguments of calls are data.
+
+    Raises DataError: the value is not a list of messages, is empty, or a message has no role or content.
     """
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}"

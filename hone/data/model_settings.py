@@ -28,8 +28,9 @@ _PARTS = ("text_config", "vision_config", "audio_config", "quantization_config")
 
 
 def read_settings(path: str | Path | None) -> dict[str, Any]:
-    """Return the content of the ``config.json`` of a model directory; empty without one. Raises ModelError: it is too
-    large or not a JSON object, or :func:`check_settings` refuses it.
+    """Return the content of the ``config.json`` of a model directory; empty without one.
+
+    Raises ModelError: it is too large or not a JSON object, or :func:`check_settings` refuses it.
     """
     file = Path(path or "") / "config.json"
     if not file.is_file():
@@ -49,8 +50,9 @@ def read_settings(path: str | Path | None) -> dict[str, Any]:
 
 
 def check_settings(settings: Mapping[str, Any], file: str | Path) -> None:
-    """Check the sizes of a model and of its parts. Raises ModelError: one is not a whole number within bounds,
-    key-value heads do not divide heads, or a part is not an object.
+    """Check the sizes of a model and of its parts.
+
+    Raises ModelError: one is not a whole number within bounds, key-value heads do not divide heads, or a part is not an object.
     """
     for place, part in _parts(settings, file):
         for key, bounds in _BOUNDS.items():

@@ -197,8 +197,9 @@ def holds_pairs(row: Row, columns: PreferenceColumns) -> bool:
 def sides_of_row(row: Row, columns: PreferenceColumns, paired: bool | None = None) -> list[Side]:
     """Return the two sides of a pair, or the one response with its label.
 
-    ``paired``: what the other rows are; None allows both. Raises DataError: the row is neither, or not what the others
-    are.
+    ``paired``: what the other rows are; None allows both.
+
+    Raises DataError: the row is neither, or not what the others are.
     """
     if paired is None:
         paired = holds_pairs(row, columns)

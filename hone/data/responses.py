@@ -75,8 +75,9 @@ class Side:
 def sides_of_pair(
     prompt: Any, chosen: Any, rejected: Any, tools: list[dict[str, Any]] | None, where: str
 ) -> list[Side]:
-    """Return the chosen and the rejected side of a pair. Raises DataError: the forms of prompt and responses cannot be
-    combined.
+    """Return the chosen and the rejected side of a pair.
+
+    Raises DataError: the forms of prompt and responses cannot be combined.
     """
     if _is_conversation(chosen) and _is_conversation(rejected):
         chats = [
@@ -102,8 +103,9 @@ def sides_of_pair(
 
 
 def side_with_label(prompt: Any, completion: Any, label: bool, tools: list[dict[str, Any]] | None, where: str) -> Side:
-    """Return a single labelled response; in a whole conversation the last assistant turn counts. Raises DataError: the
-    forms of prompt and response cannot be combined.
+    """Return a single labelled response; in a whole conversation the last assistant turn counts.
+
+    Raises DataError: the forms of prompt and response cannot be combined.
     """
     if _is_conversation(completion):
         chat = check_messages(completion, where=where, column="completion")

@@ -96,8 +96,9 @@ class RowImages:
         return self._images(column, row)
 
     def expand(self, ids: list[int], images: Sequence[ImageData], where: str) -> list[int]:
-        """Replace the placeholders in rendered ids by the tokens of the images. Raises DataError: there are not as many
-        placeholders as images.
+        """Replace the placeholders in rendered ids by the tokens of the images.
+
+        Raises DataError: there are not as many placeholders as images.
         """
         return ids if self.processor is None else self.processor.expand(ids, images, where)
 

@@ -71,8 +71,9 @@ class EpochSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state`` with the batch that follows it. Raises CheckpointError: the state belongs to another
-        dataset, batch size, order or seed.
+        """Resume from ``state`` with the batch that follows it.
+
+        Raises CheckpointError: the state belongs to another dataset, batch size, order or seed.
         """
         self._check_run(state)
         if not 0 <= state["batches"] <= self.steps_per_epoch or state["epoch"] < 0:

@@ -36,8 +36,9 @@ def scored_rows(
     messages_key: str = "messages",
     prompt_key: str = "prompt",
 ) -> list[ScoredRow]:
-    """Read up to ``limit`` rows among the first 2000, taking the data sources in turn. Raises DataError: a file cannot
-    be read.
+    """Read up to ``limit`` rows among the first 2000, taking the data sources in turn.
+
+    Raises DataError: a file cannot be read.
     """
     rows = read_rows(
         files, required=(), optional=EVERY_COLUMN, defaults={reward_fn_key: NO_SOURCE}, max_rows=_LOOKED_AT

@@ -105,8 +105,9 @@ def schemas_in_full(value: Any) -> Any:
 
 
 def to_messages(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a row whose ShareGPT columns are chat messages; the column ``system`` begins those of a whole
-    conversation. Raises DataError: a turn has a role that is not known, or a call that cannot be read.
+    """Return a row whose ShareGPT columns are chat messages; the column ``system`` begins those of a whole conversation.
+
+    Raises DataError: a turn has a role that is not known, or a call that cannot be read.
     """
     converted = dict(values)
     for name, value in values.items():

@@ -72,8 +72,10 @@ def nested_entry(entries: Any, path: str) -> Any:
 
 
 def read_stages(entries: Sequence[Any]) -> list[StageSpec]:
-    """Parse ``data.sampler.stages``. Raises ConfigError: there is no stage, an entry has an unknown key or an invalid
-    value, two have the same name, a stage before the last has no gate, or the last one has one.
+    """Parse ``data.sampler.stages``.
+
+    Raises ConfigError: there is no stage, an entry has an unknown key or an invalid value, two have the same name, a stage
+    before the last has no gate, or the last one has one.
     """
     if not entries:
         raise _invalid(KEY, "the curriculum has 0 stages")
@@ -97,8 +99,9 @@ def read_stages(entries: Sequence[Any]) -> list[StageSpec]:
 
 
 def rows_of_stages(stages: Sequence[StageSpec], rows: Sequence[RowFacts]) -> list[list[int]]:
-    """Return the row numbers of each stage; a row may belong to several. Raises DataError: a stage has no rows; the
-    message names the values that the rows have.
+    """Return the row numbers of each stage; a row may belong to several.
+
+    Raises DataError: a stage has no rows; the message names the values that the rows have.
     """
     members = [[number for number, row in enumerate(rows) if stage.has(row)] for stage in stages]
     for number, (stage, numbers) in enumerate(zip(stages, members, strict=True)):

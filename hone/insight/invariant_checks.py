@@ -109,8 +109,9 @@ def require_masks(batch: Batch, decode: Decode | None = None) -> None:
     """Check D-mask: a mask has its response's length, only 0 and 1, and at least one 1; log-probs have the same length.
 
     ``batch``: columns ``response_ids``, ``response_mask`` and, when present, ``rollout_log_probs``, which must be
-    aligned with the response, and ``token_versions`` (:func:`require_sampled`). Raises InvariantError: a sample breaks
-    the rule; the message names the first one.
+    aligned with the response, and ``token_versions`` (:func:`require_sampled`).
+
+    Raises InvariantError: a sample breaks the rule; the message names the first one.
     """
     ids, mask = batch.ragged("response_ids"), batch.ragged("response_mask")
     for row in torch.nonzero(ids.lengths != mask.lengths).flatten().tolist():
@@ -140,8 +141,9 @@ def require_sampled(batch: Batch, decode: Decode | None = None) -> None:
     """Check D-mask: no token that the policy did not sample is in the loss.
 
     ``batch``: columns ``response_ids`` and ``response_mask``; ``token_versions``, where present, is -1 on tokens of
-    tools, users and templates. Raises InvariantError: such a token has mask 1; the message counts them and shows the
-    first.
+    tools, users and templates.
+
+    Raises InvariantError: such a token has mask 1; the message counts them and shows the first.
     """
     if "token_versions" not in batch:
         return
@@ -169,6 +171,7 @@ def require_no_masked_gradient(largest: float) -> None:
     """Check D-mask: no token with response mask 0 gets a gradient.
 
     ``largest``: largest absolute gradient of the loss with respect to the log-prob of such a token, over an update.
+
     Raises InvariantError: it is above 0.
     """
     if largest > 0:
@@ -181,8 +184,9 @@ def require_no_masked_gradient(largest: float) -> None:
 
 
 def require_ids(batch: Batch, emitted: Sequence[str], decode: Decode | None = None) -> None:
-    """Check D-ids: prompt and response ids of each row hash to the engine's tokens (:func:`token_hash` of both
-    together). Raises InvariantError: a sample differs; the message names the first one.
+    """Check D-ids: prompt and response ids of each row hash to the engine's tokens (:func:`token_hash` of both together).
+
+    Raises InvariantError: a sample differs; the message names the first one.
     """
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     for row, expected in enumerate(emitted):

@@ -59,8 +59,9 @@ def find_metric(name: str) -> MetricSpec:
 
 
 def declare(spec: MetricSpec) -> None:
-    """Declare one more metric, for an estimator, a loss or a stage from outside Hone. Raises ValueError: the name
-    already has another declaration.
+    """Declare one more metric, for an estimator, a loss or a stage from outside Hone.
+
+    Raises ValueError: the name already has another declaration.
     """
     if _EXACT.get(spec.name, spec) != spec or any(
         declared.name == spec.name and declared != spec for _, declared in _PATTERNS

@@ -41,8 +41,9 @@ class ReplicaAnswer:
 
 
 def send_request(run: Path, request: ReplicaRequest) -> None:
-    """Write a request for the run in this directory. Raises HoneError: the directory is not writable, or the disk is
-    full.
+    """Write a request for the run in this directory.
+
+    Raises HoneError: the directory is not writable, or the disk is full.
     """
     write_atomically(run / REQUEST, json.dumps(asdict(request)))
 

@@ -271,7 +271,9 @@ class RunDirectory:
     ) -> None:
         """Change the status in ``run.json``, atomically; a status other than ``running`` also sets the end time.
 
-        ``memory``: GiB of each process, by ``pool[rank]``. Raises ValueError: the status does not exist.
+        ``memory``: GiB of each process, by ``pool[rank]``.
+
+        Raises ValueError: the status does not exist.
         """
         record = self._run()
         record["status"] = RunStatus(status).value

@@ -93,8 +93,9 @@ def read_rows(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file under another name and rename it into place. Raises HoneError: the disk is full or not
-    writable.
+    """Write a text file under another name and rename it into place.
+
+    Raises HoneError: the disk is full or not writable.
     """
     with atomic_file(path) as file:
         file.write(valid_text(text).encode())
@@ -103,6 +104,7 @@ def write_atomically(path: Path, text: str) -> None:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file under another name for writing, and rename it into place at the end of the block without an error.
+
     Raises HoneError: the disk is full or not writable.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

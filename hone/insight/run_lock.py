@@ -72,7 +72,9 @@ class RunLock:
     """Locks of a run's directories, until :meth:`release` or the end of the process.
 
     A process can take the same lock several times; it is released with the last one. ``directories``: created if
-    absent. Raises HoneError: another process holds one of them, or it cannot be written.
+    absent.
+
+    Raises HoneError: another process holds one of them, or it cannot be written.
     """
 
     def __init__(self, *directories: str | Path) -> None:

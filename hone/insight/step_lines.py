@@ -57,8 +57,9 @@ class StepLines:
         self._last_step = step
 
     def rewind(self, step: int) -> int:
-        """Remove the lines after ``step`` and return their number. Raises HoneError: a line other than the last is not
-        JSON.
+        """Remove the lines after ``step`` and return their number.
+
+        Raises HoneError: a line other than the last is not JSON.
         """
         self.close()
         if not self.path.exists():

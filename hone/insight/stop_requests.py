@@ -46,8 +46,9 @@ class StopRequest:
 
 
 def send_stop(run: Path, request: StopRequest) -> None:
-    """Write a request for the run in this directory. Raises HoneError: the directory is not writable, or the disk is
-    full.
+    """Write a request for the run in this directory.
+
+    Raises HoneError: the directory is not writable, or the disk is full.
     """
     write_atomically(run / STOP, json.dumps(asdict(request)) + "\n")
 

@@ -58,8 +58,9 @@ END = "<!-- to here -->"
 
 
 def index_page(existing: str) -> str:
-    """Return the page with a new index of codes between the markers; the rest is unchanged. Raises ValueError: the page
-    does not have each marker exactly once.
+    """Return the page with a new index of codes between the markers; the rest is unchanged.
+
+    Raises ValueError: the page does not have each marker exactly once.
     """
     lines = ["| Code | When | Check |", "|---|---|---|"]
     lines += [f"| {entry.code} | {entry.when} | {_in_table(entry)} |" for entry in index()]

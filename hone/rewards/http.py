@@ -99,8 +99,9 @@ class JsonService:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, path: str, body: Any) -> Any:
-        """Send ``body`` and return the answer. Raises ServiceError: no answer, an error status, or an answer that is
-        not JSON.
+        """Send ``body`` and return the answer.
+
+        Raises ServiceError: no answer, an error status, or an answer that is not JSON.
         """
         return await self._retried(path, json=valid_data(body))
 

@@ -73,8 +73,9 @@ class RewardManager:
     def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
         """Check, before any generation, that every data source can be scored.
 
-        ``self_scored``: data sources whose episodes compute their reward. Raises RewardError: a data source has no
-        scorer, or its scorer needs a missing package or service.
+        ``self_scored``: data sources whose episodes compute their reward.
+
+        Raises RewardError: a data source has no scorer, or its scorer needs a missing package or service.
         """
         scored = (
             data_sources

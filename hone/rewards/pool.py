@@ -59,7 +59,9 @@ class _Task:
 class WorkerPool:
     """Pool of processes that call one target.
 
-    ``is_async``: True if the target is asynchronous. Raises RewardError: the target cannot be loaded.
+    ``is_async``: True if the target is asynchronous.
+
+    Raises RewardError: the target cannot be loaded.
     """
 
     def __init__(self, target: Target, num_workers: int, limits: WorkerLimits | None = None) -> None:

@@ -206,8 +206,9 @@ class WorkerProcess:
         self._loaded_bytes = self._held_bytes()
 
     def send(self, payloads: Sequence[bytes]) -> None:
-        """Send the pickled arguments of calls, which are numbered from 0. Raises WorkerFailed: the process does not
-        read them.
+        """Send the pickled arguments of calls, which are numbered from 0.
+
+        Raises WorkerFailed: the process does not read them.
         """
         try:
             self._channel.send(pickle.dumps(list(payloads)), self._limit)

@@ -49,8 +49,9 @@ class Rubric:
 
     @classmethod
     def from_config(cls, config: JudgeConfig) -> Rubric:
-        """Return the rubric of the config block ``reward.judge``. Raises RewardError: its file is unreadable or lacks
-        {response}.
+        """Return the rubric of the config block ``reward.judge``.
+
+        Raises RewardError: its file is unreadable or lacks {response}.
         """
         return cls(RUBRIC if config.prompt is None else _read(config.prompt), config.max_score)
 

@@ -39,8 +39,9 @@ class Judgement:
 class Judge:
     """Client of a judge with a cache of its judgements.
 
-    ``timeout``: seconds per try. Raises RewardError: no endpoint or model is set, or the rubric is unreadable or
-    invalid.
+    ``timeout``: seconds per try.
+
+    Raises RewardError: no endpoint or model is set, or the rubric is unreadable or invalid.
     """
 
     def __init__(self, config: JudgeConfig, *, timeout: float) -> None:
@@ -59,8 +60,9 @@ class Judge:
         self._cache = _Cache(config.cache)
 
     async def judge(self, question: str, response: str, ground_truth: Any) -> Judgement:
-        """Judge one response. Raises JudgementError: the endpoint gives no answer, or the answer has no score between 0
-        and ``max_score``.
+        """Judge one response.
+
+        Raises JudgementError: the endpoint gives no answer, or the answer has no score between 0 and ``max_score``.
         """
         config = self.config
         body = {

@@ -156,8 +156,9 @@ def function_source(function: CustomRewardConfig, config: RewardConfig) -> Sourc
 
 
 class FunctionSource(Source):
-    """Function in a file, called in worker processes with a time limit for each call. Raises RewardError: the function
-    cannot be loaded or called.
+    """Function in a file, called in worker processes with a time limit for each call.
+
+    Raises RewardError: the function cannot be loaded or called.
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:

@@ -37,8 +37,9 @@ _KEYS = ("name", "scorer", "function", "weight", "clip", "normalize", "options")
 
 
 def read_terms(entries: Sequence[Any]) -> list[Term]:
-    """Parse ``reward.terms``. Raises ConfigError: an entry is not a mapping, has an unknown key or an invalid value, or
-    two have the same name.
+    """Parse ``reward.terms``.
+
+    Raises ConfigError: an entry is not a mapping, has an unknown key or an invalid value, or two have the same name.
     """
     terms = [_parse_term(entry, f"reward.terms[{number}]") for number, entry in enumerate(entries)]
     names = [term.name for term in terms]

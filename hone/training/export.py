@@ -130,7 +130,9 @@ def find_actor(source: str | Path) -> Path:
     """Return the local model directory of a source: itself, a checkpoint's actor, or that of a run's newest checkpoint.
 
     ``source``: path, URL, or name on the hub; ``RUN/checkpoints/best`` is the best checkpoint, and ``best/actor_ema``
-    its average of the weights. Raises CheckpointError: there is no model, or it is damaged.
+    its average of the weights.
+
+    Raises CheckpointError: there is no model, or it is damaged.
     """
     source = local_model(source)
     storage = Storage(source)
@@ -229,8 +231,9 @@ def export(
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes in a text such as "5GB", "500MB" or "2GiB". Raises ConfigError: the text has another
-    form.
+    """Return the number of bytes in a text such as "5GB", "500MB" or "2GiB".
+
+    Raises ConfigError: the text has another form.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB|MiB|GiB)", text.strip(), re.IGNORECASE)
     if not size or float(size[1]) == 0:

@@ -23,6 +23,7 @@ PROMPT_TOKENS = 16
 
 def prove_tensors(target: Storage, names: Mapping[str, str], expected: Callable[[str], Tensor]) -> int:
     """Compare the tensors of written files, given as the file of each name, with those expected; return their number.
+
     Raises CheckpointError: one differs or is missing.
     """
     with contextlib.ExitStack() as stack:
@@ -54,8 +55,9 @@ def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtyp
     """Compare the logits of a written directory with those of the trained model; return their largest difference.
 
     In a narrow dtype the written model is compared with the trained one whose merged weights are rounded. ``trained``:
-    loads the trained model in float32, its adapter not merged. Raises CheckpointError: they differ, or the directory
-    lacks weights.
+    loads the trained model in float32, its adapter not merged.
+
+    Raises CheckpointError: they differ, or the directory lacks weights.
     """
     model = trained().eval()
     ids = _prompt(model.config)

@@ -33,8 +33,9 @@ class Learner:
 
 
 def learner_of(config: OfflineConfig, device: torch.device) -> Learner:
-    """Return the model and the objective of `hone sft`, `hone prefer` or `hone reward-model`. Raises ConfigError: the
-    loss is unknown, or the logits of a teacher cannot be computed from its hidden states.
+    """Return the model and the objective of `hone sft`, `hone prefer` or `hone reward-model`.
+
+    Raises ConfigError: the loss is unknown, or the logits of a teacher cannot be computed from its hidden states.
     """
     if isinstance(config, RewardModelConfig):
         return Learner("reward", ScoreHead(), bradley_terry_objective(config.loss.centering_coeff))

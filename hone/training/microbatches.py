@@ -96,8 +96,9 @@ class MicroBatchRecorder:
     ) -> None:
         """Write the directory after the backward pass; it replaces an older one of this step.
 
-        ``factor``: scale of the loss. The gradients that are written do not have it. Raises HoneError: the disk is full
-        or not writable.
+        ``factor``: scale of the loss. The gradients that are written do not have it.
+
+        Raises HoneError: the disk is full or not writable.
         """
         for name, values in outputs.items():
             self._computed[f"output.{name}"] = values

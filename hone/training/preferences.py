@@ -48,8 +48,9 @@ def loss_and_options(config: PreferenceConfig) -> tuple[PreferenceLoss, dict[str
 def online_objective(config: OnlinePreferenceConfig) -> LossFn:
     """Return the preference loss of an RL run over pairs of the policy's responses.
 
-    It also reports the ratio of the policy to the one that sampled (column ``old_log_probs``). Raises ConfigError: the
-    loss is unknown.
+    It also reports the ratio of the policy to the one that sampled (column ``old_log_probs``).
+
+    Raises ConfigError: the loss is unknown.
     """
     options = {} if config.beta is None else {"beta": config.beta}
     learn = preference_objective(preference_losses.get(str(config.loss_mode)), options, "actor/pg_loss")

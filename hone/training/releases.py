@@ -150,8 +150,9 @@ class Shelf:
         return self.release(number)
 
     def rollback(self, *, to: int | None = None, note: str = "") -> Release:
-        """Make an earlier release current: ``to``, or the one that was current before. Raises ConfigError: there is no
-        earlier release.
+        """Make an earlier release current: ``to``, or the one that was current before.
+
+        Raises ConfigError: there is no earlier release.
         """
         current = self.current
         if to is None:

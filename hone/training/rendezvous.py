@@ -15,8 +15,9 @@ from hone.errors import ConfigError
 def meeting_store(address: str, rank: int, world: int) -> Store:
     """Return the store at which ranks meet.
 
-    ``address``: ``HOST:PORT``; rank 0 listens there. Raises DistNetworkError: rank 0 cannot listen at the address, or
-    another rank cannot reach it.
+    ``address``: ``HOST:PORT``; rank 0 listens there.
+
+    Raises DistNetworkError: rank 0 cannot listen at the address, or another rank cannot reach it.
     """
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), world, is_master=rank == 0, timeout=default_pg_timeout)
@@ -26,7 +27,9 @@ def join_ranks(device: torch.device, store: Store, rank: int, world: int) -> Non
     """Connect this process with the other ranks. Collective.
 
     On CUDA tensors of the device travel by NCCL, whose communicators are made at once for this process's GPU, and
-    tensors of the host by gloo. Raises ConfigError: two ranks have the same GPU.
+    tensors of the host by gloo.
+
+    Raises ConfigError: two ranks have the same GPU.
     """
     if device.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -42,8 +45,9 @@ def gpu_identity(device: torch.device) -> str:
 
 
 def require_separate_gpus(store: Store, rank: int, world: int, identity: str) -> None:
-    """Check that every rank has a GPU of its own. Collective. Raises ConfigError: another rank has the same GPU; all
-    ranks raise the same error.
+    """Check that every rank has a GPU of its own. Collective.
+
+    Raises ConfigError: another rank has the same GPU; all ranks raise the same error.
     """
     store.set(f"gpu of rank {rank}", identity)
     ranks_of: dict[str, list[int]] = {}

@@ -79,8 +79,9 @@ class ServedTeacher:
     async def score(self, prompt: Sequence[int], response: Sequence[int], top: int) -> Scored:
         """Return what the teacher says about the tokens of a response.
 
-        ``top``: number of likeliest tokens, 0 for none. Raises TeacherError: no answer after all retries, or fewer
-        log-probs than are needed.
+        ``top``: number of likeliest tokens, 0 for none.
+
+        Raises TeacherError: no answer after all retries, or fewer log-probs than are needed.
         """
         entries = await self._entries([*prompt, *response], top)
         sampled, ids, log_probs = [], [], []
@@ -198,8 +199,9 @@ class ServedTeachers:
         }
 
     async def columns(self, batch: Batch) -> Batch:
-        """Return the columns of :meth:`~hone.cluster.teacher.TeacherWorker.teach`, with the rows of served teachers
-        filled in. Raises TeacherError: a server gives no usable log-probs.
+        """Return the columns of :meth:`~hone.cluster.teacher.TeacherWorker.teach`, with the rows of served teachers filled in.
+
+        Raises TeacherError: a server gives no usable log-probs.
         """
         which = batch.tensor(TEACHER).tolist() if TEACHER in batch else [0] * len(batch)
         rows = [row for row, number in enumerate(which) if number in self._teachers]

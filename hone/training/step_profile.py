@@ -26,7 +26,9 @@ _ALLOCATIONS = 200_000  # newest events of the allocator that a snapshot holds
 def profiled_update(trainer: RunConfig, step: int, process: str, device: torch.device) -> Iterator[None]:
     """Profile the body if ``trainer.profile_steps`` names the step; it computes the same numbers.
 
-    ``process``: name of the model and the rank, such as ``actor-0``. Raises HoneError: the files cannot be written.
+    ``process``: name of the model and the rank, such as ``actor-0``.
+
+    Raises HoneError: the files cannot be written.
     """
     if step not in trainer.profile_steps:
         yield

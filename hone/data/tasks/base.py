@@ -57,8 +57,9 @@ T = TypeVar("T")
 
 
 def parse_options(kind: type[T], options: Sequence[str], *, task: str) -> T:
-    """Build a dataclass of options from ``key=value`` words. Raises ConfigError: a word without "=", an unknown key, a
-    key given twice, or a value of the wrong type.
+    """Build a dataclass of options from ``key=value`` words.
+
+    Raises ConfigError: a word without "=", an unknown key, a key given twice, or a value of the wrong type.
     """
     types = get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]

@@ -39,8 +39,9 @@ def find_image(archive: Path, key: int) -> ImageData | None:
 
 
 def images_of(archive: Path, ids: Sequence[int]) -> tuple[ImageData, ...]:
-    """Return the images of a row of token ids, one for each place, in order. Raises HoneError: the archive does not
-    have one (code E-runs).
+    """Return the images of a row of token ids, one for each place, in order.
+
+    Raises HoneError: the archive does not have one (code E-runs).
     """
     by_key: dict[int, ImageData] = {}
     for key in keys_in(ids):

@@ -52,7 +52,9 @@ class Archive:
     def table(self, step: int, columns: Sequence[str] | None = None, uid: str | None = None) -> pa.Table:
         """Return the sequences of a step as a table, in the order of the batch; columns of JSON are strings.
 
-        ``step`` and ``columns`` and ``uid``: see :meth:`records`. Raises HoneError: see :meth:`records`.
+        ``step`` and ``columns`` and ``uid``: see :meth:`records`.
+
+        Raises HoneError: see :meth:`records`.
         """
         names = [column.name for column in COLUMNS] if columns is None else list(columns)
         with self._open(step) as file:
@@ -114,8 +116,9 @@ _STORE_ALL = "trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `ho
 
 
 def _bounded(file: pq.ParquetFile, names: list[str], path: Path) -> pa.Table:
-    """Return the columns of a file, some rows at a time. Raises ValueError: they are many times the size of the file,
-    as samples never are: a small file could exhaust the memory.
+    """Return the columns of a file, some rows at a time.
+
+    Raises ValueError: they are many times the size of the file, as samples never are: a small file could exhaust the memory.
     """
     most, size, parts = max(_MOST_BYTES, _MOST_GROWTH * path.stat().st_size), 0, []
     for part in file.iter_batches(_ROWS, columns=names):

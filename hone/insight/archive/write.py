@@ -69,8 +69,9 @@ def to_table(records: Iterable[Mapping[str, Any]], columns: Mapping[str, pa.Arra
 def write_step(folder: Path, step: int, table: pa.Table, *, rows: int | None = None) -> Path:
     """Write the file of a step under another name and rename it into place; return its path.
 
-    ``rows``: number of sequences of the step; None if all are in the table. Raises HoneError: the disk is full or not
-    writable.
+    ``rows``: number of sequences of the step; None if all are in the table.
+
+    Raises HoneError: the disk is full or not writable.
     """
     path = step_file(folder, step)
     metadata = {VERSION_KEY: str(VERSION), ROWS_KEY: str(len(table) if rows is None else rows)}
@@ -132,8 +133,9 @@ class BackgroundWriter:
         self._pending: Future[object] | None = None
 
     def submit(self, write: Callable[[], object]) -> None:
-        """Begin to write once the previous file is written. Raises HoneError: the previous file could not be
-        written.
+        """Begin to write once the previous file is written.
+
+        Raises HoneError: the previous file could not be written.
         """
         self.wait()
         self._pending = self._thread.submit(write)

@@ -49,6 +49,7 @@ class Coverage:
 
 def read_coverage(path: str | Path) -> Coverage:
     """Read the coverage of a run directory. Lines of a step that was interrupted while it was written are left out.
+
     Raises HoneError: the run has none, or a line is damaged.
     """
     file = Path(path) / COVERAGE_FILE

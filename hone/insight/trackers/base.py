@@ -82,8 +82,9 @@ def build_trackers(
     """Build the trackers called ``names``, plus the one of ``metrics.jsonl``.
 
     On resume, rewind the run directory first: trackers continue from its last step. ``samples``: sequences of a step
-    that trackers show; None for all in the archive. Raises ConfigError: a tracker does not exist, its package is not
-    installed, or it cannot start.
+    that trackers show; None for all in the archive.
+
+    Raises ConfigError: a tracker does not exist, its package is not installed, or it cannot start.
     """
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
     info = RunInfo(directory, project, experiment, config_yaml, total_steps)

@@ -48,8 +48,9 @@ class OtelTracker(Tracker):
         del step, metrics
 
     def rollouts(self, rollouts: Rollouts) -> None:
-        """Export one trace per episode; segments of an episode share one. Raises ConnectionError: the receiver did not
-        take the spans.
+        """Export one trace per episode; segments of an episode share one.
+
+        Raises ConnectionError: the receiver did not take the spans.
         """
         episodes = {(record["uid"], record["index"]): record for record in rollouts.records}
         for record in episodes.values():

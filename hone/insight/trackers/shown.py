@@ -62,8 +62,9 @@ class NewRollouts:
 
 
 def read_rollouts(archive: Archive, step: int, limit: int | None = None) -> Rollouts:
-    """Return at most ``limit`` sequences of a step at even distances, the first included. Raises HoneError: the step
-    has no file, or the file cannot be read (code E-runs).
+    """Return at most ``limit`` sequences of a step at even distances, the first included.
+
+    Raises HoneError: the step has no file, or the file cannot be read (code E-runs).
     """
     table = archive.table(step, _READ)
     count = len(table) if limit is None else min(limit, len(table))

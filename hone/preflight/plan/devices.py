@@ -73,8 +73,9 @@ def known_devices() -> tuple[str, ...]:
 
 
 def device_named(name: str) -> Device:
-    """Return a GPU of the table, by its name or the only name that begins like this. Raises ConfigError: no GPU has
-    that name, or several do.
+    """Return a GPU of the table, by its name or the only name that begins like this.
+
+    Raises ConfigError: no GPU has that name, or several do.
     """
     wanted = re.sub(r"[\s_]", "-", name.upper())
     matches = [known for known in _SPECS if f"{known.upper()}-".startswith(f"{wanted}-")]
@@ -101,8 +102,9 @@ def device_named(name: str) -> Device:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse ``2x8xH100-80GB``: nodes x devices on each x device; ``8xH100`` is one node. Raises ConfigError: the text
-    has another form.
+    """Parse ``2x8xH100-80GB``: nodes x devices on each x device; ``8xH100`` is one node.
+
+    Raises ConfigError: the text has another form.
     """
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z].*)", text.strip())
     if match is None or int(match[1] or 1) < 1 or int(match[2]) < 1:

@@ -61,8 +61,9 @@ def plan_of(
 
 
 def search(config: RLConfig, cluster: Cluster, *, shape: ModelShape | None = None) -> Plan:
-    """Return the plan of the best placement of a run on a cluster. Raises ConfigError: the settings leave nothing to
-    place.
+    """Return the plan of the best placement of a run on a cluster.
+
+    Raises ConfigError: the settings leave nothing to place.
     """
     fitter = Fitter(cluster.device, shape or model_shape(config), other_shapes(config))
     ranked = placements(config, cluster, fitter)
@@ -87,8 +88,9 @@ def dtype_of(plan: Plan) -> tuple[str, str]:
 
 
 def model_shape(config: AnyConfig) -> ModelShape:
-    """Return the shape of the trained model. Raises ModelError: its config.json is missing, or does not describe a
-    decoder.
+    """Return the shape of the trained model.
+
+    Raises ModelError: its config.json is missing, or does not describe a decoder.
     """
     where, block = model_block(config)
     shape = shape_of(block)

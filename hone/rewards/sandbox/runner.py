@@ -46,8 +46,9 @@ class Sandbox:
     ) -> Result:
         """Run a Python program; failures of the program are in the result.
 
-        ``files``: text of additional files by path in the working folder. Raises ValueError: a path is outside of the
-        folder.
+        ``files``: text of additional files by path in the working folder.
+
+        Raises ValueError: a path is outside of the folder.
         """
         call = partial(execute, self.backend, code, stdin, dict(files or {}), limits or self.limits)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -104,6 +104,7 @@ class TrainBackend(Protocol):
 
     def begin_update(self) -> None:
         """Begin an update whose mini-batch comes in parts: :meth:`accumulate` for each, then :meth:`apply_gradients`.
+
         Raises RuntimeError: the backend was built without an optimizer.
         """
         ...
@@ -137,8 +138,9 @@ class TrainBackend(Protocol):
     def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
         """Compute as the policy before training inside the block: with the saved adapter it began with, or without one.
 
-        ``adapter``: weights by their names in the adapter's file; None switches the adapter off. Raises TypeError: the
-        model has no adapter.
+        ``adapter``: weights by their names in the adapter's file; None switches the adapter off.
+
+        Raises TypeError: the model has no adapter.
         """
         ...
 
@@ -172,7 +174,8 @@ class TrainBackend(Protocol):
         ...
 
     def restore(self, location: str, name: str) -> None:
-        """Load the optimizer state of a checkpoint of any layout; weights are loaded from its model directory.
-        Collective. Raises CheckpointError: the state is of another model or optimizer, or damaged.
+        """Load the optimizer state of a checkpoint of any layout; weights are loaded from its model directory. Collective.
+
+        Raises CheckpointError: the state is of another model or optimizer, or damaged.
         """
         ...

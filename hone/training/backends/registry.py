@@ -61,6 +61,7 @@ BACKENDS: Registry[BackendEntry] = Registry("training backend", key=KEY, adopt=_
 
 def backend_of(config: ParallelConfig, processes: int) -> BackendEntry:
     """Return the backend for a model on this number of processes; null means ``local`` for one and ``fsdp2`` for more.
+
     Raises ConfigError: the backend is unknown, or does not support this number of processes.
     """
     key = config.key("strategy")

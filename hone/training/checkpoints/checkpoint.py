@@ -163,6 +163,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     """Open the checkpoint of a location: itself, or `latest` or `best` of a run or a folder of checkpoints.
 
     ``RUN``, ``RUN/checkpoints`` and ``RUN/checkpoints/latest`` mean the newest, ``RUN/checkpoints/best`` the best.
+
     Raises CheckpointError: there is no checkpoint.
     """
     storage = Storage(location)

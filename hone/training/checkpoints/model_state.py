@@ -30,8 +30,9 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
     """Return this process's part of the optimizer state, by parameter name: any layout of the model can load it.
 
     Returns tensors as ``<key>/<parameter>`` ("exp_avg/model.norm.weight"), and other values: the class of the
-    optimizer, the names of all trained parameters, and state without tensors. Raises ConfigError: the state of a
-    sharded parameter is neither sharded in the same way nor a single number.
+    optimizer, the names of all trained parameters, and state without tensors.
+
+    Raises ConfigError: the state of a sharded parameter is neither sharded in the same way nor a single number.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -55,8 +56,9 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
 def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage, names: Collection[str] | None = None) -> None:
     """Load a state that :func:`named_state` returned for a model of any layout.
 
-    ``names``: of all trained parameters, if ``model`` has a part of them. Raises CheckpointError: the state is of
-    another optimizer or other parameters, or damaged.
+    ``names``: of all trained parameters, if ``model`` has a part of them.
+
+    Raises CheckpointError: the state is of another optimizer or other parameters, or damaged.
     """
     index = read_index(storage)
     parameters = dict(_trained(model))

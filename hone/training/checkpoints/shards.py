@@ -140,8 +140,9 @@ def stage_whole(named: Iterable[tuple[str, Tensor]], values: Values, storage: St
 
 
 def load_shards(tensors: Mapping[str, Tensor], storage: Storage, index: ShardIndex | None = None) -> None:
-    """Load ``tensors`` in place by their names, from any layout and without communication. Raises CheckpointError: a
-    tensor is missing or has another shape, or the files are damaged.
+    """Load ``tensors`` in place by their names, from any layout and without communication.
+
+    Raises CheckpointError: a tensor is missing or has another shape, or the files are damaged.
     """
     index = index or read_index(storage)
     missing = [name for name in tensors if name not in index.tensors]

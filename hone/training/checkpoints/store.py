@@ -71,8 +71,9 @@ class CheckpointStore:
     # saving ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Storage:
-        """Wait for the previous save and return the directory for checkpoint ``step``. Raises CheckpointError: the
-        previous save failed, or the storage cannot be written.
+        """Wait for the previous save and return the directory for checkpoint ``step``.
+
+        Raises CheckpointError: the previous save failed, or the storage cannot be written.
         """
         self.wait()
         try:
@@ -126,8 +127,9 @@ class CheckpointStore:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the running save has ended. Raises CheckpointError: the save failed; earlier checkpoints are
-        intact.
+        """Wait until the running save has ended.
+
+        Raises CheckpointError: the save failed; earlier checkpoints are intact.
         """
         if self._thread is not None:
             self._thread.join()

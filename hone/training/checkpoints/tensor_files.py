@@ -89,8 +89,9 @@ def write_tensors(
 
 
 class TensorFile:
-    """A safetensors file open for reading any rectangular chunk of any tensor. Raises CheckpointError: it is not a
-    safetensors file.
+    """A safetensors file open for reading any rectangular chunk of any tensor.
+
+    Raises CheckpointError: it is not a safetensors file.
     """
 
     def __init__(self, file: IO[bytes], name: str) -> None:

@@ -227,8 +227,9 @@ class RingContext:
         return cls(positions, mine, int(sequences.lengths.max()), plan, ring)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Compute attention of this rank's tokens: ``[1, heads, n, head_dim]`` to ``[1, n, heads, head_dim]``.
-        Collective. Raises ModelError: the model has attention dropout.
+        """Compute attention of this rank's tokens: ``[1, heads, n, head_dim]`` to ``[1, n, heads, head_dim]``. Collective.
+
+        Raises ModelError: the model has attention dropout.
         """
         del layer
         check_dropout(scoring.dropout)

@@ -56,8 +56,9 @@ class Stages:
     """The stages of one model, and what this rank has.
 
     ``model``: whole, without storage, with its adapters. ``shared``: the tied embedding, which the first and the last
-    stage have; None on other stages and without one. Raises ModelError: the model cannot be divided into as many
-    stages.
+    stage have; None on other stages and without one.
+
+    Raises ModelError: the model cannot be divided into as many stages.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup, device: torch.device) -> None:

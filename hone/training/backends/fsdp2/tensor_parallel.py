@@ -31,8 +31,9 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.M
     """Shard ``model``, adapters included, over ``mesh``.
 
     Returns modules with whole weights on every rank that see only this rank's heads: their gradients are partial sums
-    for :func:`add_partial_gradients`. Raises ModelError: the model has no plan or an unsupported one, or its number of
-    heads is not divisible.
+    for :func:`add_partial_gradients`.
+
+    Raises ModelError: the model has no plan or an unsupported one, or its number of heads is not divisible.
     """
     decoder = model.get_decoder()
     plan = _plan(model, mesh.size())

@@ -77,8 +77,9 @@ def stage_checkpoint(
 
 
 def restore_optimizer(loaded: LoadedStage, optimizer: ShardedOptimizer, location: str, name: str) -> None:
-    """Load the optimizer's state of a checkpoint of any backend and layout. Raises CheckpointError: the state is of
-    another model or optimizer, or damaged.
+    """Load the optimizer's state of a checkpoint of any backend and layout.
+
+    Raises CheckpointError: the state is of another model or optimizer, or damaged.
     """
     storage = Storage(location) / optimizer_folder(name)
     shapes = {name: parameter.shape for name, parameter in loaded.skeleton.named_parameters()}

@@ -213,8 +213,9 @@ class _GatheredState(Mapping[str, Tensor]):
 
 
 def _param_groups(loaded: LoadedStage, config: OptimConfig) -> dict[str, ParamGroup]:
-    """Return the entry of ``optim.param_groups`` of each of Megatron's parameters that has one. Raises ConfigError: an
-    entry applies to no parameter, or to a part of one of Megatron's.
+    """Return the entry of ``optim.param_groups`` of each of Megatron's parameters that has one.
+
+    Raises ConfigError: an entry applies to no parameter, or to a part of one of Megatron's.
     """
     entries = read_param_groups(config.param_groups)
     by_name = assign_groups(loaded.weights.all_names, entries)
