@@ -6,6 +6,7 @@ A directory that `datasets.Dataset.save_to_disk` wrote is read like its arrow fi
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -368,3 +369,9 @@ def _nearby(path: Path) -> str:
         return f"the folder '{path.parent}' does not exist either; check the path"
     names = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)
     return did_you_mean(path.name, names) if names else f"'{path.parent}' holds no dataset file; check the path"
+
+
+def cache_directory() -> Path:
+    """Return the folder of what is computed once: HONE_CACHE, or hone below XDG_CACHE_HOME (~/.cache)."""
+    base = os.environ.get("HONE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone"
+    return Path(base).expanduser()

@@ -33,16 +33,12 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from hone import __version__
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompts
+from hone.data.files import cache_directory
 from hone.errors import HoneError
 from hone.progress import Bar, progress
 
 _FORM = 4
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
-
-
-def cache_folder() -> Path:
-    set_by_user = os.environ.get("HONE_CACHE")
-    return (Path(set_by_user) if set_by_user else Path.home() / ".cache" / "hone") / "tokens"
 
 
 class TokenCache:
@@ -69,7 +65,7 @@ class TokenCache:
                 digest.update(json.dumps(chat, sort_keys=False).encode() + b"\n")
         except TypeError:  # content that is not JSON, such as images
             return None
-        return cls(cache_folder() / f"{digest.hexdigest()}.npz")
+        return cls(cache_directory() / "tokens" / f"{digest.hexdigest()}.npz")
 
     def read(self, count: int) -> list[tuple[list[int], list[int]]] | None:
         """Return the tokens and masks of ``count`` chats; None if they are not in the cache, or the entry is damaged."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.data.convert import Conversion, convert
+from hone.data.files import cache_directory
 from hone.errors import DataError, did_you_mean
 from hone.hub.download import (
     DATA_ENDINGS,
@@ -238,12 +239,6 @@ def _choose(what: str, wanted: str | None, available: list[str], name: HubName) 
         fix=f"{pattern} with {did_you_mean(wanted or '', available)}",
         code="E-hub",
     )
-
-
-def cache_directory() -> Path:
-    """Return the folder of converted datasets: HONE_CACHE, or ~/.cache/hone."""
-    base = os.environ.get("HONE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone"
-    return Path(base).expanduser()
 
 
 def _converted(paths: Sequence[Path], conversion: Conversion, source: Download) -> Path:

@@ -6,7 +6,8 @@ from support.chat_templates import assistant, user
 from support.messages import raises
 
 from hone.data import tokenizing
-from hone.data.tokenizing import Chats, TokenCache, cache_folder, tokenize, tokenize_here
+from hone.data.files import cache_directory
+from hone.data.tokenizing import Chats, TokenCache, tokenize, tokenize_here
 from hone.errors import DataError
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -31,7 +32,7 @@ def test_processes_and_the_cache_give_what_one_call_gives(tokenizer, kind, monke
     chats = many(130, kind)
     expected = tokenize_here(tokenizer, chats)
     assert tokenize(tokenizer, chats, processes=2) == expected
-    (entry,) = cache_folder().glob("*")
+    (entry,) = (cache_directory() / "tokens").glob("*")
     assert entry.suffix == ".npz"
     monkeypatch.setattr(tokenizing, "tokenize_here", lambda *_: pytest.fail("the cache was not read"))
     assert tokenize(tokenizer, chats) == expected
@@ -64,7 +65,7 @@ def test_an_entry_is_for_its_content_alone(tokenizer):
 def test_a_damaged_entry_is_made_again(tokenizer, damage):
     chats = many(50)
     expected = tokenize(tokenizer, chats, processes=1)
-    (entry,) = cache_folder().glob("*.npz")
+    (entry,) = (cache_directory() / "tokens").glob("*.npz")
     if damage == "cut":
         entry.write_bytes(entry.read_bytes()[:200])
     elif damage == "object":  # a pickle is never loaded
@@ -80,7 +81,7 @@ def test_an_error_in_a_process_names_its_row(tokenizer):
     chats.messages[55] = [user("no answer")]
     with raises(DataError, "row 55"):
         tokenize(tokenizer, chats, processes=2)
-    assert not list(cache_folder().glob("*"))
+    assert not list((cache_directory() / "tokens").glob("*"))
 
 
 def test_what_a_killed_process_did_not_read_is_dropped(tokenizer):
@@ -112,3 +113,11 @@ def test_a_cache_that_cannot_be_written_costs_nothing(tokenizer, tmp_path, monke
     monkeypatch.setenv("HONE_CACHE", str(tmp_path / "file"))
     chats = many(50)
     assert tokenize(tokenizer, chats, processes=1) == tokenize_here(tokenizer, chats)
+
+
+def test_tokens_are_below_the_cache_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HONE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert str(cache_directory()) == "/caches/hone"
+    monkeypatch.setenv("HONE_CACHE", "/own")
+    assert str(cache_directory()) == "/own"
