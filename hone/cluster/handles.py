@@ -122,10 +122,9 @@ class Learner(Learning, Protocol):
     def update(self, batch: AnyBatch, minis: RowGroups, step: int) -> Answer[RoleUpdate]: ...
 
 
-class FrozenPolicy(Computing, Protocol):
+class FrozenPolicy(Reference, Protocol):
     """The reference of such a run (:class:`~hone.cluster.offline_roles.FrozenPolicyWorker`)."""
 
-    def log_probs(self, batch: AnyBatch) -> Answer[AnyBatch]: ...
     def release(self) -> Answer[None]: ...
 
 

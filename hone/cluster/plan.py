@@ -21,7 +21,6 @@ _CLASSES = {
     "reward_model": "hone.cluster.reward_model:RewardModelWorker",
     "generative reward_model": "hone.cluster.generative_reward_model:GenerativeRewardModelWorker",
     "teacher": "hone.cluster.teacher:TeacherWorker",
-    "work": "hone.trainers.batch_ops:BatchOps",
     "offline actor": "hone.cluster.offline_roles:LearnerWorker",
     "offline reference": "hone.cluster.offline_roles:FrozenPolicyWorker",
     "offline teacher": "hone.cluster.teacher:TeacherWorker",
@@ -43,11 +42,6 @@ def model_roles(config: RLConfig) -> list[RoleSpec]:
 def offline_roles(config: OfflineConfig) -> list[RoleSpec]:
     """Return the roles of a run over a fixed dataset, in the order of their construction."""
     return [RoleSpec(role.name, _class_of(f"offline {role.name}")) for role in OfflineSpec(config).roles]
-
-
-def work_role() -> RoleSpec:
-    """Return the role of all that is computed over whole batches without a model."""
-    return RoleSpec("work", _class_of("work"))
 
 
 def _class_of(role: str) -> type:

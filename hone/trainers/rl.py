@@ -8,87 +8,34 @@ is then a task that runs during the next step (:class:`~hone.trainers.validator.
 from __future__ import annotations
 
 import asyncio
+import pkgutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hone.cluster.any_batch import concat_batches
 from hone.cluster.context import RoleSpec, run_tokenizer
 from hone.cluster.handles import Computing
-from hone.cluster.plan import model_roles, work_role
+from hone.cluster.plan import model_roles
 from hone.cluster.runtime import Roles
 from hone.cluster.supervisor import Supervisor
 from hone.config.tree import RLConfig
 from hone.data.curriculum import make_sampler
-from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
 from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
 from hone.trainers.algorithm import Algorithm
-from hone.trainers.archiving import Archiving
 from hone.trainers.attempts import supervised
 from hone.trainers.inputs import prompt_dataset, report_contract, run_contract, self_scored, training_sampling
 from hone.trainers.replica_control import replica_requests
-from hone.trainers.rollouter import Rollouter
 from hone.trainers.session import RunSession, session_steps
 from hone.trainers.stages import StepState, check_stages, run_stages
 from hone.trainers.step_metrics import memory_metrics, overhead_metrics
 from hone.trainers.validator import ValidationTask, Validator
 
-
-@dataclass(frozen=True)
-class RunState:
-    """All parts of a run that have a state."""
-
-    session: RunSession
-    roles: Roles
-    sampler: EpochSampler
-    rollouter: Rollouter
-    archive: Archiving
-
-    async def save(self, step: int) -> None:
-        """Write a checkpoint of this step: all state for an exact resume. Files are written in the background."""
-        await self.archive.wait()  # a resumed run does not write the files of earlier steps
-        location = self.session.begin_save(step)
-        if location is None:
-            return
-        learning = [role for role in (self.roles.actor, self.roles.critic) if role is not None]
-        for role in learning:
-            await role.stage(location)
-        # together and without waiting: in asynchronous training groups finish at any time
-        sampler, rollouter = self.sampler.state_dict(), self.rollouter.state_dict()
-        finished = self.rollouter.finished_groups()
-        validation = self.rollouter.validation
-        validating = validation is not None and validation.step == step and not validation.has_ended
-        if finished:
-            await self.roles.work.save_groups(concat_batches([group.batch for group in finished]), location)
-        state: dict[str, Any] = {
-            "step": step,
-            "sampler": sampler,
-            "rollouter": rollouter,
-            "validating": validating,
-            "agent_contract": self.session.agent_contract,
-            **await self.roles.work.state_dict(),
-        }
-
-        def write() -> None:
-            for writing in [role.write() for role in learning]:
-                writing.result()
-
-        self.session.finish_save(step, state, write, validating=validating)
-
-    def load(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Restore what :meth:`save` wrote at this step; return whether its validation had not ended."""
-        report_contract(state.get("agent_contract", {}), self.session.agent_contract, "the run resumes")
-        self.sampler.load_state_dict(state["sampler"])
-        self.rollouter.buffer.release(step)
-        location, work = str(self.session.resumed_from), self.roles.work
-        self.rollouter.load_state_dict(state["rollouter"], lambda samples: work.load_groups(location, samples).result())
-        work.load_state_dict(state).result()
-        return state.get("validating", False)
+_WORK = "hone.trainers.batch_ops:BatchOps"  # by path, as in hone.cluster.plan: the driver knows only its handle
 
 
 def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
@@ -135,15 +82,14 @@ class RLTrainer(Algorithm):
         self.session.rewards = self.work.check_rewards(sources, self_scored_sources).result()
         self.session.agent_contract = run_contract(config, tokenizer)
         check_stages(self.stages())
-        self.state = RunState(self.session, roles, sampler, self.rollouter, self.archive)
         self._lacks_validation = False  # the checkpoint is of a step whose validation had not ended
         if resume is not None:
             with resume.loading_state() as state:
-                self._lacks_validation = self.state.load(self.step, state)
+                self._load(state)
 
     def roles(self) -> list[RoleSpec]:
         """Return the roles of the run in order of creation."""
-        return [*model_roles(self.config), work_role()]
+        return [*model_roles(self.config), RoleSpec("work", pkgutil.resolve_name(_WORK))]
 
     # the loop --------------------------------------------------------------------------------------------------------
 
@@ -238,4 +184,43 @@ class RLTrainer(Algorithm):
 
     async def save(self) -> None:
         """Write a checkpoint of this step: all state for an exact resume. Files are written in the background."""
-        await self.state.save(self.step)
+        await self.archive.wait()  # a resumed run does not write the files of earlier steps
+        location = self.session.begin_save(self.step)
+        if location is None:
+            return
+        learning = [role for role in (self.actor, self.critic) if role is not None]
+        for role in learning:
+            await role.stage(location)
+        # together and without waiting: in asynchronous training groups finish at any time
+        sampler, rollouter = self.sampler.state_dict(), self.rollouter.state_dict()
+        finished = self.rollouter.finished_groups()
+        validation = self.rollouter.validation
+        validating = validation is not None and validation.step == self.step and not validation.has_ended
+        if finished:
+            await self.work.save_groups(concat_batches([group.batch for group in finished]), location)
+        state: dict[str, Any] = {
+            "step": self.step,
+            "sampler": sampler,
+            "rollouter": rollouter,
+            "validating": validating,
+            "agent_contract": self.session.agent_contract,
+            **await self.work.state_dict(),
+        }
+
+        def write() -> None:
+            for writing in [role.write() for role in learning]:
+                writing.result()
+
+        self.session.finish_save(self.step, state, write, validating=validating)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`save` wrote at this step."""
+        report_contract(state.get("agent_contract", {}), self.session.agent_contract, "the run resumes")
+        self.sampler.load_state_dict(state["sampler"])
+        self.rollouter.buffer.release(self.step)
+        location = str(self.session.resumed_from)
+        self.rollouter.load_state_dict(
+            state["rollouter"], lambda samples: self.work.load_groups(location, samples).result()
+        )
+        self.work.load_state_dict(state).result()
+        self._lacks_validation = state.get("validating", False)
