@@ -114,6 +114,21 @@ def dispatched(role: type) -> Mapping[str, Dispatch]:
     return {name: spec for name, spec in marked.items() if spec is not None}
 
 
+def offer_methods(group: Any, role: type, ask: Callable[..., Any]) -> None:
+    """Give a group a method for each of its role's: ``ask(spec, name, ...)``, or an error for one without ``@dispatch``."""
+    marked = dispatched(role)
+
+    def refuse(name: str, *_: Any, **__: Any) -> None:
+        names = ", ".join(sorted(marked))
+        raise AttributeError(f"{role.__name__}.{name} is not marked with @dispatch; a group has the methods {names}")
+
+    for name in dir(role):
+        if name in marked:
+            setattr(group, name, functools.partial(ask, marked[name], name))
+        elif not name.startswith("_") and callable(getattr(role, name)) and not hasattr(group, name):
+            setattr(group, name, functools.partial(refuse, name))
+
+
 @dataclass(frozen=True)
 class RowGroups:
     """Rows of a batch in groups, such as the mini-batches of a step.

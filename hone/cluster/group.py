@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.cluster.context import RoleSpec
-from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, dispatched
+from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, offer_methods
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Stored
 from hone.config.parallel_layout import Layout
 from hone.data.balance import CostModel, Lengths, balance, balance_metrics, in_order
@@ -175,8 +175,7 @@ class WorkerGroup(ABC):
         self.role, self._world, self._balance, self._cost = role, world, balance, cost
         self._layout = _in_groups(world, role.group) if role.replicated else layout
         self.dp_size = self._layout.dp_size
-        for name, spec in dispatched(role.cls).items():
-            setattr(self, name, functools.partial(self._ask, spec, name))
+        offer_methods(self, role.cls, self._ask)
 
     @abstractmethod
     def _send(

@@ -17,7 +17,7 @@ import torch
 
 from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
-from hone.cluster.dispatch import Answer, Dispatch, Split, dispatched
+from hone.cluster.dispatch import Answer, Dispatch, Split, offer_methods
 from hone.config.derived import RunSpec
 from hone.config.pools import check_local, divided_cores
 from hone.config.tree import RLConfig
@@ -63,8 +63,7 @@ class LocalGroup:
 
     def __init__(self, role: Any, compute: ThreadPoolExecutor | None = None) -> None:
         self.role, self._compute = role, compute
-        for name, spec in dispatched(type(role)).items():
-            setattr(self, name, functools.partial(self._call, spec, name))
+        offer_methods(self, type(role), self._call)
 
     def _call(self, spec: Dispatch, name: str, *args: Any, **kwargs: Any) -> LocalAnswer:
         method = getattr(self.role, name)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from hone.cluster import handles
-from hone.cluster.dispatch import Split, dispatched
+from hone.cluster.dispatch import Split, dispatch, dispatched
 from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
+from hone.cluster.local import LocalGroup
 from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
 from hone.cluster.reward_model import RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
@@ -50,3 +51,20 @@ def test_a_handle_has_what_the_class_behind_it_offers(handle: type, cls: type) -
     for name, method in methods(handle).items():
         first = 1 if offered[name].split is Split.ONE else 0  # the number of the worker
         assert parameters(method)[first:] == parameters(getattr(cls, name)), name
+
+
+class Novelty:
+    @dispatch(Split.ALL)
+    def known(self) -> int:
+        return 3
+
+    def forgotten(self) -> int:
+        return 4
+
+
+def test_a_method_that_is_not_marked_is_named_with_those_that_are() -> None:
+    group: Any = LocalGroup(Novelty())
+    assert group.known().result() == 3
+    with pytest.raises(AttributeError) as refused:
+        group.forgotten()
+    assert all(word in str(refused.value) for word in ("Novelty.forgotten", "@dispatch", "known"))
