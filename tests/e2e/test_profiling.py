@@ -52,9 +52,10 @@ def test_profiled_steps_compute_the_same_numbers(tiny: Path, stream: bool):
 
 def test_profiled_supervised_step(tiny: Path):
     run = tiny / "sft"
-    ended = hone(*offline_words("sft", tiny, run, "trainer.profile_steps=[1]"), log=tiny / "sft.log", cwd=tiny)
+    ended = hone(*offline_words("sft", tiny, run, "trainer.profile_steps=[1,2]"), log=tiny / "sft.log", cwd=tiny)
     assert ended.code == 0, ended.output
-    assert sorted(path.name for path in (run / "profile").iterdir()) == ["step_1.actor-0.json.gz", "step_1.actor-0.txt"]
+    names = [f"step_{step}.actor-0.{end}" for step in (1, 2) for end in ("json.gz", "txt")]
+    assert sorted(path.name for path in (run / "profile").iterdir()) == names
 
 
 def test_a_run_has_a_profile_and_a_trace(tiny: Path):

@@ -248,8 +248,10 @@ def _raises(kind: Any, *call: Any, match: str | None = None, **kwargs: Any) -> A
 
 
 class _Approx:
-    def __init__(self, value: Any, rel: float = 1e-6, abs: float = 1e-12) -> None:  # noqa: A002 - pytest's name
-        self.value, self.limits = value, {"rel_tol": rel, "abs_tol": abs}
+    def __init__(self, value: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:  # noqa: A002 - pytest's name
+        self.value, self.nan_ok = value, nan_ok
+        self.rel = rel if rel is not None else 1e-6 if abs is None else 0.0  # an absolute limit alone is the only one
+        self.abs = 1e-12 if abs is None else abs
 
     def __eq__(self, other: object) -> bool:
         return self._near(other, self.value)
@@ -261,8 +263,9 @@ class _Approx:
             return isinstance(a, list | tuple) and len(a) == len(b) and all(map(self._near, a, b))
         if isinstance(b, dict):
             return isinstance(a, dict) and a.keys() == b.keys() and all(self._near(a[key], b[key]) for key in b)
-        numbers = isinstance(a, int | float) and isinstance(b, int | float)
-        return math.isclose(a, b, **self.limits) if numbers else a == b
+        if not (isinstance(a, int | float) and isinstance(b, int | float) and math.isfinite(b)) or a == b:
+            return bool(a == b or (self.nan_ok and a != a and b != b))
+        return abs(a - b) <= max(self.rel * abs(b), self.abs)
 
 
 class _Marks:
