@@ -82,6 +82,7 @@ def score(source: str, response: str, truth: Any = None, info: dict[str, Any] | 
         ("length", "abc", None, {"max_chars": 3}, 1.0),
         ("length", "abcdef", None, {"max_chars": 4}, 0.5),
         ("length", "", None, {"min_chars": 5, "max_chars": 10}, 0.0),
+        ("length", "", None, {"min_chars": 0}, 1.0),
         ("length", "a" * 12, None, {"max_chars": 10, "margin": 4}, 0.5),
         ("keywords", "The CAT sat", ["cat", "dog"], {}, 0.5),
         ("keywords", "concatenate", ["cat"], {}, 0.0),
