@@ -16,7 +16,7 @@ from hone.insight.audit import AuditLog, read_audit
 def written(folder: Path) -> list[str]:
     log = AuditLog(folder)
     for number in range(3):
-        call = log.begin("search", {"query": f"q{number}", "api_key": "abc"}, episode="0#1")
+        call = log.begin("search", {"query": f"q{number}", "api_key": "open sesame"}, episode="0#1")
         log.end(call, "ok", "a result", 0.5)
     return log.path.read_text().splitlines(keepends=True)
 
@@ -30,7 +30,7 @@ def test_lines_have_calls_and_their_ends_without_secrets_and_results(tmp_path: P
     assert [(record["event"], record["call"]) for record in records] == [
         (event, call) for call in (1, 2, 3) for event in ("call", "end")
     ]
-    assert records[0]["arguments"]["query"] == "q0" and "abc" not in json.dumps(records)
+    assert records[0]["arguments"]["query"] == "q0" and "sesame" not in json.dumps(records)
     assert "a result" not in json.dumps(records) and records[1]["characters"] == 8
     assert problems(tmp_path) == []
 
