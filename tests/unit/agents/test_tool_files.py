@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,23 @@ def test_the_calculator_agrees_with_python(expression: str):
 def test_the_calculator_refuses_what_is_no_arithmetic(expression: str):
     with pytest.raises(ToolError):
         calculate(expression)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["sqrt(16)", "floor(-2.5)", "ceil(2.1)", "log(e)", "log2(8)", "log10(1000)", "exp(0)", "sin(0) + cos(pi) + tan(0)", "abs(-3)", "round(2.567, 2)", "min(3, 1, 2)", "max(1, 2.5)", "gcd(12, 18)"],
+)  # fmt: skip
+def test_the_calculator_has_functions(expression: str):
+    assert float(calculate(expression)) == pytest.approx(eval(expression, {**vars(math), "abs": abs}))
+
+
+@given(st.lists(st.sampled_from("red green blue 17 cats. Oslo\n".split(" ")), min_size=60), st.integers(1, 40))
+def test_truncation_to_the_middle_keeps_half_of_the_tokens_at_each_end(parts: list[str], limit: int):
+    words, text = tokenizer("qwen2_5"), " ".join(parts)
+    ids = words.encode(text, add_special_tokens=False)
+    kept = truncate(text, limit, "middle", words)
+    first = words.decode(ids[: limit - limit // 2])
+    assert kept == (f"{first}...(truncated)...{words.decode(ids[len(ids) - limit // 2 :])}", True)
 
 
 @given(st.text(max_size=400), st.integers(1, 40), st.sampled_from(["left", "middle", "right"]))
