@@ -101,6 +101,11 @@ def called(statuses, cut=0):
             {f"{MULTI}.max_tool_calls": 1},
             ["50% of 2", "max_tool_calls=1", "max_tool_calls=2"],
         ),
+        (
+            [called([[CallStatus.OK] * 3, [CallStatus.OVER_LIMIT]]), called([]), None, None],
+            {f"{MULTI}.max_tool_calls": 3},
+            ["25% of 4", "max_tool_calls=3", "max_tool_calls=6"],
+        ),
     ],
 )  # fmt: skip
 def test_limits_of_tools(episodes, limits, words):
