@@ -32,9 +32,10 @@ def clip_gradients(
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(grads, device, stages=stages, shared=None if shared is None else shared.grad)
-    if math.isfinite(norm) and norm > largest:
+    factor = largest / (norm + 1e-6)  # torch's, as in the other backends: a norm just below the limit is scaled, too
+    if math.isfinite(norm) and factor < 1:
         for grad in grads:
-            _local(grad).mul_(largest / (norm + 1e-6))
+            _local(grad).mul_(factor)
     return norm
 
 
