@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,8 @@ from support.examples import examples
 
 from hone.rewards.frames import Channel, ChannelError, socket_pair
 from hone.rewards.score import Score
-from hone.rewards.target import LoadFailure, Outcome, Ready, decode_result, decode_start, encode_result
+from hone.rewards.target import LoadFailure, Outcome, Ready, Target, decode_result, decode_start, encode_result
+from hone.rewards.worker import _load_from_file
 
 NONCE = bytes(range(16))
 BODIES = st.lists(st.binary(max_size=300), min_size=1, max_size=5)
@@ -117,3 +119,15 @@ def test_messages_survive_their_encoding() -> None:
             decode_start(body)
         with pytest.raises(ValueError):
             decode_result(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "advised"), [("score", "score_all"), ("limit", ""), ("_hidde", ""), ("LIMIT", ""), ("main", "many")]
+)
+def test_the_functions_of_a_file_are_advised(tmp_path: Path, name: str, advised: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("LIMIT = 3\nlimit_ = 'a'\ndef score_all(x): ...\ndef _hidden(x): ...\ndef many(x): ...\n")
+    with pytest.raises(LoadFailure) as caught:
+        _load_from_file(Target(1.0, str(file), name))
+    fix = str(caught.value.args[1])
+    assert "LIMIT" not in fix and "limit_" not in fix and "_hidden" not in fix and advised in fix
