@@ -223,3 +223,21 @@ def _sound(turn: AssistantTurn) -> None:
         assert (made.arguments is None) != (made.error is None) and made.id
         json.dumps(made.arguments, allow_nan=False)
     assert not any(0xD800 <= ord(letter) <= 0xDFFF for text in (turn.content, turn.reasoning or "") for letter in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("", ""),
+        ("<|channel|>analysis", ""),
+        ("<|channel|>analysis<|message|>Hm", "<|channel|>analysis<|message|>Hm"),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", "<|channel|>analysis<|message|>Hm.<|end|>"),
+        ("<|channel|>final<|message|>Hi.<|return|>", "<|channel|>final<|message|>Hi.<|return|>"),
+        (HARMONY + "{}<|call|><|start|>", HARMONY + "{}<|call|>"),
+    ],
+)  # fmt: skip
+def test_a_header_of_harmony_without_a_body_is_not_settled(text: str, kept: str) -> None:
+    """Until the body begins nobody knows whether a message is a thought, an answer or a call."""
+    parser, words = renderer_for(tokenizer("harmony")).parser, tokenizer("harmony")
+    ids = words.encode(text, add_special_tokens=False)
+    assert words.decode(parser.settled(ids)) == kept
