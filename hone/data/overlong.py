@@ -45,7 +45,7 @@ def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str,
     if not long or policy in ("truncate", *SIDES) or (policy == "drop" and len(long) < len(lengths)):
         return long
     ordered = sorted(lengths)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    p99 = ordered[int(0.99 * len(ordered))]
     fix = f"{key}={ordered[-1]}"
     raise DataError(
         f"{len(long)} of {len(lengths)} {what} are longer than {key}={limit} tokens "

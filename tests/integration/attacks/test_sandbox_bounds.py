@@ -231,3 +231,13 @@ def test_the_table_of_the_docs_is_what_runs(name: str, table: dict[str, list[str
     yes = [cell.startswith("yes") for cell in table[name][: len(PROTECTIONS)]]
     if WORKING[name].filtered and (name == "bubblewrap" or landlock_version() >= SIGNALS):
         assert yes == [protection not in WORKING[name].unprotected for protection in PROTECTIONS]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a program another user")
+@pytest.mark.parametrize("name", EVERY)
+def test_a_program_of_root_has_neither_its_user_nor_its_groups(name: str) -> None:
+    result = execute(
+        WORKING[name], "import os; print(*os.getresuid(), *os.getresgid(), *os.getgroups())", "", {}, LIMITS
+    )
+    user, *others = map(int, result.stdout.split())
+    assert (user > 0) == (name != "process") and others == ([user] * 5 if user else [0] * 5 + os.getgroups())

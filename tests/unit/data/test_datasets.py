@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.messages import raises
 from hone.data.conversations import ConversationDataset
 from hone.data.files import read_rows
 from hone.data.messages import check_messages, plain
+from hone.data.overlong import overlong_rows
 from hone.data.prompts import PromptDataset
 from hone.errors import ConfigError, DataError
 
@@ -320,3 +322,13 @@ def test_a_conversation_without_an_answer_names_its_row(write_rows, conversation
         conversations(write_rows([chat("a", "b"), chat("a")]))
     with raises(DataError, "'messages'"):
         conversations(write_rows([{"text": json.dumps("x")}]))
+
+
+@pytest.mark.parametrize("count", [1, 10, 100, 1000])
+def test_lengths_of_what_is_too_long_are_given(count: int) -> None:
+    lengths = list(range(1, count + 1))
+    with pytest.raises(DataError) as caught:
+        overlong_rows(lengths, 0, "error", what="prompts", key="k")
+    numbers = list(map(int, re.findall(r"\d+", str(caught.value).split(" fix")[0])))
+    nearest = lengths[min(count, int(0.99 * count) + 1) - 1]
+    assert numbers[:2] == [count, count] and {count, nearest} <= set(numbers[2:])
