@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -103,6 +104,17 @@ def samples(url: str) -> dict[tuple[str, tuple[str, ...]], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def test_metrics_show_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(lambda request: ANSWER)
+    stats = {"waiting": 3, "max_cache_tokens": 8, "cache_tokens": 2, "cached_tokens": 5, "prefill_tokens": 7}
+    monkeypatch.setattr(engine, "describe", lambda: replace(ScriptedEngine.describe(engine), stats=stats))
+    with served(engine, TOKENIZER) as (url, _):
+        seen = samples(url)
+    assert (seen["hone_num_requests_waiting", ()], seen["hone_num_requests_running", ()]) == (3, 0)
+    assert seen["hone_kv_cache_usage_perc", ()] == 0.25
+    assert (seen["hone_prefix_cache_queries_total", ()], seen["hone_prefix_cache_hits_total", ()]) == (12, 5)
 
 
 def test_metrics_count_requests_tokens_and_seconds() -> None:
