@@ -16,7 +16,7 @@ from hone.data.ragged import Ragged
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
 from hone.models.loading import prepare
-from hone.training.backends.local.backend import LocalBackend
+from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
 

@@ -29,7 +29,7 @@ from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
 from hone.models.loading import as_policy
 from hone.preflight.plan.devices import MATMUL_SHARE, device_named
-from hone.training.backends.local.backend import LocalBackend
+from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import DIVISORS, PolicyObjective
 from hone.training.updates import PartialLoss

@@ -26,7 +26,7 @@ from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
 from hone.models.loading import prepare
-from hone.training.backends.local.backend import LocalBackend
+from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import DIVISORS, PolicyObjective
 from hone.training.updates import PartialLoss

@@ -32,7 +32,7 @@ from hone.training.microbatches import MicroBatchRecorder
 from hone.training.optimizer import LossScale
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
-from hone.training.updates import LossFn, Outputs, PartialLoss, Statistics, Totals
+from hone.training.updates import LossFn, Outputs, Statistics, Totals
 
 
 class DeviceClock:
@@ -192,13 +192,6 @@ class MicroBatchLoop:
                 recorder.write(micro, outputs, loss, totals, factor)
             activity.tick()
         return statistics
-
-    def accumulate_part(
-        self, batch: Batch, head: Head, loss: PartialLoss, *, with_entropy: bool, outputs_seen: Outputs | None
-    ) -> None:
-        loss.statistics += self.accumulate_gradients(
-            batch, head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen, on_totals=loss.begin_part
-        )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

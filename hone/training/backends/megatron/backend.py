@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -17,14 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.data.balance import CostModel
-from hone.data.batch import Batch
-from hone.data.ragged import Ragged
 from hone.errors import CheckpointError, ConfigError
 from hone.insight import activity
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
-from hone.models.kernels.cpu.memory import heap_watch
-from hone.models.loading import adapter_off, model_settings
+from hone.models.loading import model_settings
+from hone.training.backends.base import LoopBackend
 from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups, build_groups
 from hone.training.backends.megatron.mapping import LoadedStage, load_stage
@@ -43,7 +40,6 @@ from hone.training.layout import Meshes
 from hone.training.packing import pack
 from hone.training.pipeline_loop import LossOf, MicroBatch, PipelineLoop
 from hone.training.ranks import ProcessRanks, RankGroup
-from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, Statistics, UpdateResult
 
 _STEP = "step"
 
@@ -172,25 +168,22 @@ def _outputs(stage: Stage) -> Callable[[Head, PackedSequences, bool], dict[str, 
     return lambda head, packed, with_entropy: head(stage, packed, with_entropy=with_entropy)
 
 
-class MegatronBackend:
-    """This rank's stage of a model and its optimizer; see :class:`~hone.training.backends.protocol.TrainBackend`."""
+class MegatronBackend(LoopBackend[ShardedOptimizer]):
+    """This rank's stage of a model and its optimizer. It has no adapters, so there is no reference mode."""
 
     def __init__(self, loaded: LoadedStage, groups: Groups, head: Head, settings: TrainSettings) -> None:
-        self.head, self.settings = head, settings
-        self._loaded, self._stage, self._groups = loaded, loaded.stage, groups
-        optim = settings.optim
-        self.optimizer = (
-            ShardedOptimizer(loaded, groups, optim, settings.total_steps, settings.device) if optim else None
-        )
+        stage, optim = loaded.stage, settings.optim
+        optimizer = ShardedOptimizer(loaded, groups, optim, settings.total_steps, settings.device) if optim else None
         if optim is None:
-            self._stage.requires_grad_(False)
-        self._ranks = ProcessRanks(groups.data, settings.device)
+            stage.requires_grad_(False)
+        super().__init__(stage, head, settings, ProcessRanks(groups.data, settings.device), optimizer)
+        self._loaded, self._stage = loaded, stage
         cost = CostModel.from_config(loaded.skeleton.config.to_dict())
         if groups.layout.pipeline > 1:
-            chunk = self.optimizer and self.optimizer.chunk
-            self._loop = MegatronPipelineLoop(loaded.stage, chunk, groups, settings, ranks=self._ranks, cost=cost)
+            chunk = optimizer and optimizer.chunk
+            self._loop = MegatronPipelineLoop(stage, chunk, groups, settings, ranks=self._ranks, cost=cost)
         else:
-            self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks, cost=cost)
+            self._loop = MicroBatchLoop(_outputs(stage), settings, ranks=self._ranks, cost=cost)
 
     @classmethod
     def build(
@@ -216,65 +209,6 @@ class MegatronBackend:
         groups = build_groups(meshes, settings.device)
         return cls(load_stage(kind, model, groups, settings.device), groups, head, settings)
 
-    @property
-    def data_parallel_size(self) -> int:
-        return self._ranks.size
-
-    def infer_batch(
-        self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
-    ) -> dict[str, Ragged]:
-        self._stage.eval()
-        with self._passes():
-            return self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
-
-    def train_batch(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        *,
-        step: int,
-        with_entropy: bool = False,
-        outputs_seen: Outputs | None = None,
-    ) -> UpdateResult:
-        self.begin_update()
-        self._stage.train()
-        with self._passes():
-            statistics = self._loop.accumulate_gradients(
-                batch, self.head, loss_fn, with_entropy=with_entropy, outputs_seen=outputs_seen
-            )
-        return self._apply(step, statistics)
-
-    def begin_update(self) -> None:
-        if self.optimizer is None:
-            raise RuntimeError("this backend was built without an optimizer")
-        self.optimizer.begin()
-
-    def accumulate(
-        self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
-    ) -> None:
-        self._stage.train()
-        with self._passes():
-            self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
-
-    def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
-        return self._apply(step, loss.statistics, loss.scale)
-
-    def gather_rows(self, local: Batch) -> GatheredRows:
-        return self._ranks.gather_rows(local)
-
-    def learning_rate(self, step: int) -> float:
-        return self.optimizer.learning_rate(step) if self.optimizer else 0.0
-
-    def take_busy_seconds(self) -> float:
-        return self._loop.take_busy_seconds()
-
-    def reference_mode(self, adapter: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-        """Raise: adapters are not supported, so the model has none."""
-        return adapter_off(self._stage)
-
-    def shared_module(self) -> None:
-        return
-
     def export_weights(
         self, which: Weights = "all", *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -287,29 +221,17 @@ class MegatronBackend:
         return stage_checkpoint(self._loaded, self.optimizer, self.settings.device, location, name, tokenizer)
 
     def restore(self, location: str, name: str) -> None:
-        if self.optimizer is None:
-            raise RuntimeError("this backend was built without an optimizer")
-        restore_optimizer(self._loaded, self.optimizer, location, name)
+        restore_optimizer(self._loaded, self._trained(), location, name)
 
     @contextlib.contextmanager
-    def _passes(self) -> Iterator[None]:
+    def _passes(self, *, train: bool) -> Iterator[None]:
         device, dtype = self.settings.device, self.settings.dtype
-        with contextlib.ExitStack() as stack:
+        with super()._passes(train=train), contextlib.ExitStack() as stack:
             if self._stage.config.num_moe_experts is not None:  # other layers do not name the CUDA device
                 stack.enter_context(on_device(device))
             if device.type == "cpu":  # Megatron's linear layers restore autocast in their backward pass on CUDA only
                 stack.enter_context(autocast(device, dtype))
             yield
 
-    def _forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
-        return head(self._stage, packed, with_entropy=with_entropy)
-
-    def _apply(self, step: int, statistics: list[Statistics], scale: float = 1.0) -> UpdateResult:
-        optimizer = self.optimizer
-        assert optimizer is not None
-        with self._loop.computing():
-            grad_norm = optimizer.reduce_gradients(scale)
-            result = optimizer.update(step, grad_norm, self._ranks.gather_statistics(statistics))
-            if self.settings.device.type == "cpu":
-                heap_watch()()
-        return result
+    def _gradient_norm(self, optimizer: ShardedOptimizer, scale: float) -> float:
+        return optimizer.reduce_gradients(scale)
