@@ -19,7 +19,6 @@ from hone.algorithms.logits import (
 )
 from hone.algorithms.support import restricted_logits, support_log_probs
 from hone.algorithms.teacher import TeacherDistance
-from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.config.dtypes import is_narrow
 from hone.models import fused_head, images
 from hone.models.inputs import PackedSequences
@@ -106,10 +105,7 @@ class PolicyHead:
             return result
         hidden = hidden_states(causal, packed)
         shared: dict[str, Any] = {"temperature": self.temperature} | output_weights(causal)
-        divided = "group" in shared
-        compute = vocabulary_log_probs if divided else chunked_log_probs
-        if fused_head.supports(hidden):
-            compute = fused_head.fused_log_probs
+        compute = fused_head.fused_log_probs if fused_head.supports(hidden) else chunked_log_probs
         result: dict[str, Tensor] = {}
         supports = packed.supports
         only_supports = supports is not None and supports.all_restricted
@@ -121,8 +117,7 @@ class PolicyHead:
             if entropy is not None:
                 result["entropy"] = entropy
         if self.with_sum_pi_squared and not only_supports:
-            squares = vocabulary_sum_pi_squared if divided else chunked_sum_pi_squared
-            result["sum_pi_squared"] = squares(hidden, **whole_vocabulary(shared))
+            result["sum_pi_squared"] = chunked_sum_pi_squared(hidden, **whole_vocabulary(shared))
         if supports is not None:
             log_probs, squares = support_log_probs(hidden, targets=packed.targets, supports=supports, **shared)
             restricted = {"log_probs": log_probs}

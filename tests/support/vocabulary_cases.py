@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.algorithms.logits import chunked_log_probs, chunked_sum_pi_squared
 from hone.algorithms.support import Supports, support_log_probs
-from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.models.fused_head import fused_log_probs
 
 
@@ -77,7 +77,7 @@ def in_parts(
     own_bias = given["bias"][part].clone().requires_grad_() if bias else None  # type: ignore[index]
     group = dist.group.WORLD
     assert group is not None
-    compute = fused_log_probs if fused else partial(vocabulary_log_probs, chunk_size=3)
+    compute = fused_log_probs if fused else partial(chunked_log_probs, chunk_size=3)
     log_probs, entropy = compute(
         hidden,
         weight,
@@ -96,7 +96,7 @@ def in_parts(
         "log_probs": log_probs.detach(),
         "hidden": hidden.grad,
         "weight": weight.grad,
-        "squares": vocabulary_sum_pi_squared(hidden, weight, group=group, bias=own_bias, chunk_size=3, **settings),  # type: ignore[arg-type]
+        "squares": chunked_sum_pi_squared(hidden, weight, group=group, bias=own_bias, chunk_size=3, **settings),  # type: ignore[arg-type]
     }
     if entropy is not None:
         found["entropy"] = entropy.detach()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.masked import wide
+from hone.models.kernels.cuda.programs import launched_on_cuda
 
 
 @torch.library.custom_op("hone::swiglu", mutates_args=(), device_types="cpu")
@@ -21,12 +22,7 @@ def _shape(joint: Tensor) -> Tensor:
     return joint.new_empty(joint.shape[0], joint.shape[1] // 2)
 
 
-@_swiglu.register_kernel("cuda")
-def _on_cuda(joint: Tensor) -> Tensor:
-    from hone.models.kernels.cuda.programs import gates
-
-    with torch.cuda.device(joint.device):
-        return gates.forward(joint)
+launched_on_cuda(_swiglu, "gates", "forward")
 
 
 @torch.library.custom_op("hone::swiglu_backward", mutates_args=(), device_types="cpu")
@@ -43,12 +39,7 @@ def _backward_shape(grad: Tensor, joint: Tensor) -> Tensor:
     return torch.empty_like(joint)
 
 
-@_swiglu_backward.register_kernel("cuda")
-def _backward_on_cuda(grad: Tensor, joint: Tensor) -> Tensor:
-    from hone.models.kernels.cuda.programs import gates
-
-    with torch.cuda.device(joint.device):
-        return gates.backward(grad, joint)
+launched_on_cuda(_swiglu_backward, "gates", "backward")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

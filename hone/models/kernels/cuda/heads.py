@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.masked import wide
+from hone.models.kernels.cuda.programs import launched_on_cuda
 
 
 @torch.library.custom_op("hone::split_heads", mutates_args=(), device_types="cpu")
@@ -37,14 +38,7 @@ def _shapes(
     return query, key, value
 
 
-@_split_heads.register_kernel("cuda")
-def _on_cuda(
-    joint: Tensor, norms: Tensor | None, cos: Tensor, sin: Tensor, epsilon: float, queries: int, keys: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    from hone.models.kernels.cuda.programs import heads
-
-    with torch.cuda.device(joint.device):
-        return heads.forward(joint, norms, cos, sin, epsilon, queries, keys)
+launched_on_cuda(_split_heads, "heads", "forward")
 
 
 @torch.library.custom_op("hone::split_heads_backward", mutates_args=(), device_types="cpu")
@@ -73,35 +67,12 @@ def _split_heads_backward(
 
 
 @_split_heads_backward.register_fake
-def _backward_shapes(
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    joint: Tensor,
-    norms: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
-    del grad_query, grad_key, grad_value, sin, epsilon
+def _backward_shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
+    *_, joint, norms, cos, _, _ = inputs
     return torch.empty_like(joint), cos.new_empty(0) if norms is None else torch.empty_like(norms)
 
 
-@_split_heads_backward.register_kernel("cuda")
-def _backward_on_cuda(
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    joint: Tensor,
-    norms: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
-    from hone.models.kernels.cuda.programs import heads
-
-    with torch.cuda.device(joint.device):
-        return heads.backward(grad_query, grad_key, grad_value, joint, norms, cos, sin, epsilon)
+launched_on_cuda(_split_heads_backward, "heads", "backward")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

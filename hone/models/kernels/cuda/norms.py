@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.masked import wide
+from hone.models.kernels.cuda.programs import launched_on_cuda
 
 
 @torch.library.custom_op("hone::add_rms_norm", mutates_args=(), device_types="cpu")
@@ -32,14 +33,7 @@ def _shapes(
     return total, torch.empty_like(residual, dtype=dtype), scale
 
 
-@_add_rms_norm.register_kernel("cuda")
-def _on_cuda(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    from hone.models.kernels.cuda.programs import norms
-
-    with torch.cuda.device(residual.device):
-        return norms.forward(residual, delta, weight, epsilon, dtype)
+launched_on_cuda(_add_rms_norm, "norms", "forward")
 
 
 @torch.library.custom_op("hone::add_rms_norm_backward", mutates_args=(), device_types="cpu")
@@ -63,32 +57,13 @@ def _add_rms_norm_backward(
 
 
 @_add_rms_norm_backward.register_fake
-def _backward_shapes(
-    grad_total: Tensor | None,
-    grad_normed: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    delta_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_total, grad_normed, scale
+def _backward_shapes(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, total, weight, _, delta_dtype = inputs
     grad_delta = total.new_empty(0) if delta_dtype is None else torch.empty_like(total, dtype=delta_dtype)
     return torch.empty_like(total), grad_delta, torch.empty_like(weight)
 
 
-@_add_rms_norm_backward.register_kernel("cuda")
-def _backward_on_cuda(
-    grad_total: Tensor | None,
-    grad_normed: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    delta_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from hone.models.kernels.cuda.programs import norms
-
-    with torch.cuda.device(total.device):
-        return norms.backward(grad_total, grad_normed, total, weight, scale, delta_dtype)
+launched_on_cuda(_add_rms_norm_backward, "norms", "backward")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hone.algorithms.masked import wide
+from hone.models.kernels.cuda.programs import launched_on_cuda
 
 WIDEST_HEAD = 256
 
@@ -44,37 +47,11 @@ def _attend_pages(
 
 
 @_attend_pages.register_fake
-def _shape(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    del keys, values, tables, lengths, sinks, scale, window, softcap
+def _shape(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
-@_attend_pages.register_kernel("cuda")
-def _on_cuda(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    from hone.models.kernels.cuda.programs import pages
-
-    with torch.cuda.device(query.device):
-        return pages.forward(query, keys, values, tables, lengths, sinks, scale, window, softcap)
+launched_on_cuda(_attend_pages, "pages", "forward")
 
 
 def attend_pages(

@@ -5,10 +5,13 @@ Logits exist in tiles alone. They are never rounded to the compute dtype, in whi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hone.algorithms.masked import wide
+from hone.models.kernels.cuda.programs import launched_on_cuda
 
 
 def _logits(
@@ -42,31 +45,11 @@ def _vocabulary_statistics(
 
 
 @_vocabulary_statistics.register_fake
-def _statistics_shape(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    softcap: float | None,
-) -> Tensor:
-    del weight, bias, targets, temperature, softcap
+def _statistics_shape(hidden: Tensor, *_: Any) -> Tensor:
     return hidden.new_empty(3, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
-@_vocabulary_statistics.register_kernel("cuda")
-def _statistics_on_cuda(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    softcap: float | None,
-) -> Tensor:
-    from hone.models.kernels.cuda.programs import vocabulary
-
-    with torch.cuda.device(hidden.device):
-        return vocabulary.statistics(hidden, weight, bias, targets, temperature, softcap)
+launched_on_cuda(_vocabulary_statistics, "vocabulary", "statistics")
 
 
 @torch.library.custom_op("hone::vocabulary_gradient", mutates_args=(), device_types="cpu")
@@ -99,37 +82,8 @@ def _vocabulary_gradient(
 
 
 @_vocabulary_gradient.register_fake
-def _gradient_shape(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor | None,
-    grad_log_probs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-) -> Tensor:
-    del bias, targets, log_sum, entropy, grad_log_probs, grad_entropy, temperature, softcap
+def _gradient_shape(hidden: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return weight.new_empty(len(hidden), len(weight))
 
 
-@_vocabulary_gradient.register_kernel("cuda")
-def _gradient_on_cuda(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor | None,
-    grad_log_probs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-) -> Tensor:
-    from hone.models.kernels.cuda.programs import vocabulary
-
-    grads = grad_log_probs, grad_entropy
-    with torch.cuda.device(hidden.device):
-        return vocabulary.gradient(hidden, weight, bias, targets, log_sum, entropy, *grads, temperature, softcap)
+launched_on_cuda(_vocabulary_gradient, "vocabulary", "gradient")

@@ -4,7 +4,7 @@
                               -> o, down: sharded by input, partial sums added over the ranks -> the same on all ranks
 
 Adapters are sharded like their matrix. The embedding and the output layer are sharded by vocabulary; log-probs are then
-computed from the shards (:mod:`hone.algorithms.vocabulary`).
+computed from the shards (:mod:`hone.algorithms.logits`).
 """
 
 from __future__ import annotations
