@@ -15,8 +15,7 @@ from hone.algorithms.distillation import (
     distillation_loss,
     distillation_token_loss,
 )
-from hone.algorithms.divergences import DIVERGENCES, divergence, log_probs_at
-from hone.algorithms.implicit_reward import implicit_reward_loss, implicit_rewards
+from hone.algorithms.divergences import DIVERGENCES, divergence
 from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, full_kl, kl_penalty
 from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
 from hone.algorithms.logits import (
@@ -26,7 +25,7 @@ from hone.algorithms.logits import (
     sum_pi_squared_from_logits,
     token_log_probs,
 )
-from hone.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hone.algorithms.masked import masked_mean, masked_sum
 from hone.algorithms.off_policy import (
     Correction,
     check_rollout_correction,
@@ -72,16 +71,11 @@ __all__ = [
     "divergence",
     "entropy_from_logits",
     "full_kl",
-    "implicit_reward_loss",
-    "implicit_rewards",
     "kl_controller",
     "kl_penalty",
     "kto_kl",
-    "log_probs_at",
     "masked_mean",
     "masked_sum",
-    "masked_var",
-    "masked_whiten",
     "off_policy_metrics",
     "overlong_penalty",
     "policy_losses",

@@ -70,14 +70,5 @@ def with_tail(log_probs: Tensor) -> Tensor:
     return torch.cat([log_probs, tail], dim=-1)
 
 
-def log_probs_at(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log-probs ``[..., K]`` of several tokens at each position, without a second vocabulary-sized tensor.
-
-    ``logits [..., V]`` are divided by ``temperature``, above 0. The result is float32 or better.
-    """
-    scaled = wide(logits) / temperature
-    return scaled.gather(-1, token_ids) - scaled.logsumexp(-1, keepdim=True)
-
-
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)

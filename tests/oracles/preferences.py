@@ -153,12 +153,3 @@ def kto_kl(log_probs: Matrix, ref: Matrix, mask: Mask) -> float:
 def bradley_terry(chosen: list[float], rejected: list[float], margin: list[float], centering: float) -> float:
     pairs = zip(chosen, rejected, margin, strict=True)
     return mean([-log_sigmoid(c - r - m) + centering * (c + r) ** 2 for c, r, m in pairs])
-
-
-def implicit_reward(log_probs: Matrix, ref: Matrix, mask: Mask, labels: list[float], beta: float) -> float:
-    losses = []
-    for row, base, label in zip(compact(log_probs, mask), compact(ref, mask), labels, strict=True):
-        if row:
-            total = sum(beta * (a - b) for a, b in zip(row, base, strict=True))
-            losses.append(-label * log_sigmoid(total) - (1 - label) * log_sigmoid(-total))
-    return mean(losses)

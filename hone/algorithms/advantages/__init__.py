@@ -12,16 +12,15 @@ One file per idea::
     tokens, scan              row values to token values; discounted sums over sampled tokens, without a loop over time
     group_relative            grpo, grpo_passk, rloo, opo, gpg, maxrl: a score compared with the scores of its group
     gdpo                      several rewards, each normalised separately
-    reinforce                 reinforce_plus_plus, reinforce_plus_plus_baseline, remax
-    gae                       the critic's estimator
+    reinforce                 reinforce_plus_plus, reinforce_plus_plus_baseline, remax; gae, the critic's estimator
     token_baseline            optimal_token_baseline
-    turns, gigpo, turn_level  conversations: placement of rewards, and credit by turn
+    turns, gigpo, turn_level  conversations: credit by turn
 """
 
-from hone.algorithms.advantages import gae, gdpo, gigpo, group_relative, reinforce, token_baseline, turn_level
+from hone.algorithms.advantages import gdpo, gigpo, group_relative, reinforce, token_baseline, turn_level
 from hone.algorithms.advantages.base import INPUTS, AdvantageEstimator, advantage_estimators, register_estimator
 from hone.algorithms.advantages.groups import Groups
-from hone.algorithms.advantages.turns import Turns, place_rewards, turn_returns, turn_rewards
+from hone.algorithms.advantages.turns import Turns, turn_returns
 
 __all__ = [
     "INPUTS",
@@ -29,15 +28,12 @@ __all__ = [
     "Groups",
     "Turns",
     "advantage_estimators",
-    "gae",
     "gdpo",
     "gigpo",
     "group_relative",
-    "place_rewards",
     "register_estimator",
     "reinforce",
     "token_baseline",
     "turn_level",
     "turn_returns",
-    "turn_rewards",
 ]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.masked import where_mask
-from hone.errors import ConfigError, did_you_mean
+from hone.algorithms.options import check_options, options_of
+from hone.errors import ConfigError
 from hone.methods import ESTIMATOR_INPUTS, EstimatorInputs
 from hone.registry import Registry
 
@@ -229,13 +230,7 @@ class AdvantageEstimator:
                     fix=f"supply {argument}: {source}",
                     where="algorithm.adv_estimator",
                 )
-        for option in options:
-            if option not in self.options:
-                raise ConfigError(
-                    f"advantage estimator '{self.name}' has no option '{option}'",
-                    fix=did_you_mean(option, self.options) if self.options else "it takes no options",
-                    where="algorithm",
-                )
+        check_options(f"advantage estimator '{self.name}'", options, self.options, where="algorithm")
 
 
 def _adopt(imported: Any, path: str) -> AdvantageEstimator:
@@ -248,9 +243,9 @@ def _adopt(imported: Any, path: str) -> AdvantageEstimator:
         return imported
     if not inspect.isfunction(imported):
         raise TypeError("expected a function of (token_level_rewards, response_mask, *, inputs, options)")
-    keywords = {p.name: p for p in inspect.signature(imported).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    keywords = options_of(imported)
     inputs = {name: keywords[argument] for name, (argument, _) in INPUTS.items() if argument in keywords}
-    needs = frozenset(name for name, parameter in inputs.items() if parameter.default is parameter.empty)
+    needs = frozenset(name for name, default in inputs.items() if default is inspect.Parameter.empty)
     options = frozenset(keywords) - {INPUTS[name][0] for name in inputs}
     summary = (inspect.getdoc(imported) or "").partition("\n")[0]
     return AdvantageEstimator(
@@ -284,12 +279,11 @@ def register_estimator(
 
     def decorate(compute: Callable[..., Result]) -> AdvantageEstimator:
         arguments = {INPUTS[name][0] for name in inputs.needs | inputs.uses}
-        keywords = {p.name for p in inspect.signature(compute).parameters.values() if p.kind is p.KEYWORD_ONLY}
         estimator = AdvantageEstimator(
             names[0],
             compute,
             inputs.needs,
-            frozenset(keywords - arguments),
+            frozenset(options_of(compute).keys() - arguments),
             formula,
             paper,
             group_of_one,

@@ -44,7 +44,7 @@ def gigpo(
     ``turn_group_ids`` names the state before each turn: one sequence of names per row, or ``[B, K]``; equal names in a
     prompt group mean the same state. Without it, turn k of a response is compared with turn k of the others. The advantage
     is the same on all tokens of a turn; returns equal advantages. The paper uses ``gamma=0.95``. Environment
-    rewards are those on the tokens of a turn, see :func:`~hone.algorithms.advantages.turns.place_rewards`.
+    rewards are those on the tokens of a turn.
     """
     groups, turns = Groups.from_ids(group_ids, response_mask), Turns.from_ids(turn_ids, response_mask)
     how = {"by_std": norm_adv_by_std_in_grpo, "epsilon": epsilon}

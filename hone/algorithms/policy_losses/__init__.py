@@ -3,8 +3,7 @@
 ==============  ==========================================================================================
 ``base``        interface of a loss; masking, weights, aggregation and metric names; the mini-batch contract
 ``parts``       ratios and clip rules
-``ppo``         vanilla, sapo
-``sequence``    gspo, geo_mean
+``ppo``         vanilla, sapo; gspo and geo_mean, of the ratio of a sequence
 ``reinforce``   gpg, cispo, topr, dro
 ``divergence``  dppo_tv, dppo_kl, m2po
 ``covariance``  clip_cov, kl_cov; selection of tokens of a batch, independent of its order
@@ -12,7 +11,7 @@
 ==============  ==========================================================================================
 """
 
-from hone.algorithms.policy_losses import bypass, covariance, divergence, ppo, reinforce, sequence
+from hone.algorithms.policy_losses import bypass, covariance, divergence, ppo, reinforce
 from hone.algorithms.policy_losses.base import PolicyLoss, Prepared, TokenLoss, policy_losses, register_policy_loss
 from hone.algorithms.policy_losses.parts import (
     beyond_trust_region,
@@ -40,7 +39,6 @@ __all__ = [
     "register_policy_loss",
     "reinforce",
     "row_mean",
-    "sequence",
     "sequence_ratio",
     "token_ratio",
 ]

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from hone.algorithms.aggregate import aggregate_loss
 from hone.algorithms.masked import where_mask, wide
+from hone.algorithms.options import check_options, options_of
 from hone.algorithms.policy_losses.parts import require
-from hone.errors import ConfigError, did_you_mean
 from hone.methods import COMPARES_ACROSS_MINI_BATCH
 from hone.registry import Registry
 
@@ -79,12 +79,8 @@ class PolicyLoss:
     def defaults(self) -> dict[str, Any]:
         """Return the options and their defaults, named as the configuration keys under ``actor_rollout_ref.actor``."""
         functions = [self.per_token] + ([self.across_batch] if self.across_batch else [])
-        return {
-            p.name: p.default
-            for function in functions
-            for p in inspect.signature(function).parameters.values()
-            if p.kind is p.KEYWORD_ONLY and p.name not in ("prepared", "keys")
-        }
+        options = options_of(*functions)
+        return {name: default for name, default in options.items() if name not in ("prepared", "keys")}
 
     @property
     def options(self) -> frozenset[str]:
@@ -189,13 +185,7 @@ class PolicyLoss:
     def _known_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return those of ``options`` that this loss uses; raise for unknown ones."""
         known = self.options
-        for option in options:
-            if option not in known | COMMON_OPTIONS:
-                raise ConfigError(
-                    f"policy loss '{self.name}' has no option '{option}'",
-                    fix=did_you_mean(option, known | COMMON_OPTIONS),
-                    where="actor_rollout_ref.actor",
-                )
+        check_options(f"policy loss '{self.name}'", options, known | COMMON_OPTIONS, where="actor_rollout_ref.actor")
         taken = {name: value for name, value in options.items() if name in known}
         _check_clips(**{name: value for name, value in taken.items() if name in COMMON_OPTIONS})
         return taken
@@ -218,7 +208,7 @@ def _check_clips(clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    names = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    names = options_of(function)
     return {name: value for name, value in options.items() if name in names}
 
 

@@ -7,7 +7,6 @@ metrics happen here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.masked import masked_mean, masked_sum, where_mask
+from hone.algorithms.options import check_options, options_of
 from hone.algorithms.preference_losses.pairs import pair_rows
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError
 from hone.methods import PREFERENCE_LOSS_NEEDS
 from hone.registry import Registry
 
@@ -215,13 +215,8 @@ class PreferenceLoss:
                     fix="pass it, or choose a loss without it, such as orpo, simpo or cpo",
                     where=f"{KEY}.name",
                 )
+        check_options(f"preference loss '{self.name}'", options, self.options, where=KEY)
         for option, value in options.items():
-            if option not in self.options:
-                raise ConfigError(
-                    f"preference loss '{self.name}' has no option '{option}'",
-                    fix=did_you_mean(option, self.options),
-                    where=KEY,
-                )
             if option == "beta" and not value > 0:
                 raise ConfigError(f"beta={value} must be above 0", where=f"{KEY}.beta", fix=f"{KEY}.beta=0.1")
             if option == "label_smoothing" and not 0 <= value < 0.5:
@@ -247,9 +242,7 @@ def register_preference_loss(
     needed = PREFERENCE_LOSS_NEEDS.get(names[0], frozenset(needs))
 
     def decorate(compute: Callable[..., Any]) -> PreferenceLoss:
-        parameters = inspect.signature(compute).parameters.values()
-        options = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        loss = PreferenceLoss(names[0], compute, needed, options, formula, paper)
+        loss = PreferenceLoss(names[0], compute, needed, frozenset(options_of(compute)), formula, paper)
         object.__setattr__(loss, "__doc__", compute.__doc__)
         return preference_losses.register(*names)(loss)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
 
-from hone.algorithms import advantage_estimators, masked_mean, masked_whiten
-from hone.algorithms.advantages import Groups, place_rewards, turn_returns, turn_rewards
+from hone.algorithms import advantage_estimators, masked_mean
+from hone.algorithms.advantages import Groups, Turns, turn_returns
 from hone.algorithms.advantages.scan import BLOCK, Packing, suffix_sums
 from hone.algorithms.advantages.tokens import whiten_
 from hone.errors import ConfigError
@@ -162,7 +162,9 @@ def test_whitening_in_place_equals_the_masked_one() -> None:
     torch.manual_seed(0)
     mask = torch.rand(300, 7) < 0.5
     values = torch.randn(300, 7) * mask + 3 * mask
-    torch.testing.assert_close(whiten_(values.clone(), mask), masked_whiten(values, mask), rtol=1e-5, atol=1e-5)
+    chosen = values[mask]
+    expected = torch.where(mask, (values - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8), 0.0)
+    torch.testing.assert_close(whiten_(values.clone(), mask), expected, rtol=1e-5, atol=1e-5)
     equal = torch.full((300, 7), 2.0608) * mask
     assert not whiten_(equal, mask).any()
     alone = torch.zeros(2, 2, dtype=torch.bool)
@@ -184,37 +186,15 @@ MASK = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
 TURNS = torch.tensor([[0, 0, -1, 2, 9], [0, 0, 0, 0, 0]])
 
 
-def test_rewards_are_placed_at_three_levels() -> None:
-    whole = place_rewards(torch.tensor([3.0, math.nan]), MASK)
-    assert whole.tolist() == [[0, 0, 0, 3, 0], [0] * 5]
-    by_turn = place_rewards(torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 5.0]]), MASK, "turn", turn_ids=TURNS)
-    assert by_turn.tolist() == [[0, 1, 0, 2, 0], [0] * 5]
-    tokens = torch.tensor([[1.0, 0.0, 4.0, 0.0, math.nan], [1.0] * 5])
-    assert place_rewards(tokens, MASK, "token").tolist() == [[1, 4, 0, 0, 0], [0] * 5]
-    # a reward before the first sampled token goes to that one
-    assert place_rewards(tokens[:1], torch.tensor([[0, 0, 0, 1, 0]]), "token").tolist() == [[0, 0, 0, 5, 0]]
+def test_values_of_turns_are_placed_on_their_last_tokens() -> None:
+    placed = Turns.from_ids(TURNS, MASK).place(torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 5.0]]))
+    assert placed.tolist() == [[0, 1, 0, 2, 0], [0] * 5]
 
 
-def test_turn_rewards_undo_the_placement_and_are_discounted_by_turn() -> None:
+def test_rewards_are_added_up_and_discounted_by_turn() -> None:
     placed = torch.tensor([[1.0, 1.0, math.nan, 3.0, 0.0], [math.nan] * 5])
-    rewards = turn_rewards(placed, MASK, TURNS)
+    rewards = Turns.from_ids(TURNS, MASK).sum(placed)
     assert rewards.tolist() == [[2, 0, 3], [0, 0, 0]]
     # turn 1 was not sampled: it is not a step, and is not discounted
     present = torch.tensor([[True, False, True], [False] * 3])
     assert turn_returns(rewards, present, gamma=0.5).tolist() == [[3.5, 0, 3], [0, 0, 0]]
-
-
-def test_wrong_placements() -> None:
-    with raises(ConfigError, "row 0", "reward of 4", "turn 1"):
-        place_rewards(torch.tensor([[1.0, 4.0, 2.0], [0.0, 0.0, 0.0]]), MASK, "turn", turn_ids=TURNS)
-    with raises(ConfigError, "turn_ids"):
-        place_rewards(torch.zeros(2, 3), MASK, "turn")
-    with raises(ConfigError, "'turns'", "turn"):
-        place_rewards(torch.zeros(2, 3), MASK, "turns")
-    for rewards, level in (
-        (torch.zeros(2, 1), "trajectory"),
-        (torch.zeros(2, 4), "token"),
-        (torch.zeros(3, 3), "turn"),
-    ):
-        with raises(ConfigError, f"'{level}'", "B=2"):
-            place_rewards(rewards, MASK, level, turn_ids=TURNS)

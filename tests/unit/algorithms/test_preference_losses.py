@@ -16,7 +16,6 @@ from support.messages import raises
 from torch import Tensor
 
 from hone.algorithms import preference_losses
-from hone.algorithms.implicit_reward import implicit_reward_loss, implicit_rewards
 from hone.algorithms.preference_losses import COUNTED_BY, best_worst_pairs, kto_kl, pair_rows
 from hone.algorithms.reward_model import bradley_terry_loss
 from hone.errors import ConfigError, DataError
@@ -306,42 +305,3 @@ def test_bradley_terry_gradient_metrics_and_mistakes() -> None:
         bradley_terry_loss(scores[0], scores[1], dp_size=2)
     with raises(ValueError, "5 chosen", "4 rejected"):
         bradley_terry_loss(scores[0], scores[1, :4])
-
-
-@quick
-@given(case=cases(), beta=st.sampled_from([0.05, 1.0]))
-def test_implicit_reward(case: Case, beta: float) -> None:
-    def value(part: Case, **arguments) -> tuple[Tensor, Tensor]:
-        log_probs = part.log_probs.clone().requires_grad_()
-        rewards = implicit_rewards(log_probs, part.ref, part.mask, beta=beta)
-        loss, metrics = implicit_reward_loss(rewards, part.labels, part.mask, **arguments)
-        assert 0 <= float(metrics["implicit_reward/accuracy"]) <= 1
-        loss.backward()
-        assert log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
-        return rewards.detach(), loss.detach()
-
-    rewards, loss = value(case)
-    inside = case.mask.bool()
-    torch.testing.assert_close(rewards[inside], beta * (case.log_probs - case.ref)[inside])
-    assert not rewards[~inside].any()
-    labels = [float(x) for x in case.labels.tolist()]
-    lists = (case.log_probs.tolist(), case.ref.tolist(), case.mask.tolist())
-    assert float(loss) == pytest.approx(oracle.implicit_reward(*lists, labels, beta), rel=1e-9, abs=1e-9)
-    total = int(inside.any(-1).sum())
-    halves = [value(case.select(rows), global_batch_size=total)[1] for rows in ([0], list(range(1, len(labels))))]
-    torch.testing.assert_close(halves[0] + halves[1], loss, rtol=1e-9, atol=1e-9)
-
-
-def test_implicit_reward_gradient_and_mistakes() -> None:
-    case = build(7, 3, 4, gap=1.0)
-    start = torch.where(case.mask.bool(), case.log_probs, 0.0).requires_grad_()
-
-    def value(log_probs: Tensor) -> Tensor:
-        rewards = implicit_rewards(log_probs, case.ref, case.mask, beta=0.5)
-        return implicit_reward_loss(rewards, case.labels, case.mask)[0]
-
-    assert torch.autograd.gradcheck(value, start)
-    with raises(ConfigError, "beta=0"):
-        implicit_rewards(start, case.ref, case.mask, beta=0)
-    with raises(ValueError, "global_batch_size"):
-        implicit_reward_loss(start, case.labels, case.mask, dp_size=2)
