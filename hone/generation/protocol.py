@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -11,6 +11,26 @@ from torch import Tensor
 
 from hone.data.images import ImageData
 from hone.data.types import ExpertIds, StopReason
+from hone.errors import GenerationError
+
+
+def incomplete_weights(what: str) -> GenerationError:
+    """Return the error of a request while new weights, such as those of ``version 3``, have arrived only in part."""
+    return GenerationError(
+        f"weights {what} have arrived only in part",
+        why="the engine would sample from a mixture of two policies",
+        fix="send all weights of a version again; if the engine refused some, the previous error says why",
+    )
+
+
+def require_weights(expected: Collection[str], missing: Collection[str], of: str = "policy") -> None:
+    """Raise GenerationError if some of the expected weights are missing."""
+    if missing:
+        raise GenerationError(
+            f"{len(missing)} of {len(expected)} weights have not arrived, such as '{min(missing)}'",
+            why="the engine would sample from a mixture of two policies",
+            fix=f"send every parameter of the {of}",
+        )
 
 
 class ConstraintKind(StrEnum):

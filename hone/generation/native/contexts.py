@@ -64,9 +64,15 @@ class _CachedContext:
 
     images: PromptImages | None = None  # of the new tokens
     _cache: KVCache
+    _row_of: Tensor  # row of each token, where the tokens of all rows are packed in one
+    position_ids: Tensor
     rows: Any
     past: Any
     lengths: Any
+
+    def write(self, kv: Tensor, states: Tensor) -> None:
+        """Write ``states [1, kv_heads, N, d]`` of the new tokens after the cached tokens of their rows."""
+        kv[self._row_of, :, self.position_ids[0]] = states[0].transpose(0, 1).to(kv.dtype)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Append keys and values, then compute attention: ``[batch, heads, length, d]`` to ``[batch, length, heads, d]``."""
@@ -110,10 +116,6 @@ class PrefillContext(_CachedContext):
         """Append ``states [1, N, ...]`` and mix each prompt separately."""
         self._cache.layer(layer).append(self, *(state.flatten(0, 1) for state in states))
         return self._packed.mix(layer, mixer, *states)
-
-    def write(self, kv: Tensor, states: Tensor) -> None:
-        """Write ``states [1, kv_heads, N, d]`` of the prompts to their rows."""
-        kv[self._row_of, :, self.position_ids[0]] = states[0].transpose(0, 1).to(kv.dtype)
 
     def softmax_attention(
         self, cache: KVLayerCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -171,10 +173,6 @@ class ExtendContext(_CachedContext):
             cache.append(tokens, *tokens_states)
             outputs.append(cache.attend(tokens, layer, *tokens_states, scoring=None))
         return torch.cat(outputs)[torch.cat(order).argsort()]
-
-    def write(self, kv: Tensor, states: Tensor) -> None:
-        """Write ``states [1, kv_heads, N, d]`` of the new tokens after the cached tokens of their rows."""
-        kv[self._row_of, :, self.position_ids[0]] = states[0].transpose(0, 1).to(kv.dtype)
 
     def softmax_attention(
         self, cache: KVLayerCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring

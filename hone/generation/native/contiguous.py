@@ -6,7 +6,7 @@ Attention over them is a few matmuls over contiguous memory, which a CPU compute
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from hone.generation.native.cache import EXPERTS, KVCache, RowEntries, closing_m
 from hone.generation.native.contexts import DecodeContext, RowExtent, rope_offsets
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
-from hone.generation.native.rows import End, HostWork, LastToken, not_finite
+from hone.generation.native.rows import End, HostWork, LastToken, RowStore, not_finite
 from hone.generation.native.sampler import Draws, RowSampling, sample
 from hone.generation.native.scheduler import Job, RectangleAdmission, Sampled
 from hone.generation.native.sessions import CachedTurn, SessionCache
@@ -31,8 +31,8 @@ from hone.models.module_forward import Forward
 from hone.models.registry import family_of
 
 
-class ContiguousRows:
-    """Rows of one KV tensor a layer; implements :class:`hone.generation.native.rows.RowStore`."""
+class ContiguousRows(RowStore[RowEntries]):
+    """Rows of one KV tensor a layer. None is ever preempted: admission reserves the longest responses."""
 
     def __init__(
         self,
@@ -49,8 +49,7 @@ class ContiguousRows:
         speculation: Speculation | None = None,  # drafts tokens, which a step verifies; None for one token a step
         outside: Tensor | None = None,
     ) -> None:
-        self._outside = outside
-        self._forward, self._vocabulary, self._stats, self._device = forward, vocabulary, stats, device
+        self._forward, self._vocabulary, self._device, self._outside = forward, vocabulary, device, outside
         self.max_cache_tokens, self.keeps_experts = max_cache_tokens, keeps_experts
         self._processor, self._speculation = processor, speculation
         new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
@@ -59,11 +58,7 @@ class ContiguousRows:
         # the tokens of each row: all of them, or those after a shared prefix
         self.cache = KVCache(device, dtype, new_layer)
         self.prefixes = SharedPrefixes(KVCache(device, dtype, new_layer))  # the shared prefixes
-        # the session KV cache
-        self.sessions: SessionCache[RowEntries] = SessionCache(max_cache_tokens, per_token=self.per_token)
-        self.running: list[Job] = []
-        self.preempted: list[Job] = []  # stays empty: admission reserves the longest responses
-        self.steps = 0
+        super().__init__(SessionCache(max_cache_tokens, per_token=self.per_token), stats)
         self._prefill = Prefill(
             forward, self.sessions, stats, device=device, max_tokens=PREFILL_TOKENS, processor=processor
         )
@@ -75,9 +70,6 @@ class ContiguousRows:
     @property
     def cache_tokens(self) -> int:
         return self.cache.tokens + self.prefixes.cache.tokens
-
-    def num_sampled(self, job: Job) -> int:
-        return self.steps - job.entered
 
     def row_tokens(self, job: Job) -> int:
         return job.prompt_in_row + self.num_sampled(job)
@@ -285,15 +277,14 @@ class ContiguousRows:
             ended = ended.index_fill(0, torch.tensor(list(last), device=self._device), True)
         if not bool(ended.any()):
             return []
-        rows = ended.nonzero()[:, 0].tolist()
-        errors: dict[int, Exception | None] = {row: not_finite() for row in (~finite).nonzero()[:, 0].tolist()}
-        failed = {row: entry.error for row, entry in last.items()}
-        errors |= {row: error for row, error in failed.items() if error is not None}
-        return _ends(rows, stopped.tolist(), failed, errors)
-
-    def settle(self) -> list[End]:
-        """Return nothing: the host waits for the tokens of each step."""
-        return []
+        stops, unusable = stopped.tolist(), (~finite).tolist()
+        ends = []
+        for row in ended.nonzero()[:, 0].tolist():
+            token = last.get(row, LastToken(0))
+            complete = row in last and token.error is None
+            error = token.error or (not_finite() if unusable[row] else None)
+            ends.append(End(row, StopReason.STOP if stops[row] or complete else StopReason.LENGTH, error))
+        return ends
 
     def _extent(self) -> RowExtent:
         """Return the extent of the rows, from their jobs when rows have entered or left; a step adds one token to each."""
@@ -354,16 +345,10 @@ class ContiguousRows:
         self.state, self.sampling = self.state.select(index), self.sampling.select(index)
         self._groups = self._extent_before = None
 
-    def end_sessions(self, sessions: Iterable[str]) -> None:
-        self.sessions.forget(sessions)
-
     def begin_version(self) -> None:
-        self.sessions.clear()
+        super().begin_version()
         if self._speculation is not None:
             self._speculation.drafter.begin_version()
-
-    def release(self) -> None:
-        """Do nothing: no address of a weight is kept."""
 
     def clear(self) -> None:
         if self._speculation is not None:
@@ -378,19 +363,6 @@ class ContiguousRows:
         self.sessions.clear()
         if self._speculation is not None:
             self._speculation.drafter.free()
-
-
-def _ends(
-    rows: Sequence[int],
-    stopped: Sequence[bool],
-    failed: Mapping[int, Exception | None],
-    errors: Mapping[int, Exception | None],
-) -> list[End]:
-    reasons = [
-        StopReason.STOP if stopped[row] or (row in failed and failed[row] is None) else StopReason.LENGTH
-        for row in rows
-    ]
-    return [End(row, reason, errors.get(row)) for row, reason in zip(rows, reasons, strict=True)]
 
 
 def _concatenated(prefix: RowEntries, row: RowEntries) -> RowEntries:

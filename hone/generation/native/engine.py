@@ -21,7 +21,13 @@ from hone.generation.native.rows import CacheLimits
 from hone.generation.native.runner import Outcome, Runner
 from hone.generation.native.scheduler import Job, Scheduler
 from hone.generation.native.speculative import Speculation
-from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
+from hone.generation.protocol import (
+    Completion,
+    EngineDescription,
+    GenerationRequest,
+    incomplete_weights,
+    require_weights,
+)
 from hone.insight import activity
 
 BURST = 32
@@ -76,11 +82,7 @@ class NativeEngine:
             self._limits.check(request)
         grammars = [await self._runner.grammars.start(request.sampling) for request in requests]
         if self._incomplete is not None:
-            raise GenerationError(
-                f"weights of version {self._incomplete} have arrived only in part",
-                why="the engine would sample from a mixture of two policies",
-                fix="send all weights of a version; if the engine refused some, the previous error says why",
-            )
+            raise incomplete_weights(f"of version {self._incomplete}")
         if not self._scheduler.waiting and not self._runner.running:
             self._release_shared()
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
@@ -146,7 +148,7 @@ class NativeEngine:
         self._dropped = []
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        self._runner.rows.end_sessions(sessions)
+        self._runner.rows.sessions.forget(sessions)
 
     def describe(self) -> EngineDescription:
         load = {
@@ -178,13 +180,8 @@ class NativeEngine:
                     )
                 parameters[name].copy_(tensor)
                 arrived.add(name)
-        missing = sorted(parameters.keys() - arrived) if self._incomplete is not None else []
-        if last and missing:
-            raise GenerationError(
-                f"{len(missing)} of {len(parameters)} weights have not arrived, such as '{missing[0]}'",
-                why="the engine would sample from a mixture of two policies",
-                fix="send every parameter of the policy",
-            )
+        if last and self._incomplete is not None:
+            require_weights(parameters, parameters.keys() - arrived)
         if last:
             self._incomplete = None
         else:

@@ -13,6 +13,7 @@ these rows in one matmul. While no two rows share a prompt, each row contains it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,55 +25,59 @@ _NEGLIGIBLE_SLOTS = 256
 """Padded rows of one group below which padding costs almost nothing."""
 
 
+@dataclass
+class _Slot:
+    """A shared prefix in the cache."""
+
+    key: tuple[bytes, int]  # prompt and weight version
+    length: int
+    users: int = 0  # rows that continue it
+
+
 class SharedPrefixes:
     """Slots of shared prefixes; slots ``0 .. count - 1`` are in use."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self._keys: list[tuple[bytes, int]] = []  # prompt and weight version, by slot
-        self._lengths: list[int] = []
-        self._users: list[int] = []
+        self._slots: list[_Slot] = []
+        self._number_of: dict[tuple[bytes, int], int] = {}
 
     @property
     def count(self) -> int:
-        return len(self._keys)
+        return len(self._slots)
 
     @property
     def longest(self) -> int:
-        return max(self._lengths, default=0)
+        return max((slot.length for slot in self._slots), default=0)
 
     def take(self, prompt: bytes, version: int, length: int) -> tuple[int, bool]:
         """Add one row to the users of a prompt of this version of the weights; return its slot, and whether that is new."""
         key = (prompt, version)
-        new = key not in self._keys
+        new = key not in self._number_of
         if new:
-            self._keys.append(key)
-            self._lengths.append(length)
-            self._users.append(0)
-        slot = self._keys.index(key)
-        self._users[slot] += 1
-        return slot, new
+            self._number_of[key] = self.count
+            self._slots.append(_Slot(key, length))
+        number = self._number_of[key]
+        self._slots[number].users += 1
+        return number, new
 
     def release(self, slots: Iterable[int]) -> dict[int, int]:
         """Remove one row from the users of each given slot; return the slots that have moved, from old to new."""
-        for slot in slots:
-            self._users[slot] -= 1
-        unused = {slot for slot, users in enumerate(self._users) if users == 0}
+        for number in slots:
+            self._slots[number].users -= 1
+        unused = {number for number, slot in enumerate(self._slots) if slot.users == 0}
         gaps, movers = closing_moves(self.count, unused)
-        self.cache.copy_rows(movers, gaps, max((self._lengths[slot] for slot in movers), default=0))
-        for gap, mover in zip(gaps, movers, strict=True):
-            self._keys[gap], self._lengths[gap], self._users[gap] = (
-                self._keys[mover],
-                self._lengths[mover],
-                self._users[mover],
-            )
-        left = self.count - len(unused)
-        del self._keys[left:], self._lengths[left:], self._users[left:]
-        return dict(zip(movers, gaps, strict=True))
+        self.cache.copy_rows(movers, gaps, max((self._slots[mover].length for mover in movers), default=0))
+        moved = dict(zip(movers, gaps, strict=True))
+        for mover, gap in moved.items():
+            self._slots[gap] = self._slots[mover]
+        del self._slots[self.count - len(unused) :]
+        self._number_of = {slot.key: number for number, slot in enumerate(self._slots)}
+        return moved
 
     def clear(self) -> None:
         """Drop all slots."""
-        self._keys, self._lengths, self._users = [], [], []
+        self._slots, self._number_of = [], {}
 
 
 class _Group(NamedTuple):

@@ -6,15 +6,17 @@ part of one tensor, :class:`~hone.generation.native.paged.rows.PagedRows` gives 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from hone.data.types import ExpertIds, StopReason
 from hone.generation.native.sampler import Allowed, RowSampling
 from hone.generation.native.scheduler import Admission, Job, Sampled
+from hone.generation.native.sessions import SessionCache
 
 
 class LastToken(NamedTuple):
@@ -62,87 +64,83 @@ class CacheLimits:
         return self.max_cache_tokens or self.max_num_seqs * self.max_model_len
 
 
-class RowStore(Protocol):
+Turn = TypeVar("Turn")  # what is kept of a turn of a session
+
+
+class RowStore(ABC, Generic[Turn]):
     """The running rows and their KV cache."""
 
-    running: list[Job]
-    steps: int  # number of decode steps so far
-    # jobs that lost their row because the cache was full; the caller puts them back into the queue
-    preempted: list[Job]
+    max_cache_tokens: int  # capacity of the cache in tokens
+
+    def __init__(self, sessions: SessionCache[Turn], stats: dict[str, int]) -> None:
+        self.sessions, self._stats = sessions, stats  # kept turns, and counters to update
+        self.running: list[Job] = []
+        self.steps = 0  # number of decode steps so far
+        # jobs that lost their row because the cache was full; the caller puts them back into the queue
+        self.preempted: list[Job] = []
 
     @property
+    @abstractmethod
     def cache_tokens(self) -> int:
         """Tokens that the allocated cache holds at most."""
-        ...
 
-    @property
-    def max_cache_tokens(self) -> int:
-        """Capacity of the cache in tokens."""
-        ...
+    def num_sampled(self, job: Job) -> int:
+        """Return the number of tokens sampled for a running job, those on their way included."""
+        return self.steps - job.entered
 
+    @abstractmethod
     def admission(self, waiting: Sequence[Job], version: int) -> Admission:
         """Return a test of which waiting jobs fit next to the running ones; weights of this version serve them."""
-        ...
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Bring the cache into the form that the entering jobs need."""
-        ...
 
+    @abstractmethod
     def enter(self, jobs: Sequence[Job], version: int) -> None:
         """Give each job a row and prefill its prompt, without the last token, which is the input of its first step."""
-        ...
 
+    @abstractmethod
     def withdraw(self, jobs: Sequence[Job]) -> None:
         """Undo what :meth:`enter` has done before it failed."""
-        ...
 
+    @abstractmethod
     def step(self, work: HostWork) -> list[End]:
         """Sample one token for every row; return the rows that are known to end. The caller removes them."""
-        ...
 
     def settle(self) -> list[End]:
         """Wait for all tokens sampled so far; return the rows that end with them. The caller removes them."""
-        ...
+        return []
 
-    def num_sampled(self, job: Job) -> int:
-        """Return the number of tokens sampled for a running job."""
-        ...
-
+    @abstractmethod
     def sampled(self, rows: Sequence[int]) -> list[Sampled]:
         """Return the tokens sampled for each row."""
-        ...
 
     def experts(self, row: int) -> ExpertIds:
         """Return the experts of a row's tokens, see :attr:`hone.generation.protocol.Completion.expert_ids`; empty if they are not kept."""
-        ...
+        return ()
 
+    @abstractmethod
     def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
         """Keep a row that ends after ``tokens`` for the next turn of its session; the last token is not in the cache yet."""
-        ...
 
+    @abstractmethod
     def remove(self, rows: set[int]) -> None:
         """Remove rows; the last rows move into their places."""
-        ...
-
-    def end_sessions(self, sessions: Iterable[str]) -> None:
-        """Drop the kept turns of these sessions."""
-        ...
 
     def begin_version(self) -> None:
         """Drop the kept turns of all sessions: other weights computed them."""
-        ...
+        self.sessions.clear()
 
     def release(self) -> None:
         """Drop what depends on the addresses of the weights."""
-        ...
 
+    @abstractmethod
     def clear(self) -> None:
         """Drop all rows."""
-        ...
 
+    @abstractmethod
     def free(self) -> None:
         """Free the memory of all caches; no row may be running."""
-        ...
 
 
 def not_finite() -> Exception:

@@ -137,7 +137,7 @@ class Runner:
 
     def _rows_of(
         self, causal: Any, limits: CacheLimits, dtype: torch.dtype, speculation: Speculation | None
-    ) -> RowStore:
+    ) -> RowStore[Any]:
         """Return rows with a paged cache where model and device allow it and nothing is drafted, else rows of one tensor."""
         device = self._device
         reason = "rows of pages have no drafts" if speculation else support.obstacle(causal, device)

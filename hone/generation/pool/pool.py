@@ -27,7 +27,7 @@ from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError
 from hone.generation.pool.replica import Concurrency, Replica, ReplicaState
 from hone.generation.pool.supervision import Supervisor, within
-from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest
+from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest, incomplete_weights
 
 PERIOD = 0.02
 """Seconds between two looks at replicas that leave."""
@@ -187,7 +187,8 @@ class EnginePool:
             ProcessError: no replica is left.
         """
         self._attend()
-        self._check_whole()
+        if not self._supervisor.weights.whole and not self._supervisor.publishing:
+            raise incomplete_weights(f"after version {self.version}")
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         now = time.monotonic()
         jobs = [PoolRequest(next(self._numbers), request, answers, now) for request in requests]
@@ -292,15 +293,6 @@ class EnginePool:
         for job in jobs:
             if job.task is not None:
                 job.task.cancel()
-
-    def _check_whole(self) -> None:
-        weights = self._supervisor.weights
-        if not weights.whole and not self._supervisor.publishing:
-            raise GenerationError(
-                f"weights after version {weights.version} have arrived only in part",
-                why="the engines would sample from a mixture of two policies",
-                fix="send all weights of a version again; the previous error says why they were refused",
-            )
 
     def _no_replica_error(self) -> ProcessError:
         problems = "; ".join(f"replica {replica.index}: {replica.problem}" for replica in self.replicas)

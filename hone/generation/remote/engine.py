@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hone.errors import ConfigError, GenerationError
 from hone.generation.limits import RequestLimits
-from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
+from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, incomplete_weights
 from hone.generation.remote import messages
 from hone.generation.remote.connection import Connection
 from hone.generation.remote.delta import REFUSED, Differences, as_entry, as_tensors, change_of
@@ -253,7 +253,8 @@ class ServedEngine:
         """
         for request in requests:
             self._limits.check(request)
-        self._check_whole()
+        if self._fence is not None:
+            raise incomplete_weights(f"of version {self._fence}")
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Future[Any]] = asyncio.Queue()
 
@@ -342,14 +343,6 @@ class ServedEngine:
     async def _ask(self, do: str, **fields: Any) -> Any:
         with activity.waiting(f"engine {self.server_info['engine']}: {do}"):
             return await asyncio.wrap_future(self._connection.ask(do, **fields))
-
-    def _check_whole(self) -> None:
-        if self._fence is not None:
-            raise GenerationError(
-                f"weights of version {self._fence} have arrived only in part",
-                why="the engine would sample from a mixture of two policies",
-                fix="send all weights of a version again; if the engine refused some, the previous error says why",
-            )
 
 
 def parse_url(url: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hone.errors import GenerationError
+from hone.generation.protocol import incomplete_weights
 from hone.generation.remote import delta, messages
 from hone.generation.remote.delta import REFUSED
 from hone.generation.remote.messages import MISSING, PROTOCOL, Message, ReceivedImages
@@ -190,7 +191,7 @@ class EngineServer:
 
     async def _generate(self, message: Message, names: dict[str, str]) -> Message:
         if self._incomplete is not None:
-            raise GenerationError(f"weights of version {self._incomplete} have arrived only in part")
+            raise incomplete_weights(f"of version {self._incomplete}")
         images = self._images.take(message["request"]["images"])
         if images is None:
             return MISSING

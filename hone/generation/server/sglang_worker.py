@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hone.errors import GenerationError
 from hone.generation.native.sampler import RowSampling, sample
+from hone.generation.protocol import require_weights
 from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.processes import SAMPLED_FROM
 
@@ -107,10 +108,7 @@ class HoneScheduler(Scheduler):
         runner = self.tp_worker.model_runner
         parameters = _floating(runner.model)
         missing = [name for name, parameter in parameters if bool(parameter.isnan().any())]
-        if missing:
-            raise GenerationError(
-                f"{len(missing)} of {len(parameters)} weights have not arrived, such as '{missing[0]}'"
-            )
+        require_weights(dict(parameters), missing)
         runner.weight_updater.end_weight_update(run_post_load=False)
         self.hone_forget()
         self._hone_expects = False

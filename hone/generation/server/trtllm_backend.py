@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import Completion, GenerationRequest, SamplingParams, require_weights
 from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
@@ -29,44 +29,15 @@ from hone.generation.server.processes import give_up
 from hone.generation.stop_strings import stop_length
 
 
-class Arrivals:
-    """Names of the arrived weights, to compare with those in the model's files.
+def saved_weights(model: str) -> set[str]:
+    """Return the names of the weights in the files of a Hugging Face directory."""
+    from safetensors import safe_open
 
-    Args:
-        model: Hugging Face directory.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._files = sorted(Path(model).glob("*.safetensors"))
-        self._arrived: set[str] = set()
-
-    def begin(self) -> None:
-        """Start a weight sync."""
-        self._arrived = set()
-
-    def note(self, names: Iterable[str]) -> None:
-        """Add names of arrived weights."""
-        self._arrived |= set(names)
-
-    def check(self) -> None:
-        """Check that all weights have arrived."""
-        expected = self._expected()
-        missing = sorted(expected - self._arrived)
-        if missing:
-            raise GenerationError(
-                f"{len(missing)} of {len(expected)} weights have not arrived, such as '{missing[0]}'",
-                why="the engine would sample from a mixture of two policies",
-                fix="send every parameter of the policy",
-            )
-
-    def _expected(self) -> set[str]:
-        from safetensors import safe_open
-
-        names: set[str] = set()
-        for path in self._files:
-            with safe_open(path, framework="pt") as file:
-                names |= set(file.keys())
-        return names
+    names: set[str] = set()
+    for path in Path(model).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
 
 
 EXTENSION = "hone.generation.server.trtllm_worker.HoneWorker"
@@ -138,7 +109,7 @@ class TrtllmBackend:
             "version": tensorrt_llm.__version__,
         }
         self._settings = settings
-        self._arrivals = Arrivals(settings.model)
+        self._arrived: set[str] = set()
         self._jobs: dict[str, _ActiveRequest] = {}
         self._changed = asyncio.Condition()
         self._paused = self._expects = False
@@ -320,13 +291,13 @@ class TrtllmBackend:
     async def begin_weights(self, version: int) -> None:
         """Prepare for new weights. Nothing is generated until all of them have arrived."""
         self._expects = True
-        self._arrivals.begin()
+        self._arrived = set()
         await self._interrupt()
         await self._engine.collective_rpc("hone_begin_weights")
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
         for names in await self._engine.collective_rpc("hone_load_weights", args=(json.dumps(chunk),)):
-            self._arrivals.note(names)
+            self._arrived |= set(names)
 
     async def finish_weights(self) -> None:
         """Complete the weight sync, and drop the cache of the old weights.
@@ -334,7 +305,8 @@ class TrtllmBackend:
         Raises:
             GenerationError: some weights have not arrived; TensorRT-LLM would keep the old ones.
         """
-        self._arrivals.check()
+        expected = saved_weights(self._settings.model)
+        require_weights(expected, expected - self._arrived)
         await self._engine.collective_rpc("hone_finish_weights")
         self._expects = False
         async with self._changed:

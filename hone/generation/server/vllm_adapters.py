@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.errors import GenerationError
+from hone.generation.protocol import require_weights
 from hone.generation.remote.transports import open_chunk
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.vllm_backend import VllmBackend
@@ -56,12 +57,7 @@ class AdapterFolder:
             )
         modules = {name.split(".lora_")[0] for name in arrived}
         expected = self._names | {f"{module}.lora_{side}.weight" for module in modules for side in "AB"}
-        if missing := sorted(expected - arrived):
-            raise GenerationError(
-                f"{len(missing)} of {len(expected)} weights of the adapter have not arrived, such as '{missing[0]}'",
-                why="the engine would sample from a mixture of two policies",
-                fix="send every parameter of the adapter",
-            )
+        require_weights(expected, expected - arrived, "adapter")
         self._names = arrived
         modules_by_suffix = sorted({module.rsplit(".", 1)[-1] for module in modules})
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": modules_by_suffix}

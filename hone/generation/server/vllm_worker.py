@@ -28,6 +28,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
 from hone.errors import GenerationError
+from hone.generation.protocol import require_weights
 from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.processes import die_with_parent
 from hone.generation.server.vllm_weights import UnsupportedCopy, WeightRoutes, weight_routes
@@ -348,18 +349,13 @@ class HoneWorker:
         if self._hone_reload is not None:
             untouched = self._hone_reload.untouched(ignored=self._hone_tied)
             incomplete = self._hone_reload.finish(self.model_runner.model_config)
-            missing = sorted({*incomplete, *(self._hone_expected - self._hone_arrived)})
+            missing = {*incomplete, *(self._hone_expected - self._hone_arrived)}
             self._hone_reload = None
         else:
-            missing = sorted(self._hone_routes.missing() if self._hone_routes is not None else self._hone_expected)
+            missing = self._hone_expected if self._hone_routes is None else self._hone_routes.missing()
             untouched = []
         _renew_packed_heads(model)
-        if missing:
-            raise GenerationError(
-                f"{len(missing)} of {len(self._hone_expected)} weights have not arrived, such as '{missing[0]}'",
-                why="the engine would sample from a mixture of two policies",
-                fix="send every parameter of the policy",
-            )
+        require_weights(self._hone_expected, missing)
         if untouched:
             raise GenerationError(
                 f"vLLM did not load new weights into {len(untouched)} layers of this model, such as '{untouched[0]}'",

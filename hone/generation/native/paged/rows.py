@@ -12,7 +12,7 @@ when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hone.config.limits import PREFILL_TOKENS
-from hone.data.types import ExpertIds, StopReason
+from hone.data.types import StopReason
 from hone.generation.native.cache import closing_moves
 from hone.generation.native.paged.decoding import (
     LOG_PROB,
@@ -41,7 +41,7 @@ from hone.generation.native.paged.prompts import Prompts
 from hone.generation.native.paged.support import number_of_pages
 from hone.generation.native.paged.table import RowTable
 from hone.generation.native.paged.transfer import Arriving, Readback
-from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, not_finite
+from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, RowStore, not_finite
 from hone.generation.native.sampler import RowSampling
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.native.sessions import CachedTurn, SessionCache
@@ -70,7 +70,7 @@ class _Launched(NamedTuple):
     results: Arriving
 
 
-class PagedRows:
+class PagedRows(RowStore[list[int]]):
     """The running rows and the pages of their tokens."""
 
     def __init__(
@@ -86,16 +86,10 @@ class PagedRows:
         no_graphs: str | None,  # why steps are launched operator by operator; None for CUDA graphs
         outside: Tensor | None = None,  # see :func:`hone.generation.native.sampler.sample`
     ) -> None:
-        self._outside = outside
+        # kept turns give their pages to rows that need them
+        super().__init__(SessionCache(limits.max_num_seqs * limits.max_model_len, on_drop=self._release_turn), stats)
         self._forward, self._shape, self._limits, self._weights = forward, shape, limits, weights
-        self._vocabulary, self._stats, self._device, self._no_graphs = vocabulary, stats, device, no_graphs
-        self.running: list[Job] = []
-        self.preempted: list[Job] = []
-        self.steps = 0
-        # kept turns of sessions; they give their pages to rows that need them
-        self.sessions: SessionCache[list[int]] = SessionCache(
-            limits.max_num_seqs * limits.max_model_len, on_drop=self._release_turn
-        )
+        self._vocabulary, self._device, self._no_graphs, self._outside = vocabulary, device, no_graphs, outside
         self._prompts = Prompts(forward, self.sessions, stats, max_tokens=PREFILL_TOKENS)
         self._readback = Readback(4 * limits.max_num_seqs, device)
         self._memory: _Memory | None = None
@@ -109,16 +103,12 @@ class PagedRows:
         return self._memory.pages.in_use * self._shape.tokens if self._memory else 0
 
     @property
-    def max_cache_tokens(self) -> int:
+    def max_cache_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (self._memory.pages.count - 1) * self._shape.tokens if self._memory else self._limits.tokens
 
     @property
     def graphs(self) -> int:
         return sum(map(len, self._graphs.values()))
-
-    def num_sampled(self, job: Job) -> int:
-        """Return the number of tokens sampled for a running job, those on their way included."""
-        return self.steps - job.entered
 
     # entering --------------------------------------------------------------------------------------------------------
 
@@ -127,9 +117,6 @@ class PagedRows:
         memory = self._allocated()
         free = memory.pages.free + self._prompts.droppable(memory.pages)
         return PageAdmission(self.running, version, free, memory.pages.count // _SPARE, self._shape.tokens)
-
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        """Do nothing: pages fit any row."""
 
     def enter(self, jobs: Sequence[Job], version: int) -> None:
         memory = self._allocated()
@@ -298,10 +285,6 @@ class PagedRows:
                     for values, new in zip(job.sampled, columns, strict=True):
                         values.extend(new)
 
-    def experts(self, row: int) -> ExpertIds:
-        """Return nothing: Llama-shaped models have no experts."""
-        return ()
-
     def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
         job = self.running[row]
         session = job.request.session
@@ -340,12 +323,6 @@ class PagedRows:
         self._occurrences: Occurrences | None = None
         self._page_step = self.steps  # looks at the pages in the next step
         self._full_step = min((job.entered + job.request.sampling.max_tokens for job in self.running), default=_NEVER)
-
-    def end_sessions(self, sessions: Iterable[str]) -> None:
-        self.sessions.forget(sessions)
-
-    def begin_version(self) -> None:
-        self.sessions.clear()
 
     def release(self) -> None:
         self._graphs = {}
