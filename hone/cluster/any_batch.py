@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class AnyBatch(Protocol):
@@ -28,3 +30,11 @@ def concat_batches(batches: Sequence[AnyBatch]) -> AnyBatch:
     """Concatenate the rows of batches, in order."""
     kind: Any = type(batches[0])
     return kind.concat(batches)
+
+
+def rows_of(keys: Iterable[Key]) -> dict[Key, list[int]]:
+    """Return the rows of each key, such as a prompt's uid, in order of first occurrence."""
+    rows: dict[Key, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from hone.cluster.any_batch import rows_of
 from hone.data.seeding import derive_seed
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -155,10 +156,7 @@ def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | Non
     Args:
         uids: prompt group of each row.
     """
-    groups: dict[str, list[int]] = {}
-    for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
-    members = list(groups.values())
+    members = list(rows_of(uids).values())
     minis: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(len(members)))

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.cluster.any_batch import AnyBatch, rows_of
+from hone.cluster.columns import assembled, stored
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, offer_methods
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Stored
 from hone.config.parallel_layout import Layout
+from hone.config.trees import AnyConfig, model_block
 from hone.data.balance import CostModel, Lengths, balance, balance_metrics, in_order
+from hone.data.batch import Batch
 
 Rows = NDArray[np.int64]
 
@@ -145,10 +149,7 @@ def _units(lengths: Lengths) -> list[list[int]]:
     """Return the rows in groups that stay together, in the order of their first rows."""
     if lengths.unit_of is None:
         return [[row] for row in range(len(lengths))]
-    units: dict[int, list[int]] = {}
-    for row, unit in enumerate(lengths.unit_of.tolist()):
-        units.setdefault(unit, []).append(row)
-    return list(units.values())
+    return list(rows_of(lengths.unit_of.tolist()).values())
 
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
@@ -313,3 +314,37 @@ def stored_batch(
 def _in_one_block(count: int) -> tuple[Any, Any]:
     """Return block and row of each row if one block holds all; cached, so that equal layouts share the arrays."""
     return np.zeros(count, np.int64), np.arange(count)
+
+
+class WorkerRuntime:
+    """What the runtimes with several processes share; see :class:`~hone.cluster.runtime.Runtime`.
+
+    Args:
+        put: stores an object and returns its reference.
+        get: returns the objects of references.
+    """
+
+    def __init__(self, config: AnyConfig, put: Callable[[Any], Any], get: Callable[[list[Any]], list[Any]]) -> None:
+        self._config, self._put, self._get = config, put, get
+        self._groups: dict[str, Any] = {}
+
+    def group(self, name: str) -> Any:
+        return self._groups[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._groups
+
+    def put(self, batch: Batch) -> RemoteBatch:
+        return stored_batch([stored(batch, self._put)])
+
+    def fetch(self, batch: AnyBatch) -> Batch:
+        """Return a batch with its columns in this process; they are read only."""
+        assert isinstance(batch, RemoteBatch)
+        (shard,) = batch.shards([np.arange(len(batch))], objects=True)
+        return assembled(shard, self._get)
+
+    @property
+    def _division(self) -> dict[str, Any]:
+        """How groups divide rows over their ranks."""
+        cost = CostModel.from_directory(model_block(self._config)[1].path)
+        return {"balance": self._config.trainer.balance_batch, "cost": cost}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from peft import load_peft_weights
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
@@ -17,14 +19,15 @@ from hone.cluster.handles import RoleUpdate
 from hone.cluster.weight_ends import WeightSource
 from hone.config.derived import RunSpec
 from hone.config.model import ModelConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError
-from hone.models.heads import PolicyHead, ValueHead
+from hone.models.heads import Head, PolicyHead, ValueHead
 from hone.models.loading import saved_model
 from hone.training.backends.local import LocalBackend
-from hone.training.backends.protocol import TrainBackend
+from hone.training.backends.protocol import ModelKind, TrainBackend
 from hone.training.backends.registry import build_train_backend
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import TrainSettings
@@ -33,7 +36,7 @@ from hone.training.microbatches import MicroBatchTarget
 from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
-from hone.training.updates import Outputs, PartialLoss, UpdateResult
+from hone.training.updates import LossFn, Outputs, PartialLoss, UpdateResult
 
 log = logging.getLogger("hone")
 
@@ -54,13 +57,63 @@ class ModelRole:
         """Return seconds in forward, backward and optimizer since the last call, of the slowest worker."""
         return self.engine.take_busy_seconds()
 
-    def _updates(self, batch: Batch, minis: RowGroups) -> Iterator[Batch]:
-        """Yield the local rows of the mini-batches."""
-        for rows in minis:
-            yield batch.reorder(rows)
+
+class TrainedModel(ModelRole):
+    """A model with its optimizer."""
+
+    name = "actor"  # in checkpoints and profiles
+    context: WorkerContext[Any]
+
+    def _load(self, kind: ModelKind, model: ModelConfig, head: Head, parallel: ParallelConfig, **settings: Any) -> None:
+        """Load the model with these :class:`TrainSettings`, and with ``resume`` the state of its optimizer. Collective."""
+        context, trainer = self.context, self.context.config.trainer
+        self.engine = build_train_backend(
+            kind,
+            model,
+            head,
+            TrainSettings(
+                context.device, total_steps=context.total_steps, deterministic=trainer.deterministic, **settings
+            ),
+            parallel=parallel,
+            meshes=context.meshes,
+            seed=trainer.seed,
+        )
+        if context.resume is not None:
+            self.engine.restore(context.resume, self.name)
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        context = self.context
+        return profiled_update(context.config.trainer, step + 1, f"{self.name}-{context.rank}", context.device)
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    def stage(self, location: str) -> None:
+        """Copy weights and optimizer state for the checkpoint at ``location``; :meth:`write` writes them."""
+        self._write = self.engine.stage(location, self.name, self._tokenizer())
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the tokenizer that is saved with the weights."""
+        return self.context.tokenizer
 
 
-class PolicyWorker(WeightSource, ModelRole):
+class SupervisedModel(TrainedModel):
+    """A model that learns by one objective, which does not change in a step."""
+
+    _objective: LossFn
+
+    @dispatch(Split.ROWS, Collect.FIRST)
+    def update(self, batch: Batch, minis: RowGroups, step: int) -> RoleUpdate:
+        """Apply the optimizer updates of one step, each of these rows, at this position of the learning-rate schedule."""
+        batch = self._inputs(batch)
+        with self._profiled(step):
+            results = [self.engine.train_batch(batch.reorder(rows), self._objective, step=step) for rows in minis]
+        return RoleUpdate(results, self.engine.learning_rate(step))
+
+    def _inputs(self, batch: Batch) -> Batch:
+        """Return the columns that the model reads."""
+        return batch
+
+
+class PolicyWorker(WeightSource, TrainedModel):
     """The actor: the trained policy, which the native engine samples from.
 
     Args:
@@ -68,35 +121,27 @@ class PolicyWorker(WeightSource, ModelRole):
     """
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
-        config, device, resume = context.config, context.device, context.resume
+        config, resume = context.config, context.resume
         self.context, self.config = context, config
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         if resume is not None:
             model = saved_model(model, model_directory(resume, "actor"))
         distillation = config.distillation
-        self.engine = build_train_backend(
+        head = PolicyHead(
+            config.actor_rollout_ref.rollout.temperature,
+            learns_entropy=actor.entropy_coeff > 0,
+            distance=teacher_distance(config, context.device),
+        )
+        self._load(
             "policy",
             model,
-            PolicyHead(
-                config.actor_rollout_ref.rollout.temperature,
-                learns_entropy=actor.entropy_coeff > 0,
-                distance=teacher_distance(config, device),
-            ),
-            TrainSettings(
-                device,
-                optim=actor.optim,
-                dtype=actor.dtype,
-                max_tokens=actor.ppo_max_token_len_per_gpu,
-                max_sequences=actor.ppo_micro_batch_size_per_gpu,
-                total_steps=context.total_steps,
-                deterministic=config.trainer.deterministic,
-            ),
-            parallel=actor,
-            meshes=context.meshes,
-            seed=config.trainer.seed,
+            head,
+            actor,
+            optim=actor.optim,
+            dtype=actor.dtype,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+            max_sequences=actor.ppo_micro_batch_size_per_gpu,
         )
-        if resume is not None:
-            self.engine.restore(resume, "actor")
         self._spec = RunSpec(config)
         self._by_pairs = None
         if actor.preference_loss.loss_mode is not None:
@@ -146,7 +191,7 @@ class PolicyWorker(WeightSource, ModelRole):
         self._save_micro_batch(step)
         results: list[UpdateResult] = []
         whole = list(range(len(batch)))
-        with profiled_update(self.config.trainer, step + 1, f"actor-{self.context.rank}", self.context.device):
+        with self._profiled(step):
             for rows in [whole] if keep_outputs else minis:
                 mini = batch if keep_outputs else batch.reorder(rows)
                 seen = None if outputs is None else outputs.for_rows(rows)
@@ -173,8 +218,7 @@ class PolicyWorker(WeightSource, ModelRole):
             self.engine.begin_update()
             self._partial = PartialLoss(self._objective, DIVISORS[self.config.actor_rollout_ref.actor.loss_agg_mode])
         outputs = Outputs(batch.ragged("response_ids"))
-        trainer, name = self.config.trainer, f"actor-{self.context.rank}"
-        with profiled_update(trainer, step + 1, name, self.context.device) if first else contextlib.nullcontext():
+        with self._profiled(step) if first else contextlib.nullcontext():
             self.engine.accumulate(batch, self._partial, with_entropy=True, outputs_seen=outputs)
         return Batch(outputs.columns())
 
@@ -204,11 +248,6 @@ class PolicyWorker(WeightSource, ModelRole):
         same = first and not self._spec.bypass
         log_probs = mini.ragged("old_log_probs") if same else self.engine.infer_batch(mini)["log_probs"]
         return self._objective.prepare(mini, log_probs, self.engine.gather_rows)
-
-    @dispatch(Split.ALL, Collect.FIRST)
-    def stage(self, location: str) -> None:
-        """Copy weights (with the tokenizer) and optimizer state for the checkpoint at ``location``; :meth:`write` writes them."""
-        self._write = self.engine.stage(location, "actor", self.context.tokenizer)
 
 
 def build_frozen_policy(context: WorkerContext[Any], model: ModelConfig) -> TrainBackend:
@@ -244,24 +283,23 @@ def first_adapter(model: ModelConfig, wanted: bool) -> dict[str, Tensor] | None:
     return load_peft_weights(model.lora_adapter_path, device="cpu") if wanted else None
 
 
-class ReferenceWorker(ModelRole):
-    """The reference policy: the actor with the adapter it began with or none, or a frozen copy of the initial weights.
+class FrozenPolicy(ModelRole):
+    """A reference policy: the ``actor`` with the adapter that it began with (``adapter``) or none, or a frozen ``copy``."""
 
-    Args:
-        context: context of the process. With LoRA a colocated actor is the reference too; in another process, or without
-            LoRA, it is a copy.
-    """
-
-    def __init__(self, context: WorkerContext[RLConfig]) -> None:
-        config = context.config
-        policy, model = context.roles.get("actor"), config.actor_rollout_ref.model
-        self._budget, self._adapter = config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu, None
-        self._shared = policy is not None and (model.lora_rank > 0 or model.lora_adapter_path is not None)
-        if policy is not None and self._shared:
-            self.engine = policy.engine
-            self._adapter = first_adapter(model, config.actor_rollout_ref.ref.adapter == "start")
-            return
-        self.engine = build_frozen_policy(context, model)
+    def __init__(
+        self,
+        context: WorkerContext[Any],
+        budget: int | None,
+        model: ModelConfig,
+        copy: ModelConfig | None,
+        adapter: bool,
+    ) -> None:
+        self._budget, self._adapter, self._shared = budget, None, copy is None
+        if copy is None:
+            self.engine = context.roles["actor"].engine
+            self._adapter = first_adapter(model, adapter)
+        else:
+            self.engine = build_frozen_policy(context, copy)
 
     @dispatch(Split.ROWS)
     def log_probs(self, batch: Batch) -> Batch:
@@ -270,41 +308,45 @@ class ReferenceWorker(ModelRole):
             return Batch({"ref_log_probs": self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]})
 
 
-class CriticWorker(ModelRole):
+class ReferenceWorker(FrozenPolicy):
+    """The reference policy of RL: with LoRA a colocated actor; in another process, or without LoRA, a copy of the initial weights."""
+
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
+        shared = context.config.actor_rollout_ref
+        model, ref = shared.model, shared.ref
+        with_adapter = model.lora_rank > 0 or model.lora_adapter_path is not None
+        copy = None if "actor" in context.roles and with_adapter else model
+        super().__init__(context, ref.log_prob_max_token_len_per_gpu, model, copy, ref.adapter == "start")
+
+
+class CriticWorker(SupervisedModel):
     """The value model and its optimizer.
 
     Args:
         context: context of the process; with ``resume`` the role resumes from that checkpoint.
     """
 
+    name = "critic"
+
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
-        config, device, resume = context.config, context.device, context.resume
-        self.config, self.context = config, context
+        config, resume = context.config, context.resume
+        self.context = context
         actor, critic = config.actor_rollout_ref.actor, config.critic
         policy = config.actor_rollout_ref.model
         path = str(model_directory(resume, "critic")) if resume else critic.model.path or policy.path
         model_config = dataclasses.replace(
             policy, path=path, lora_rank=0, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing
         )
-        self.engine = build_train_backend(
+        self._load(
             "value",
             model_config,
             ValueHead(),
-            TrainSettings(
-                device,
-                optim=critic.optim,
-                dtype=critic.dtype or actor.dtype,
-                max_tokens=critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-                max_sequences=actor.ppo_micro_batch_size_per_gpu,
-                total_steps=context.total_steps,
-                deterministic=config.trainer.deterministic,
-            ),
-            parallel=actor,
-            meshes=context.meshes,
-            seed=config.trainer.seed,
+            actor,
+            optim=critic.optim,
+            dtype=critic.dtype or actor.dtype,
+            max_tokens=critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+            max_sequences=actor.ppo_micro_batch_size_per_gpu,
         )
-        if resume is not None:
-            self.engine.restore(resume, "critic")
         self._objective = value_objective(
             cliprange_value=critic.cliprange_value,
             loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
@@ -314,24 +356,11 @@ class CriticWorker(ModelRole):
     @dispatch(Split.ROWS)
     def values(self, batch: Batch) -> Batch:
         """Return ``values`` of the state before each response token."""
-        return Batch(self.engine.infer_batch(_by_own_routers(batch)))
+        return Batch(self.engine.infer_batch(self._inputs(batch)))
 
-    @dispatch(Split.ROWS, Collect.FIRST)
-    def update(self, batch: Batch, minis: RowGroups, step: int) -> RoleUpdate:
-        """Apply all optimizer updates of one step; see :meth:`PolicyWorker.update`."""
-        with profiled_update(self.config.trainer, step + 1, f"critic-{self.context.rank}", self.context.device):
-            results = [
-                self.engine.train_batch(mini, self._objective, step=step)
-                for mini in self._updates(_by_own_routers(batch), minis)
-            ]
-        return RoleUpdate(results, self.engine.learning_rate(step))
+    def _inputs(self, batch: Batch) -> Batch:
+        """Return the batch without the experts that the policy's routers chose: those of a value model are others."""
+        return batch.select(*(name for name in batch.names() if name != "expert_ids"))
 
-    @dispatch(Split.ALL, Collect.FIRST)
-    def stage(self, location: str) -> None:
-        """Copy weights and optimizer state for the checkpoint at ``location``; :meth:`write` writes them."""
-        self._write = self.engine.stage(location, "critic")
-
-
-def _by_own_routers(batch: Batch) -> Batch:
-    """Return the batch without the experts that the policy's routers chose: those of a value model are others."""
-    return batch.select(*(name for name in batch.names() if name != "expert_ids"))
+    def _tokenizer(self) -> None:
+        return None

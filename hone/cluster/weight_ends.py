@@ -18,11 +18,11 @@ every member needs a GPU of its own, and gloo on CPUs. A member that died or is 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from hone.config.tree import RLConfig
 from hone.generation.build import engine_dtype
 from hone.generation.options import sends_adapter
 from hone.generation.protocol import Engine
+from hone.generation.remote.transports.layout import Named, layout, view
 from hone.insight import activity
 from hone.training.backends.protocol import TrainBackend
 from hone.training.rendezvous import gpu_identity, require_separate_gpus
@@ -47,9 +48,7 @@ JOIN_SECONDS = 60.0
 """Time limit of making a group."""
 _BASE_SECONDS = 30.0
 _SLOWEST = 16 * 2**20
-_ALIGNED = 256
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-Named = tuple[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -174,37 +173,18 @@ def _as_broadcast_error(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """Place of a weight in the buffer of its bucket; ``offset`` in bytes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    offset: int
-
-
-@dataclass(frozen=True)
 class Bucket:
     """Weights that travel together.
 
     Attributes:
         number: of the bucket in its weight sync.
-        weights: places of the weights.
+        places: of the weights in the buffer (:mod:`hone.generation.remote.transports.layout`).
         size: bytes of the buffer.
     """
 
     number: int
-    weights: tuple[PackedWeight, ...]
+    places: list[dict[str, Any]]
     size: int
-
-    @classmethod
-    def from_tensors(cls, number: int, tensors: Sequence[Named]) -> Bucket:
-        """Return the bucket of these tensors, in their order."""
-        weights, offset = [], 0
-        for name, tensor in tensors:
-            weights.append(PackedWeight(name, tensor.dtype, tensor.shape, offset))
-            offset += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
-        return cls(number, tuple(weights), max(offset, _ALIGNED))
 
 
 class BucketBuffers:
@@ -232,7 +212,7 @@ class BucketBuffers:
 
     def pack(self, number: int, tensors: Sequence[Named]) -> Bucket:
         """Copy tensors into the buffer of a bucket."""
-        bucket = Bucket.from_tensors(number, tensors)
+        bucket = Bucket(number, *layout(tensors))
         self.memory(bucket)
         with torch.no_grad():
             for (_, view), (_, tensor) in zip(self.tensors(bucket), tensors, strict=True):
@@ -242,12 +222,7 @@ class BucketBuffers:
     def tensors(self, bucket: Bucket) -> list[Named]:
         """Return the weights of a bucket, as views of its buffer."""
         memory = self.memory(bucket)
-        return [(weight.name, _view(memory, weight)) for weight in bucket.weights]
-
-
-def _view(memory: Tensor, weight: PackedWeight) -> Tensor:
-    size = weight.shape.numel() * weight.dtype.itemsize
-    return memory[weight.offset : weight.offset + size].view(weight.dtype).view(weight.shape)
+        return [(place["name"], view(memory, place)) for place in bucket.places]
 
 
 class BroadcastEnd:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
+from hone.cluster.any_batch import rows_of
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.handles import GroupMeans, RoleUpdate
@@ -457,15 +458,9 @@ def group_means(batch: Batch) -> dict[str, GroupMeans]:
     scores = batch.objects("score") if "score" in batch else [None] * len(batch)
     rewards = [None if score is None or score.error is not None else score.quality for score in scores]
     lengths = batch.ragged("response_ids").lengths.tolist()
-    rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.uids):
-        rows.setdefault(uid, []).append(row)
     return {
-        uid: GroupMeans(
-            _mean([rewards[row] for row in members]),
-            fmean(lengths[row] for row in members),
-        )
-        for uid, members in rows.items()
+        uid: GroupMeans(_mean([rewards[row] for row in members]), fmean(lengths[row] for row in members))
+        for uid, members in rows_of(batch.uids).items()
     }
 
 

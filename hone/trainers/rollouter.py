@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hone.cluster.any_batch import AnyBatch
+from hone.cluster.any_batch import AnyBatch, rows_of
 from hone.cluster.handles import GroupMeans
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
@@ -274,7 +274,7 @@ class Rollouter:
         elif self._score is not None:
             batch = await self._score(batch)
         dropped = await self._too_few(batch) if self.group_filter is not None or self._score is not None else []
-        rows = rows_by_uid(batch.uids)
+        rows = rows_of(batch.uids)
         means = await self._means(batch) if evicted or dropped else {}
         for sample in samples:
             self.buffer.put(sample, batch.reorder(rows[sample.uid]))
@@ -376,7 +376,7 @@ class Rollouter:
                 self._restored.append(samples[uid])
         if done:
             batch = finished(done)
-            for uid, rows in rows_by_uid(batch.uids).items():
+            for uid, rows in rows_of(batch.uids).items():
                 self.buffer.put(samples[uid], batch.reorder(rows))
 
     def _sample(self, row: int, uid: str) -> Sample:
@@ -410,11 +410,3 @@ class Rollouter:
             self.ledger.admit(draw, uid, sample.data_source, len(sample.prompt_ids))
             samples.append(sample)
         return samples
-
-
-def rows_by_uid(uids: Sequence[str]) -> dict[str, list[int]]:
-    """Return the rows of each group, in order of first occurrence; an episode may have several rows."""
-    rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(uids):
-        rows.setdefault(uid, []).append(row)
-    return rows

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.cluster.any_batch import AnyBatch, concat_batches, rows_of
 from hone.cluster.handles import Work
 from hone.data.batch import Batch
 from hone.rewards.score import Score as RowScore
-from hone.trainers.rollouter import Rollouter, Score, rows_by_uid
+from hone.trainers.rollouter import Rollouter, Score
 from hone.trainers.stages import StepState
 
 
@@ -58,7 +58,7 @@ async def keep_verdicts(state: StepState, score: Score, rollouter: Rollouter, wo
         state.batch = await score(state.batch)
         while replaced := await rollouter.replace(state.batch, state.step):
             dropped, groups = replaced
-            rows = rows_by_uid(state.batch.uids)
+            rows = rows_of(state.batch.uids)
             state.left_out.append(state.batch.reorder([row for uid in dropped for row in rows[uid]]))
             kept = [row for uid in rows if uid not in dropped for row in rows[uid]]
             state.groups = [group for group in state.groups if group.uid not in dropped] + groups

@@ -11,27 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hone.cluster.any_batch import AnyBatch
-from hone.cluster.columns import assembled, stored
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import Answer
-from hone.cluster.group import Arguments, WorkerGroup, stored_batch
+from hone.cluster.group import Arguments, WorkerGroup, WorkerRuntime
 from hone.cluster.plan import place
 from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.failures import Failures, PendingCall
 from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
-from hone.cluster.remote_batch import RemoteBatch
 from hone.config.parallel_layout import Layout
 from hone.config.pools import Pool, check_engines, check_layouts
-from hone.config.trees import AnyConfig, model_block
+from hone.config.trees import AnyConfig
 from hone.data.balance import CostModel
-from hone.data.batch import Batch
 from hone.errors import ConfigError, ProcessError
 from hone.insight import activity
 from hone.user_objects import objects_in_use
@@ -141,7 +136,7 @@ class PlacedPool:
         ]
 
 
-class RayRuntime:
+class RayRuntime(WorkerRuntime):
     """Worker processes on a Ray cluster, one per device; roles of one pool share them.
 
     Attributes:
@@ -159,12 +154,12 @@ class RayRuntime:
     def __init__(
         self, config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
     ) -> None:
-        self._config, self._roles = config, list(roles)
+        super().__init__(config, ray.put, ray.get)
+        self._roles = list(roles)
         self._total_steps, self._resume = total_steps, resume
         self._run = Path(config.trainer.default_local_dir).absolute()
         self._failures = Failures(config, self._run / activity.FOLDER)
         self.pools: dict[str, PlacedPool] = {}
-        self._groups: dict[str, RayGroup] = {}
         self._objects = [entry.sent() for entry in objects_in_use()]
         pools = place(config, self._roles)
         check_layouts(pools)
@@ -184,27 +179,10 @@ class RayRuntime:
 
     # what the program uses -------------------------------------------------------------------------------------------
 
-    def group(self, name: str) -> Any:
-        """Return the workers of a role."""
-        return self._groups[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._groups
-
     def add(self, role: RoleSpec) -> RayGroup:
         """Build another role in the processes of the actor's pool."""
         self._build(role, next(iter(self.pools.values())))
         return self.group(role.name)
-
-    def put(self, batch: Batch) -> RemoteBatch:
-        """Put the columns of a batch into the object store."""
-        return stored_batch([stored(batch, ray.put)])
-
-    def fetch(self, batch: AnyBatch) -> Batch:
-        """Get the columns of a batch from the object store; they are read only."""
-        assert isinstance(batch, RemoteBatch)
-        (shard,) = batch.shards([np.arange(len(batch))], objects=True)
-        return assembled(shard, ray.get)
 
     def begin_step(self, seed: int) -> None:
         """Seed torch in every process, and release the columns of the last step."""
@@ -413,8 +391,7 @@ class RayRuntime:
             placed.pool.name,
             placed.pool.layout,
             self._failures,
-            balance=self._config.trainer.balance_batch,
-            cost=CostModel.from_directory(model_block(self._config)[1].path),
+            **self._division,
         )
 
     def _end(self, placed: PlacedPool) -> None:

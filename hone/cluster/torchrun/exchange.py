@@ -27,6 +27,7 @@ from hone.cluster.torchrun.ranks import LaunchedRank
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.errors import HoneError
+from hone.generation.remote.messages import error_as_message
 
 Value = TypeVar("Value")
 
@@ -204,8 +205,7 @@ def _described(error: Exception) -> dict[str, Any]:
         "follows": is_broken_collective(error),
     }
     if isinstance(error, HoneError):
-        names = ("what", "why", "fix", "code", "where", "exit_code")
-        description["parts"] = {name: getattr(error, name) for name in names}
+        description |= {"parts": error_as_message(error), "exit_code": error.exit_code}
     return description
 
 
@@ -213,7 +213,6 @@ def _rebuilt(rank: int, description: dict[str, Any]) -> Exception:
     """Return the error that another rank described."""
     if "parts" not in description:
         return OtherRankFailed(f"rank {rank} failed:\n{description['text']}")
-    parts = description["parts"]
-    error = HoneError(parts["what"], why=parts["why"], fix=parts["fix"], code=parts["code"], where=parts["where"])
-    error.exit_code = parts["exit_code"]
+    error = HoneError(**description["parts"])
+    error.exit_code = description["exit_code"]
     return error

@@ -6,22 +6,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from hone.cluster.any_batch import AnyBatch
 from hone.cluster.columns import assembled, stored
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Collect, dispatched
-from hone.cluster.group import Arguments, WorkerGroup, stored_batch
+from hone.cluster.group import Arguments, WorkerGroup, WorkerRuntime
 from hone.cluster.local import LocalAnswer
 from hone.cluster.plan import place
-from hone.cluster.remote_batch import RemoteBatch, Shard
+from hone.cluster.remote_batch import Shard
 from hone.cluster.torchrun.exchange import Ranks, joined_ranks
 from hone.cluster.torchrun.ranks import POOL, check_launched
 from hone.config.parallel_layout import Layout
 from hone.config.pools import check_layouts
-from hone.config.trees import AnyConfig, model_block
+from hone.config.trees import AnyConfig
 from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.insight import activity
@@ -74,11 +72,11 @@ class TorchrunGroup(WorkerGroup):
 
         values = self._ranks.together(call, gather=not local, aside=spec.background)
         called = [values[rank] for rank in arguments]
-        kept = [stored(value, lambda columns: columns) if isinstance(value, Batch) else value for value in called]
+        kept = [stored(value, _itself) if isinstance(value, Batch) else value for value in called]
         return RankAnswer(finish(kept), balance)
 
 
-class TorchrunRuntime:
+class TorchrunRuntime(WorkerRuntime):
     """Roles on the ranks of a launcher.
 
     Args:
@@ -92,10 +90,11 @@ class TorchrunRuntime:
     def __init__(
         self, config: AnyConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
     ) -> None:
+        super().__init__(config, _itself, list)
         launched = check_launched(config)
         (pool,) = pools = place(config, roles)
         check_layouts(pools)
-        self._config, self._layout, self._ranks = config, pool.layout, joined_ranks()
+        self._layout, self._ranks = pool.layout, joined_ranks()
         if torch.cuda.is_available() and config.trainer.device != "cpu":
             torch.cuda.set_device(launched.local_rank)
         threads = max(1, len(os.sched_getaffinity(0)) // launched.local_world)
@@ -114,7 +113,6 @@ class TorchrunRuntime:
             total_steps=total_steps,
             resume=resume,
         )
-        self._groups: dict[str, TorchrunGroup] = {}
         for role in roles:
             self.add(role)
 
@@ -127,27 +125,8 @@ class TorchrunRuntime:
 
         worker = self._ranks.together(build, gather=False)[0]
         self.context.roles[role.name] = worker
-        cost = CostModel.from_directory(model_block(self._config)[1].path)
-        balance = self._config.trainer.balance_batch
-        self._groups[role.name] = TorchrunGroup(role, self._layout, worker, self._ranks, balance=balance, cost=cost)
+        self._groups[role.name] = TorchrunGroup(role, self._layout, worker, self._ranks, **self._division)
         return self._groups[role.name]
-
-    def group(self, name: str) -> Any:
-        """Return the workers of a role."""
-        return self._groups[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._groups
-
-    def put(self, batch: Batch) -> RemoteBatch:
-        """Return the batch, which every rank has, with its columns ready to be divided."""
-        return stored_batch([stored(batch, lambda columns: columns)])
-
-    def fetch(self, batch: AnyBatch) -> Batch:
-        """Return the columns, which every rank has."""
-        assert isinstance(batch, RemoteBatch)
-        (shard,) = batch.shards([np.arange(len(batch))], objects=True)
-        return assembled(shard, list)
 
     def begin_step(self, seed: int) -> None:
         """Seed torch."""
@@ -164,3 +143,8 @@ class TorchrunRuntime:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self._ranks.close()
+
+
+def _itself(columns: Any) -> Any:
+    """Every rank has all columns."""
+    return columns

@@ -56,7 +56,7 @@ def test_packed_weights_are_read_bit_for_bit_from_a_copy_of_the_buffer(named: li
     received: Bucket = pickle.loads(pickle.dumps(bucket))  # noqa: S301 - as Ray sends it
     target.memory(received).copy_(source.memory(bucket))
     assert_equal(target.tensors(received), named)
-    starts = [weight.offset for weight in bucket.weights]
+    starts = [place["offset"] for place in bucket.places]
     ends = [offset + tensor.nbytes for offset, (_, tensor) in zip(starts, named, strict=True)]
     assert all(end <= start for end, start in zip(ends, [*starts, bucket.size][1:], strict=True)), (
         "places do not overlap"
