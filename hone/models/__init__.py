@@ -12,5 +12,3 @@ Generation and training are built on this package; it imports neither.
 :mod:`.loading`           from a Hugging Face directory to a module
 :mod:`.init`              random-initialised model directories
 """
-
-from hone.models import families as families  # registers the families

@@ -71,19 +71,7 @@ class ShardStager:
             chunks[item.index.fqn] = to_host(data)
         wait_for_copies(tensors.values())
         offsets = {item.index.fqn: list(_chunk(item).offsets) for item in self._plan.items}
-        index = json.dumps({**self._index, "values": values}) if dist_rank() == 0 else None
-        name = shard_file(dist_rank())
-
-        def write() -> None:
-            if chunks:
-                places = {key: {"saved_offsets": offset} for key, offset in offsets.items()}
-                specs = {key: TensorSpec.from_tensor(chunk) for key, chunk in chunks.items()}
-                with storage.create(name) as file:
-                    write_tensors(file, specs, chunks.__getitem__, {"DCP_SHARDING_INFO": json.dumps(places)})
-            if index is not None:
-                storage.write_text(INDEX, index)
-
-        return write
+        return _writer(storage, chunks, offsets, {**self._index, "values": values})
 
     def _agree(self, planner: DefaultSavePlanner) -> None:
         """Distribute the chunks over the ranks: each is written once, even if several ranks have it."""
@@ -126,15 +114,24 @@ def stage_whole(named: Iterable[tuple[str, Tensor]], values: Values, storage: St
         if owner == rank:
             kept[name] = to_host(tensor)
     wait_for_copies(kept.values())
+    offsets = {name: [0] * tensor.dim() for name, tensor in kept.items()}
+    return _writer(storage, kept, offsets, {"tensors": index, "values": values})
+
+
+def _writer(
+    storage: Storage, chunks: Mapping[str, Tensor], offsets: Mapping[str, list[int]], index: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Return a function that writes this rank's chunks, and on the first rank the index as it is now."""
+    name, text = shard_file(dist_rank()), json.dumps(index) if dist_rank() == 0 else None
+    places = {key: {"saved_offsets": offset} for key, offset in offsets.items()}
 
     def write() -> None:
-        if kept:
-            specs = {name: TensorSpec.from_tensor(tensor) for name, tensor in kept.items()}
-            places = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in kept.items()}
-            with storage.create(shard_file(rank)) as file:
-                write_tensors(file, specs, kept.__getitem__, {"DCP_SHARDING_INFO": json.dumps(places)})
-        if rank == 0:
-            storage.write_text(INDEX, json.dumps({"tensors": index, "values": values}))
+        if chunks:
+            specs = {key: TensorSpec.from_tensor(chunk) for key, chunk in chunks.items()}
+            with storage.create(name) as file:
+                write_tensors(file, specs, chunks.__getitem__, {"DCP_SHARDING_INFO": json.dumps(places)})
+        if text is not None:
+            storage.write_text(INDEX, text)
 
     return write
 

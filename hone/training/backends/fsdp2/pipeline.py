@@ -17,6 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hone.data.balance import CostModel
 from hone.insight import activity
+from hone.models.compiled import CompiledLayers
+from hone.models.experts import ExpertRouters
 from hone.models.heads import Head, autocast, decoder_inputs, reads_targets
 from hone.models.inputs import PackedSequences
 from hone.models.loading import causal_lm
@@ -30,27 +32,25 @@ from hone.training.pipeline_loop import LossOf, MicroBatch, PipelineLoop
 from hone.training.ranks import RankGroup
 
 
-class StageComputation(nn.Module):
-    """The computation of this rank's stage as one module, which FSDP shards and torch's schedule calls. ``dtype``: of
-    the hidden states between stages.
+class Computation(nn.Module):
+    """A model with its head's computation as one module.
+
+    FSDP gathers parameters at the call of a module, but a head calls submodules of a model, never the model itself.
     """
 
-    def __init__(self, model: nn.Module, meshes: Meshes, stages: Stages, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, meshes: Meshes, routers: ExpertRouters | None = None) -> None:
         super().__init__()
-        self.model, self.meshes, self.stages, self.dtype = model, meshes, stages, dtype
-        self.routers = None  # the experts of other stages are not counted
-        self.compiled = None
-        self.step: Callable[..., Tensor] | None = None
+        self.model, self.meshes, self.routers = model, meshes, routers
+        self.compiled: CompiledLayers | None = None
 
-    def forward(self, *arriving: Tensor) -> Tensor:
-        """Run the step of the next micro-batch; ``arriving`` has the hidden states of the stage before."""
-        assert self.step is not None
-        return self.step(*arriving)
-
-    def hidden_states(self, packed: PackedSequences) -> Tensor:
-        """Return the hidden states ``[1, n, H]`` after this stage's layers."""
-        decoder: Any = causal_lm(self.model).get_decoder()
-        return decoder(**decoder_inputs(packed)).last_hidden_state
+    def forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
+        """Return the head's outputs for the whole packed row, on every rank that shares it."""
+        local, indices = self.local(head, packed)
+        if self.compiled is not None:
+            local = self.compiled.traceable(local)
+        if self.routers is not None:
+            self.routers.follow(local.experts)
+        return self.outputs(head, local, indices, len(packed.targets), with_entropy)
 
     def local(self, head: Head, packed: PackedSequences) -> tuple[PackedSequences, Tensor | None]:
         """Return this rank's tokens of a row, with the indices of their outputs; None for the whole row."""
@@ -67,6 +67,25 @@ class StageComputation(nn.Module):
             return outputs
         group = self.meshes.row_group
         return {name: gather_outputs(values, indices, total, group) for name, values in outputs.items()}
+
+
+class StageComputation(Computation):
+    """The computation of this rank's stage, which torch's schedule calls. ``dtype``: of the hidden states between stages."""
+
+    def __init__(self, model: nn.Module, meshes: Meshes, stages: Stages, dtype: torch.dtype) -> None:
+        super().__init__(model, meshes)  # without routers: the experts of other stages are not counted
+        self.stages, self.dtype = stages, dtype
+        self.step: Callable[..., Tensor] | None = None
+
+    def forward(self, *arriving: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run the step of the next micro-batch; ``arriving`` has the hidden states of the stage before."""
+        assert self.step is not None
+        return self.step(*arriving)
+
+    def hidden_states(self, packed: PackedSequences) -> Tensor:
+        """Return the hidden states ``[1, n, H]`` after this stage's layers."""
+        decoder: Any = causal_lm(self.model).get_decoder()
+        return decoder(**decoder_inputs(packed)).last_hidden_state
 
 
 class Fsdp2PipelineLoop(PipelineLoop):

@@ -20,19 +20,17 @@ from transformers import PreTrainedModel
 
 from hone.config.parallel import FsdpConfig
 from hone.errors import ModelError
-from hone.models.compiled import CompiledLayers, compile_layers
+from hone.models.compiled import compile_layers
 from hone.models.experts import expert_routers
-from hone.models.heads import Head, reads_targets
 from hone.models.images import vision_tower
-from hone.models.inputs import PackedSequences
 from hone.models.kernels import cuda as kernels
 from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train
 from hone.models.llama.spec import replace_layer_forwards, supports
 from hone.models.loading import causal_lm, layers_of
-from hone.training.backends.fsdp2.pipeline import StageComputation
+from hone.training.backends.fsdp2.pipeline import Computation, StageComputation
 from hone.training.backends.fsdp2.ring import check_dropout
-from hone.training.backends.fsdp2.sequence_parallel import check_heads, gather_outputs, local_tokens
+from hone.training.backends.fsdp2.sequence_parallel import check_heads
 from hone.training.backends.fsdp2.stages import Stages
 from hone.training.backends.fsdp2.tensor_parallel import apply_tensor_parallel
 from hone.training.layout import Meshes
@@ -148,41 +146,11 @@ class _AllToAll(torch.autograd.Function):
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Computation(nn.Module):
-    """A model with its head's computation as one module.
-
-    FSDP gathers parameters at the call of a module, but a head calls submodules of a model, never the model itself.
-    """
-
-    def __init__(self, model: nn.Module, meshes: Meshes) -> None:
-        super().__init__()
-        self.model, self.meshes = model, meshes
-        self.compiled: CompiledLayers | None = None
-        self.routers = expert_routers(model)
-
-    def forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
-        """Return the head's outputs for the whole packed row, on every rank that shares it."""
-        if self.meshes.layout.ranks_a_row == 1:
-            if self.compiled is not None:
-                packed = self.compiled.traceable(packed)
-            self._follow(packed)
-            return head(self.model, packed, with_entropy=with_entropy)
-        local, indices = local_tokens(packed.at_targets() if reads_targets(head) else packed, self.meshes)
-        self._follow(local)
-        outputs = head(self.model, local, with_entropy=with_entropy)
-        group = self.meshes.row_group
-        return {name: gather_outputs(values, indices, len(packed.targets), group) for name, values in outputs.items()}
-
-    def _follow(self, packed: PackedSequences) -> None:
-        if self.routers is not None:
-            self.routers.follow(packed.experts)
-
-
 @dataclass(frozen=True)
 class Sharded:
     """A sharded model."""
 
-    computation: Computation | StageComputation
+    computation: Computation
     partial: list[nn.Module]  # gradients must be summed over the tensor-parallel ranks
     stages: Stages | None = None  # None if every rank has all layers
 
@@ -205,14 +173,14 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     narrow = _narrower(config.mixed_precision.param_dtype or dtype)
     device = torch.device(meshes.parameters.device_type)
     fused, stages = _fuse_layers(inner, device, narrow), None
-    computation: Computation | StageComputation
+    computation: Computation
     if layout.pipeline > 1:
         stages = Stages(model, meshes.pipeline_group, device)
         computation = StageComputation(model, meshes, stages, narrow or torch.float32)
         kept = set(model.modules())
         partial, experts = ([module for module in modules if module in kept] for modules in (partial, experts))
     else:
-        computation = Computation(model, meshes)
+        computation = Computation(model, meshes, expert_routers(model))
         if not fused and layout.tensor == layout.ranks_a_row == 1 and not experts:
             computation.compiled = compile_layers(model, device, compiling)
     settings = {
