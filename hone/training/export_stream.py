@@ -22,29 +22,17 @@ from hone.models.streaming import piece, sharded_dim
 from hone.models.tied import parts_embeddings
 
 
-def whole_weights(
-    model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter by its name in the module; matrices in ``dtype``, or with None in their own."""
-    yield from in_buckets(_cast(model.named_parameters(), dtype), bucket_bytes)
+    yield from in_buckets(_cast(model.named_parameters(), dtype))
 
 
-def weights_of(
-    named: Iterable[tuple[str, Tensor]], bucket_bytes: int = GATHER_BUCKET_BYTES
-) -> Iterator[tuple[str, Tensor]]:
-    yield from in_buckets(named, bucket_bytes)
-
-
-def adapter_weights(
-    model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def adapter_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     adapters = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
-    yield from in_buckets(_cast(adapters, dtype), bucket_bytes)
+    yield from in_buckets(_cast(adapters, dtype))
 
 
-def merged_weights(
-    model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of the model with merged adapters: ``W + scale * B @ A`` for an adapted ``W``.
 
     An adapted matrix is merged in its own dtype and cast to ``dtype`` afterwards.
@@ -62,15 +50,15 @@ def merged_weights(
         if ".lora_" not in name and (not name.startswith(replaced) or name.startswith(tuple(merged)))
     }
     base = ((name, inner.get_parameter(name)) for name in names)
-    for name, value in in_buckets(_cast(base, dtype, but=layers), bucket_bytes):
+    for name, value in in_buckets(_cast(base, dtype, but=layers)):
         if (layer := layers.get(name)) is not None:
             for adapter in layer.active_adapters:
-                value = value + layer.scaling[adapter] * _delta(layer, adapter, bucket_bytes)
+                value = value + layer.scaling[adapter] * _delta(layer, adapter)
             value = in_dtype(value, dtype)
         yield names[name].replace(".base_layer.", "."), value
 
 
-def _delta(layer: LoraLayer, adapter: str, bucket_bytes: int) -> Tensor:
+def _delta(layer: LoraLayer, adapter: str) -> Tensor:
     """Return ``B @ A`` in the orientation of the adapted matrix: an embedding has it transposed."""
     embeds = adapter in layer.lora_embedding_A
     sides: list[tuple[str, Any]] = [
@@ -80,7 +68,7 @@ def _delta(layer: LoraLayer, adapter: str, bucket_bytes: int) -> Tensor:
             ("A", layer.lora_A, layer.lora_embedding_A),
         )
     ]
-    whole = dict(in_buckets(sides, bucket_bytes))
+    whole = dict(in_buckets(sides))
     return (whole["B"] @ whole["A"]).T if embeds else whole["B"] @ whole["A"]
 
 
@@ -98,13 +86,13 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @torch.no_grad()
-def in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+def in_buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the names with whole tensors. Collective: every rank of the tensors' meshes iterates to the end."""
     bucket: list[tuple[str, Tensor]] = []
     used = 0
     for name, tensor in named:
         size = tensor.numel() * tensor.element_size()
-        if bucket and used + size > bucket_bytes:
+        if bucket and used + size > GATHER_BUCKET_BYTES:
             yield from _gather_bucket(bucket)
             bucket, used = [], 0
         bucket.append((name, tensor.detach()))

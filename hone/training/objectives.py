@@ -163,7 +163,7 @@ class PolicyObjective:
                     MetricSpec(name, "mean", Reduction.MEAN, f"A statistic of {self.loss.name}: mean over its tokens.")
                 )
         masked = _masked_gradient(outputs["log_probs"].values, batch.ragged("response_mask").values)
-        return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask) | masked
+        return loss, _statistics(shares, metrics, mask, totals) | ratio_to(log_probs, old, mask) | masked
 
 
 DIVISORS: dict[str, Callable[[Totals], int] | None] = {
@@ -280,7 +280,8 @@ def _statistics(shares: dict[str, Tensor], metrics: dict, mask: Tensor, totals: 
     return result | {name: (value, tokens) for name, value in metrics.items()}
 
 
-def _ratio(log_probs: Tensor, old: Tensor, mask: Tensor) -> Statistics:
+def ratio_to(log_probs: Tensor, old: Tensor, mask: Tensor) -> Statistics:
+    """Return how far the policy is from the one with the log-probs ``old``; empty without tokens."""
     gap = (log_probs.detach() - old).abs() * mask
     tokens = float(mask.sum())
     if tokens == 0:

@@ -117,7 +117,7 @@ class ScheduledOptimizer:
         self.config, self.total_steps = config, total_steps
         self.inner = build_optimizer(module, config, names)
         self.loss_scale = LossScale() if scaled else None
-        trained = list(_trained(module))
+        trained = list(trained_parameters(module))
         self.parameters = [parameter for _, parameter in trained]
         self.average = None if config.ema_decay is None else WeightAverage(trained, config.ema_decay)
 
@@ -207,7 +207,7 @@ def optimizer_groups(
     """Return torch's parameter groups; weight decay applies to matrices only (Loshchilov and Hutter 2019). Raises
     ConfigError: a group of the configuration is not valid, or has no parameters.
     """
-    trained = dict(_trained(module))
+    trained = dict(trained_parameters(module))
     settings = assign_groups(names or trained, read_param_groups(config.param_groups))
     matrices = muon.layer_matrices(module) if config.optimizer == muon.NAME else set()
     return group_parameters(trained, settings, config, matrices)
@@ -238,7 +238,7 @@ def group_parameters(
     return list(groups.values())
 
 
-def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 

@@ -13,11 +13,11 @@ from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.preference import PreferenceConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
 from hone.models.heads import hidden_states
 from hone.models.inputs import PackedSequences
 from hone.models.loading import causal_lm, value_head
 from hone.training.backends.protocol import TrainBackend
+from hone.training.objectives import ratio_to
 from hone.training.updates import LossFn, Statistics, Totals
 
 
@@ -57,11 +57,9 @@ def online_objective(config: OnlinePreferenceConfig) -> LossFn:
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         share, statistics = learn(outputs, batch, totals)
-        log_probs = outputs["log_probs"].values.detach()
-        mask = batch.ragged("response_mask").values.to(log_probs)
-        gap = (log_probs - batch.ragged("old_log_probs").values.to(log_probs)).abs() * mask
-        tokens = float(mask.sum())
-        return share, statistics | {RATIO_MAX: (gap.max(), tokens), RATIO_MEAN: (gap.sum() / tokens, tokens)}
+        log_probs = outputs["log_probs"].values
+        old, mask = (batch.ragged(name).values.to(log_probs) for name in ("old_log_probs", "response_mask"))
+        return share, statistics | ratio_to(log_probs, old, mask)
 
     return objective
 

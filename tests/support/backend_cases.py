@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -314,8 +315,9 @@ def bucketed(
 
     backend, *_ = trained(case, range(case.updates))
     stream = getattr(export_stream, f"{which}_weights")
-    streamed = stream(backend.model, bucket_bytes, dtype=dtype)  # type: ignore[attr-defined]
-    in_buckets = {name: value.clone() for name, value in streamed}
+    with mock.patch.object(export_stream, "GATHER_BUCKET_BYTES", bucket_bytes):
+        streamed = stream(backend.model, dtype=dtype)  # type: ignore[attr-defined]
+        in_buckets = {name: value.clone() for name, value in streamed}
     singly = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in _parameters(backend).items()

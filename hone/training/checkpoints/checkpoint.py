@@ -71,12 +71,8 @@ class Checkpoint:
         CheckpointError: it is not a checkpoint, is incomplete, edited or unreadable, or has another format.
         """
         storage = Storage(location)
-        try:
+        with _explained(storage):
             return cls._opened(storage)
-        except _Damage as damage:
-            raise _damaged(storage, str(damage)) from damage
-        except OSError as error:
-            raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
 
     def verify(self, below: str = "") -> None:
         """Check the content of every file whose name begins with ``below`` against its checksum. Raises
@@ -86,12 +82,8 @@ class Checkpoint:
             log.warning("'%s' has no checksums, because an earlier version wrote it: its files are not verified", self)
             return
         started = time.perf_counter()
-        try:
+        with _explained(self.storage):
             self._verified(below)
-        except _Damage as damage:
-            raise _damaged(self.storage, str(damage)) from damage
-        except OSError as error:
-            raise CheckpointError(f"'{self}' cannot be read: {error}", where="trainer.resume_from_path") from error
         seconds = time.perf_counter() - started
         if seconds > _SECONDS_WORTH_A_LINE:
             size = sum(count for name, count in self.storage.sizes().items() if name.startswith(below))
@@ -157,6 +149,16 @@ class Checkpoint:
             raise _Damage(
                 f"{first}{others} does not match its checksum: sha256 {actual[first][:12]}..., not {expected[first][:12]}..."
             )
+
+
+@contextlib.contextmanager
+def _explained(storage: Storage) -> Iterator[None]:
+    """Raise CheckpointError for damage, and for what cannot be read."""
+    try:
+        with storage.restoring():
+            yield
+    except _Damage as damage:
+        raise _damaged(storage, str(damage)) from damage
 
 
 def find_checkpoint(location: str | Path) -> Checkpoint:

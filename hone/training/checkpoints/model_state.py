@@ -21,7 +21,7 @@ from hone.training.checkpoints.shards import ShardStager, dist_rank, load_shards
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.weights import in_layers, stage_layers, stage_weights
 from hone.training.eight_bits import join_parts, parts_of
-from hone.training.optimizer import LossScale, WeightAverage
+from hone.training.optimizer import LossScale, WeightAverage, trained_parameters
 
 AVERAGE = "ema/"  # prefix of the averages of the weights, which are saved with the optimizer's state
 
@@ -36,7 +36,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    for name, parameter in _trained(model):
+    for name, parameter in trained_parameters(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 plain[f"{key}/{name}"] = value
@@ -49,7 +49,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
                     fix="optim.optimizer=AdamW, or another one whose state has the shape of the parameter",
                 )
             tensors |= {f"{part}/{name}": tensor for part, tensor in parts_of(key, value).items()}
-    trained = [name for name, _ in _trained(model)]
+    trained = [name for name, _ in trained_parameters(model)]
     return tensors, {"optimizer": type(optimizer).__name__, "trained": trained, "state": plain}
 
 
@@ -61,7 +61,7 @@ def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage, names: 
     Raises CheckpointError: the state is of another optimizer or other parameters, or damaged.
     """
     index = read_index(storage)
-    parameters = dict(_trained(model))
+    parameters = dict(trained_parameters(model))
     check_saved(index.values, set(names or parameters), type(optimizer).__name__, storage)
     fused = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     tensors: dict[str, Tensor] = {}
@@ -109,10 +109,6 @@ def check_saved(saved: Mapping[str, Any], names: Set[str], kind: str, storage: S
             fix="use the model and the adapters of the checkpoint (its config.yaml), or start a new run: "
             "trainer.experiment_name=<another name>",
         )
-
-
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 _LOSS_SCALE = "loss_scale"
@@ -169,14 +165,7 @@ class ModelStager:
                 tensors |= _average_tensors(self._average)
                 writes.append(self._stage_weights(checkpoint / f"{name}_ema", tokenizer, self._average.values))
             writes.append(self._shards.stage(tensors, about, checkpoint / optimizer_folder(name)))
-        rank = dist_rank()
-
-        def write() -> None:
-            while writes:  # frees what is written
-                writes.pop(0)()
-            leave_checksums(checkpoint, name, rank)
-
-        return write
+        return writer_of_all(writes, checkpoint, name)
 
     def _stage_weights(
         self, folder: Storage, tokenizer: PreTrainedTokenizerBase | None, values: Mapping[str, Tensor]
@@ -192,15 +181,13 @@ class ModelStager:
         if self._optimizer is None:
             raise RuntimeError("this model was built without an optimizer")
         storage = Storage(location) / optimizer_folder(name)
-        try:
+        with storage.restoring():
             names = None if self._stages is None else self._stages.trained
             load_state(self._model, self._optimizer, storage, names)
             if self._loss_scale is not None:
                 vars(self._loss_scale).update(read_index(storage).values.get(_LOSS_SCALE, {}))
             if self._average is not None:
                 self._load_average(self._average, storage)
-        except OSError as error:
-            raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
 
     def _load_average(self, average: WeightAverage, storage: Storage) -> None:
         tensors = _average_tensors(average)
@@ -208,6 +195,18 @@ class ModelStager:
             load_shards(tensors, storage)
         else:
             log.warning("'%s' has no average of the weights: optim.ema_decay begins at its weights", storage)
+
+
+def writer_of_all(writes: list[Callable[[], None]], checkpoint: Storage, name: str) -> Callable[[], None]:
+    """Return a function that does all writes of this rank to a recording checkpoint, and leaves the checksums."""
+    rank = dist_rank()
+
+    def write() -> None:
+        while writes:  # frees what is written
+            writes.pop(0)()
+        leave_checksums(checkpoint, name, rank)
+
+    return write
 
 
 def _average_tensors(average: WeightAverage) -> dict[str, Tensor]:

@@ -109,6 +109,14 @@ class Storage:
         with self._translated(), self.files.open(f"{self.path}/{name}", "rb") as file:
             yield file  # type: ignore[misc]  # fsspec's annotation is too wide
 
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Raise CheckpointError for a file of a checkpoint that cannot be read."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"'{self}' cannot be read: {error}", where="trainer.resume_from_path") from error
+
     def fetch(self, into: Path) -> Path:
         """Copy all files to a local directory and return it."""
         with self._translated():

@@ -143,9 +143,6 @@ class _AllToAll(torch.autograd.Function):
         return received, None, None, None
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 @dataclass(frozen=True)
 class Sharded:
     """A sharded model."""
@@ -184,7 +181,9 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
         if not fused and layout.tensor == layout.ranks_a_row == 1 and not experts:
             computation.compiled = compile_layers(model, device, compiling)
     settings = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=DTYPES[config.mixed_precision.reduce_dtype]),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=narrow, reduce_dtype=getattr(torch, config.mixed_precision.reduce_dtype)
+        ),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if config.offload_policy
         else OffloadPolicy(),
@@ -230,7 +229,7 @@ def prefetch_neighbours(root: nn.Module, layers: list[nn.Module]) -> None:
 
 
 def _narrower(name: str) -> torch.dtype | None:
-    return None if name == "float32" else DTYPES[name]
+    return None if name == "float32" else getattr(torch, name)
 
 
 def _check(model: PreTrainedModel, meshes: Meshes) -> None:

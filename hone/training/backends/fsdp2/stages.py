@@ -25,7 +25,7 @@ from hone.errors import ModelError
 from hone.models.loading import causal_lm, layers_of
 from hone.models.tied import parts_embeddings
 from hone.training.backends.fsdp2.pipeline_models import require_divisible
-from hone.training.export_stream import STREAMS, in_dtype, weights_of
+from hone.training.export_stream import STREAMS, in_buckets, in_dtype
 
 _OUTPUTS = ("lm_head", "score", "classifier")
 
@@ -117,7 +117,7 @@ class Stages:
         names = {parameter.name: parameter.file_name for parameter in self.parameters}
         wanted = [(p.name, p.meta, p.stage) for p in self.parameters if p.file_name is not None]
         local = {**dict(self.model.named_parameters()), **values}
-        for name, value in self._from_owners(wanted, lambda: weights_of(local.items())):
+        for name, value in self._from_owners(wanted, lambda: in_buckets(local.items())):
             yield str(names[name]), value
 
     def everywhere(self, values: Mapping[str, Any]) -> dict[str, Any]:

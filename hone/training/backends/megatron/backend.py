@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.data.balance import CostModel
-from hone.errors import CheckpointError, ConfigError
+from hone.errors import ConfigError
 from hone.insight import activity
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
@@ -29,9 +29,8 @@ from hone.training.backends.megatron.model import Stage
 from hone.training.backends.megatron.optimizer import ShardedOptimizer
 from hone.training.backends.megatron.support import require_model, require_settings
 from hone.training.backends.protocol import ModelKind, Weights
-from hone.training.checkpoints.checksums import leave_checksums
-from hone.training.checkpoints.model_state import check_saved, optimizer_folder
-from hone.training.checkpoints.shards import dist_rank, load_shards, read_index, stage_whole
+from hone.training.checkpoints.model_state import check_saved, optimizer_folder, writer_of_all
+from hone.training.checkpoints.shards import load_shards, read_index, stage_whole
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.weights import in_layers, stage_layers
 from hone.training.engine import MicroBatchLoop, TrainSettings
@@ -62,14 +61,7 @@ def stage_checkpoint(
         about: dict[str, Any] = {"optimizer": optimizer.kind, "trained": loaded.weights.all_names, "state": {}}
         state = _named_state(loaded, optimizer, device)
         writes.append(stage_whole(state, about, checkpoint / optimizer_folder(name)))
-    rank = dist_rank()
-
-    def write() -> None:
-        while writes:  # frees what is written
-            writes.pop(0)()
-        leave_checksums(checkpoint, name, rank)
-
-    return write
+    return writer_of_all(writes, checkpoint, name)
 
 
 def restore_optimizer(loaded: LoadedStage, optimizer: ShardedOptimizer, location: str, name: str) -> None:
@@ -80,7 +72,7 @@ def restore_optimizer(loaded: LoadedStage, optimizer: ShardedOptimizer, location
     storage = Storage(location) / optimizer_folder(name)
     shapes = {name: parameter.shape for name, parameter in loaded.skeleton.named_parameters()}
     local = {name for names in loaded.weights.names().values() for name in names}
-    try:
+    with storage.restoring():
         index = read_index(storage)
         check_saved(index.values, set(shapes), optimizer.kind, storage)
         steps = {key: torch.zeros(()) for key in index.tensors if key.startswith(f"{_STEP}/")}
@@ -99,8 +91,6 @@ def restore_optimizer(loaded: LoadedStage, optimizer: ShardedOptimizer, location
             loaded.weights.fill(tensors, saved(key))
             optimizer.load_state(key, tensors)
         optimizer.load_steps(int(max(float(step) for step in steps.values())))
-    except OSError as error:
-        raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
 
 
 def _named_state(
