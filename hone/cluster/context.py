@@ -61,6 +61,13 @@ class WorkerContext(Generic[ConfigT]):
         """Return the image processor of the trained model; None for a model of text."""
         return run_image_processor(self.config, self.tokenizer)
 
+    def close_roles(self) -> None:
+        """Close the roles, the last one first, and forget them."""
+        for role in reversed(list(self.roles.values())):
+            if hasattr(role, "close"):
+                role.close()
+        self.roles.clear()
+
 
 @dataclass(frozen=True)
 class RoleSpec:

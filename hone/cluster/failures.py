@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from hone.config.derived import longest_sequence
 from hone.config.limits import micro_batch_tokens
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
@@ -152,11 +152,9 @@ def memory_numbers(config: AnyConfig) -> str:
         return (
             f"The plan: micro-batches of up to {_micro_batch_tokens(config.data.max_token_len_per_gpu, config)} tokens"
         )
-    shared, data = config.actor_rollout_ref, config.data
-    longest = data.max_prompt_length + data.max_response_length
-    rollout, actor = shared.rollout, shared.actor
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     return (
-        f"The plan: {data.train_batch_size} prompts x {rollout.n} samples of up to {longest} tokens; updates in micro-batches of up "
+        f"The plan: {config.data.train_batch_size} prompts x {rollout.n} samples of up to {longest_sequence(config)} tokens; updates in micro-batches of up "
         f"to {_micro_batch_tokens(actor.ppo_max_token_len_per_gpu, config)} tokens; generation of {rollout.max_num_seqs} concurrent sequences with a KV cache of "
         f"{cache_tokens(config)} tokens"
     )
@@ -165,13 +163,13 @@ def memory_numbers(config: AnyConfig) -> str:
 def memory_knob(config: AnyConfig, stage: str) -> str:
     """Return the first key to change after running out of memory in a stage, as ``key=value``."""
     if not isinstance(config, RLConfig):
-        key, longest = "data.max_token_len_per_gpu", _longest(config)
+        tokens, longest = config.data.max_token_len_per_gpu, config.data.max_length
         return (
-            _halved(key, _micro_batch_tokens(config.data.max_token_len_per_gpu, config), longest)
+            _halved("data.max_token_len_per_gpu", _micro_batch_tokens(tokens, config), longest)
             or "model.enable_gradient_checkpointing=true"
         )
     shared, data = config.actor_rollout_ref, config.data
-    longest = data.max_prompt_length + data.max_response_length
+    longest = longest_sequence(config)
     if any(part.strip().startswith(("gen", "validate")) for part in stage.split(">")):
         knob = _halved("actor_rollout_ref.rollout.max_cache_tokens", cache_tokens(config), longest)
         if knob:
@@ -189,18 +187,13 @@ def memory_knob(config: AnyConfig, stage: str) -> str:
 
 def cache_tokens(config: RLConfig) -> int:
     """Return the number of tokens in the KV cache."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
     rollout = config.actor_rollout_ref.rollout
-    return rollout.max_cache_tokens or rollout.max_num_seqs * longest
+    return rollout.max_cache_tokens or rollout.max_num_seqs * longest_sequence(config)
 
 
 def _micro_batch_tokens(budget: int, config: AnyConfig) -> int:
     """Return the largest number of tokens of a micro-batch."""
     return micro_batch_tokens(budget, on_cpu=config.trainer.device == "cpu" or not torch.cuda.is_available())
-
-
-def _longest(config: Any) -> int:
-    return getattr(config.data, "max_length", 1) or 1
 
 
 def _halved(key: str, value: int, least: int) -> str | None:

@@ -19,7 +19,7 @@ from hone.data.seeding import derive_seed
 from hone.data.tokenizer import decoded, load_tokenizer, stop_tokens
 from hone.data.types import Trajectory
 from hone.generation.native.engine import NativeEngine
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.devices import dtype_on
 from hone.models.loading import causal_lm, load_policy
 from hone.rewards.rubric import Rubric, question_of
@@ -69,10 +69,6 @@ class GenerativeRewardModelWorker:
             stop_token_ids=stop_tokens(self.tokenizer, path),
         )
 
-    def close(self) -> None:
-        """End the engine."""
-        self.engine.close()
-
     @dispatch(Split.ROWS, objects=True)
     async def score(self, batch: Batch) -> Batch:
         """Return ``rm_score``, the parsed score of each episode (0 to 1, NaN without one), and ``rm_judgement``, its text."""
@@ -81,7 +77,8 @@ class GenerativeRewardModelWorker:
         words = ["" if r else f"(not judged: more than {self.longest} tokens)" for r in requests]
         to_judge = [request for request in requests if request is not None]
         async for completion in self.engine.generate(to_judge):
-            words[int(completion.request_id)] = self._completion_text(completion)
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            words[int(completion.request_id)] = str(text)
         scores = [self.rubric.score(text) for text in words]
         values = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
         return Batch({JUDGED: values, JUDGEMENT: words})
@@ -110,6 +107,3 @@ class GenerativeRewardModelWorker:
 
     def _prompt_text(self, trajectory: Trajectory) -> str:
         return decoded(self.policy_tokenizer, trajectory.prompt_ids, skip_special_tokens=True)
-
-    def _completion_text(self, completion: Completion) -> str:
-        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))

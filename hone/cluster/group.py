@@ -317,7 +317,7 @@ def _in_one_block(count: int) -> tuple[Any, Any]:
 
 
 class WorkerRuntime:
-    """What the runtimes with several processes share; see :class:`~hone.cluster.runtime.Runtime`.
+    """Base class of the runtimes with several processes; see :class:`~hone.cluster.runtime.Runtime`.
 
     Args:
         put: stores an object and returns its reference.
@@ -345,6 +345,6 @@ class WorkerRuntime:
 
     @property
     def _division(self) -> dict[str, Any]:
-        """How groups divide rows over their ranks."""
+        """Return the arguments by which groups divide rows over their ranks."""
         cost = CostModel.from_directory(model_block(self._config)[1].path)
         return {"balance": self._config.trainer.balance_batch, "cost": cost}

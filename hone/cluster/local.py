@@ -138,10 +138,7 @@ class LocalRuntime:
 
     def close(self) -> None:
         """Close the roles."""
-        for role in reversed(list(self.context.roles.values())):
-            if hasattr(role, "close"):
-                role.close()
-        self.context.roles.clear()
+        self.context.close_roles()
         if self._compute is not None:
             self._compute.shutdown(wait=False, cancel_futures=True)
 

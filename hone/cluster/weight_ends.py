@@ -18,6 +18,7 @@ every member needs a GPU of its own, and gloo on CPUs. A member that died or is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -226,50 +227,52 @@ class BucketBuffers:
 
 
 class BroadcastEnd:
-    """One member's part of a broadcast; see :mod:`hone.cluster.weight_ends`.
-
-    Attributes:
-        group: None before the members have connected.
-        buffers: of the buckets.
-        buckets: buckets in the buffers, by number.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.group: BroadcastGroup | None = None
-        self.buffers = BucketBuffers(device)
-        self.buckets: dict[int, Bucket] = {}
-
-    def transfer(self, bucket: Bucket) -> None:
-        """Send or receive a bucket. It ends by itself, so it counts as a hang only after its time limit."""
-        if self.group is None:
-            raise BroadcastError("this process is not a member of the group")
-        with activity.doing(f"broadcast of bucket {bucket.number}", limit=2 * time_limit(bucket.size).total_seconds()):
-            self.group.broadcast(self.buffers.memory(bucket))
-
-    def leave(self) -> None:
-        """Drop the group."""
-        group, self.group = self.group, None
-        if group is not None:
-            group.abort()
-
-    def release(self) -> None:
-        """Free the buffers."""
-        self.buckets.clear()
-        self.buffers.release()
-
-
-class WeightSource:
-    """The actor's side. All of its workers take part in gathering shards; the first one sends."""
+    """One member's part of a broadcast; see :mod:`hone.cluster.weight_ends`."""
 
     context: WorkerContext[RLConfig]
-    engine: TrainBackend
-    _exported: Iterator[tuple[str, Tensor]] = iter(())
-    _sending: BroadcastEnd | None = None
+    _group: BroadcastGroup | None = None
+    """None before the members have connected."""
+
+    @functools.cached_property
+    def _buffers(self) -> BucketBuffers:
+        return BucketBuffers(self.context.device)
+
+    @functools.cached_property
+    def _buckets(self) -> dict[int, Bucket]:
+        """Buckets in the buffers, by number."""
+        return {}
 
     @dispatch(Split.ALL, Collect.EACH)
     def device_type(self) -> str:
         """Return ``cuda`` or ``cpu``."""
         return self.context.device.type
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    def release_buckets(self) -> None:
+        """Free the buffers of the weight sync."""
+        self._buckets.clear()
+        self._buffers.release()
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    def leave_broadcast(self) -> None:
+        """Drop the group. The buckets stay."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _transfer(self, bucket: Bucket) -> None:
+        """Send or receive a bucket. It ends by itself, so it counts as a hang only after its time limit."""
+        if self._group is None:
+            raise BroadcastError("this process is not a member of the group")
+        with activity.doing(f"broadcast of bucket {bucket.number}", limit=2 * time_limit(bucket.size).total_seconds()):
+            self._group.broadcast(self._buffers.memory(bucket))
+
+
+class WeightSource(BroadcastEnd):
+    """The actor's side. All of its workers take part in gathering shards; the first one sends."""
+
+    engine: TrainBackend
+    _exported: Iterator[tuple[str, Tensor]] = iter(())
 
     @dispatch(Split.ALL, Collect.FIRST)
     def export_weights(self) -> None:
@@ -312,19 +315,17 @@ class WeightSource:
             BroadcastError: a member is missing.
             ConfigError: two members have the same GPU.
         """
-        self._sending = BroadcastEnd(self.context.device)
         with activity.doing("connecting with the rollout workers", limit=2 * JOIN_SECONDS):
-            self._sending.group = BroadcastGroup(self._store, SOURCE, self._members, self.context.device)
+            self._group = BroadcastGroup(self._store, SOURCE, self._members, self.context.device)
 
     @dispatch(Split.ALL, Collect.FIRST)
     def pack_weights(self, number: int, max_bytes: int) -> Bucket | None:
         """Gather the weights of a bucket as :meth:`next_weights` does, into a buffer. Return the bucket; None after the last."""
         weights = self.next_weights(max_bytes)
-        if self._sending is None or weights is None:
+        if self.context.rank or weights is None:
             return None
-        bucket = self._sending.buffers.pack(number, weights)
-        self._sending.buckets[number] = bucket
-        self._sending.buckets.pop(number - BROADCAST_BUFFERS, None)
+        self._buckets[number] = bucket = self._buffers.pack(number, weights)
+        self._buckets.pop(number - BROADCAST_BUFFERS, None)
         return bucket
 
     @dispatch(Split.ZERO, background=True)
@@ -334,40 +335,19 @@ class WeightSource:
         Raises:
             BroadcastError: a receiver died or is unreachable.
         """
-        assert self._sending is not None, "join_broadcast() must be called first"
-        self._sending.transfer(self._sending.buckets[number])
+        self._transfer(self._buckets[number])
 
     @dispatch(Split.ZERO, Collect.REMOTE)
     def packed_weights(self, number: int) -> list[tuple[str, Tensor]]:
         """Return the weights of a packed bucket, after its broadcast failed."""
-        assert self._sending is not None, "join_broadcast() must be called first"
-        return self._sending.buffers.tensors(self._sending.buckets[number])
-
-    @dispatch(Split.ZERO)
-    def release_buckets(self) -> None:
-        """Free the buffers of the weight sync."""
-        if self._sending is not None:
-            self._sending.release()
-
-    @dispatch(Split.ZERO)
-    def leave_broadcast(self) -> None:
-        """Drop the group. The packed buckets stay."""
-        if self._sending is not None:
-            self._sending.leave()
+        return self._buffers.tensors(self._buckets[number])
 
 
-class WeightTarget:
+class WeightTarget(BroadcastEnd):
     """The side of a rollout worker that has an engine."""
 
-    context: WorkerContext[RLConfig]
     engine: Engine
     _worker: int
-    _receiving: BroadcastEnd | None = None
-
-    @dispatch(Split.ALL, Collect.EACH)
-    def device_type(self) -> str:
-        """Return ``cuda`` or ``cpu``."""
-        return self.context.device.type
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
@@ -382,9 +362,8 @@ class WeightTarget:
             BroadcastError: a member is missing.
             ConfigError: two members have the same GPU.
         """
-        self._receiving = BroadcastEnd(self.context.device)
         with activity.doing("connecting with the actor", limit=2 * JOIN_SECONDS):
-            self._receiving.group = BroadcastGroup.joined(meeting, SOURCE + 1 + self._worker, self.context.device)
+            self._group = BroadcastGroup.joined(meeting, SOURCE + 1 + self._worker, self.context.device)
 
     @dispatch(Split.ALL, Collect.FIRST, background=True)
     def receive_weights(self, bucket: Bucket) -> None:
@@ -393,25 +372,11 @@ class WeightTarget:
         Raises:
             BroadcastError: the actor or another receiver died or is unreachable.
         """
-        assert self._receiving is not None, "join_broadcast() must be called first"
-        self._receiving.buckets[bucket.number] = bucket
-        self._receiving.transfer(bucket)
+        self._buckets[bucket.number] = bucket
+        self._transfer(bucket)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def load_bucket(self, number: int, version: int, *, last: bool) -> None:
         """Load a received bucket into the engine; more follow unless it is the last."""
-        assert self._receiving is not None, "join_broadcast() must be called first"
-        bucket = self._receiving.buckets.pop(number)
-        await self.engine.load_weights(self._receiving.buffers.tensors(bucket), version, last=last)
-
-    @dispatch(Split.ALL, Collect.FIRST)
-    def release_buckets(self) -> None:
-        """Free the buffers of the weight sync."""
-        if self._receiving is not None:
-            self._receiving.release()
-
-    @dispatch(Split.ALL, Collect.FIRST)
-    def leave_broadcast(self) -> None:
-        """Drop the group. The received buckets stay; the next group has buffers of its own."""
-        if self._receiving is not None:
-            self._receiving.leave()
+        bucket = self._buckets.pop(number)
+        await self.engine.load_weights(self._buffers.tensors(bucket), version, last=last)

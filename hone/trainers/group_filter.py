@@ -61,8 +61,7 @@ class GroupFilter:
         groups: dict[str, list[float]] = {}
         for uid, value in pairs:
             groups.setdefault(uid, []).append(value)
-        equal = {uid for uid, group_values in groups.items() if len(set(group_values)) == 1 and len(group_values) > 1}
-        evicted = [uid for uid in groups if uid in equal]
+        evicted = [uid for uid, group_values in groups.items() if len(set(group_values)) == 1 < len(group_values)]
         self._evicted.update(groups[uid][0] for uid in evicted)
         self._samples += sum(len(groups[uid]) for uid in evicted)
         self.tried += len(groups)

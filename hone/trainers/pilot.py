@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,12 +21,11 @@ import torch
 from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
 from hone.algorithms import advantage_estimators
-from hone.cluster.context import prepare_torch, run_image_processor
+from hone.cluster.context import prepare_torch, run_image_processor, run_tokenizer
 from hone.config.tree import RLConfig
 from hone.data.episode_log import CallStatus
 from hone.data.seeding import derive_seed
 from hone.data.statistics import mean_and_quantiles
-from hone.data.tokenizer import load_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, Finding
 from hone.generation.build import build_engine
@@ -115,11 +114,7 @@ def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
     """
     model_config = config.actor_rollout_ref.model
     device = prepare_torch(config.trainer)
-    tokenizer = load_tokenizer(
-        model_config.tokenizer_path or model_config.path,
-        trust_remote_code=model_config.trust_remote_code,
-        custom_chat_template=model_config.custom_chat_template,
-    )
+    tokenizer = run_tokenizer(config)
     max_samples = config.data.train_max_samples
     dataset = prompt_dataset(
         config, config.data.train_files, tokenizer, prompts if max_samples < 0 else min(prompts, max_samples)
@@ -208,11 +203,10 @@ def dead_probability(passes: Sequence[int], k: int, n: int) -> float:
 
 def pilot_findings(pilot: Pilot, config: RLConfig) -> list[Finding]:
     """Return warnings about the pilot's numbers."""
-    findings: list[Finding] = []
+    return [*_findings(pilot, config), *_tool_findings(pilot.tools, config)]
 
-    def warn(code: str, problem: str, why: str, fix: str, where: str) -> None:
-        findings.append(_warning(code, problem, why, fix, where))
 
+def _findings(pilot: Pilot, config: RLConfig) -> Iterator[Finding]:
     n, key = config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n"
     dead = _at(pilot, n)
     if "groups" in advantage_estimators.get(config.algorithm.adv_estimator).needs and dead > _MAX_DEAD_SHARE:
@@ -223,29 +217,29 @@ def pilot_findings(pilot: Pilot, config: RLConfig) -> list[Finding]:
             else "use easier prompts, or a better starting model"
         )
         problem = f"pass rate {pilot.pass_rate:.0%}, n={n}: {dead:.0%} of the groups would give no gradient"
-        warn("R20", problem, "all answers of such a group pass or all fail, so all advantages are 0", fix, key)
+        yield _warning(
+            "R20", problem, "all answers of such a group pass or all fail, so all advantages are 0", fix, key
+        )
     if pilot.cut > _MAX_CUT_SHARE:
         limit = config.data.max_response_length
         problem = f"{pilot.cut:.0%} of the responses reach data.max_response_length={limit} tokens"
         why = "truncated answers are rarely right, so the policy learns to be short"
-        warn("R64", problem, why, f"data.max_response_length={2 * limit}", "data.max_response_length")
+        yield _warning("R64", problem, why, f"data.max_response_length={2 * limit}", "data.max_response_length")
     together = pilot.generation_seconds + pilot.reward_seconds
     if pilot.reward_seconds > _MAX_SCORING_SHARE * together and pilot.reward_seconds > 1:
         problem = f"scoring takes {pilot.reward_seconds:.1f} s, generation {pilot.generation_seconds:.1f} s"
         fix = f"reward.num_workers={2 * config.reward.num_workers}, or use an asynchronous function"
-        warn("R53", problem, "training waits for scoring", fix, "reward.num_workers")
-    return [*findings, *_tool_findings(pilot.tools, config)]
+        yield _warning("R53", problem, "training waits for scoring", fix, "reward.num_workers")
 
 
-def _tool_findings(tools: ToolUse, config: RLConfig) -> list[Finding]:
-    """Return warnings about tool calls affected by limits (R37)."""
-    findings: list[Finding] = []
+def _tool_findings(tools: ToolUse, config: RLConfig) -> Iterator[Finding]:
+    """Yield warnings about tool calls affected by limits (R37)."""
     several, block = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout.multi_turn"
     if tools.cut > _MAX_LIMITED_CALLS_SHARE:
         limit, key = several.max_tool_response_length, f"{block}.max_tool_response_length"
         problem = f"{tools.cut:.0%} of {tools.calls} tool results were cut to {limit} tokens"
         why = "the model sees only a part of each result"
-        findings.append(_warning("R37", problem, why, f"{key}={2 * limit}, or use tools with shorter results", key))
+        yield _warning("R37", problem, why, f"{key}={2 * limit}, or use tools with shorter results", key)
     if tools.over_limit > _MAX_LIMITED_CALLS_SHARE:
         crowded = tools.most_in_a_turn > several.max_parallel_calls
         name = "max_parallel_calls" if crowded else "max_tool_calls"
@@ -255,8 +249,7 @@ def _tool_findings(tools: ToolUse, config: RLConfig) -> list[Finding]:
         if crowded:
             problem += f", and a turn made {tools.most_in_a_turn}"
         why = "the model receives an error in place of these results"
-        findings.append(_warning("R37", problem, why, f"{block}.{name}={enough}", f"{block}.{name}"))
-    return findings
+        yield _warning("R37", problem, why, f"{block}.{name}={enough}", f"{block}.{name}")
 
 
 def _warning(code: str, problem: str, why: str, fix: str, where: str) -> Finding:

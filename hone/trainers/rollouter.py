@@ -108,9 +108,7 @@ class Rollouter:
             ConfigError: too many groups without learning signal had to be replaced.
             RewardError: too many groups had too few verdicts.
         """
-        self.dropped = self._judged = 0
-        if self.group_filter:
-            self.group_filter.begin()
+        self._begin_step()
         if self._score is None:
             await self._play_batch(step)
         else:
@@ -119,6 +117,11 @@ class Rollouter:
                 await self._until(lambda: self.buffer.ready)
         self._training = self.buffer.take()
         return self._training
+
+    def _begin_step(self) -> None:
+        self.dropped = self._judged = 0
+        if self.group_filter:
+            self.group_filter.begin()
 
     async def _play_batch(self, step: int) -> None:
         self._draws.clear()
@@ -137,9 +140,7 @@ class Rollouter:
         Raises:
             HoneError: see :meth:`next_batch`.
         """
-        self.dropped = self._judged = 0
-        if self.group_filter:
-            self.group_filter.begin()
+        self._begin_step()
         self.begin()
         self._training = []
         while missing := self.buffer.groups_per_batch - len(self._training):

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from hone.cluster.columns import TOKENS
 from hone.data.batch import Batch
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.images import ImageData
@@ -22,10 +23,6 @@ from hone.trainers.verdicts import scored
 from hone.training.checkpoints.storage import Storage
 
 FILE = "groups.jsonl.gz"
-_TOKENS = (
-    *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "sampling_log_probs", "token_versions"),
-    *("support_sizes", "support_ids", "expert_ids"),
-)
 
 
 def save_groups(location: str, batch: Batch) -> None:
@@ -47,7 +44,7 @@ def load_groups(location: str, samples: Mapping[str, Sample], *, reads_images: b
 
 def _record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
     values = {name: value for name, value in vars(trajectory).items() if name not in ("sample", "episode")}
-    values |= {name: list(values[name]) for name in _TOKENS}
+    values |= {name: list(values[name]) for name in ("prompt_ids", *TOKENS)}
     later = trajectory.images[len(trajectory.sample.images) :]
     values["images"] = [base64.b64encode(image.content).decode() for image in later]
     episode = None if trajectory.episode is None else dataclasses.asdict(trajectory.episode)

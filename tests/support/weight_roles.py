@@ -108,6 +108,5 @@ class WatchedRollout(RolloutWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         if bucket.number == FAULTY_BUCKET and self.fault == "leave":
             self.fault = ""
-            assert self._receiving is not None
-            self._receiving.leave()
+            self.leave_broadcast()
         super().receive_weights(bucket)

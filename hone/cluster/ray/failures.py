@@ -146,7 +146,7 @@ class Failures:
             records = {record.name: record for record in read_records(self._folder)}
             return out_of_memory(cause, self._config, f"{_stage(records)} > {name}: {activity.stage_of(cause)}")
         if isinstance(error, RayTaskError):
-            cause.add_note(f"It was raised in {name}:\n{remote_traceback(error)}")
+            cause.add_note(f"It was raised in {name}:\n{plain(str(error))}")
         return cause
 
 
@@ -167,11 +167,6 @@ def root(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) and error.cause is not error:
         error = error.cause
     return error
-
-
-def remote_traceback(error: RayTaskError) -> str:
-    """Return the traceback in the worker."""
-    return plain(str(error))
 
 
 def plain(text: str) -> str:

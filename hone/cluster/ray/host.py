@@ -193,11 +193,8 @@ class WorkerHost:
 
     async def end(self) -> None:
         """Close and release the roles, and what a :meth:`begin` that failed half way has made; :meth:`begin` may follow."""
-        roles = {} if self._context is None else self._context.roles
-        for role in reversed(list(roles.values())):
-            if hasattr(role, "close"):
-                role.close()
-        roles.clear()
+        if self._context is not None:
+            self._context.close_roles()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self._context = None

@@ -76,7 +76,6 @@ def test_it_writes_what_transformers_writes_and_its_score_is_read(directory):
     assert words == [by_transformers(directory, f"copy 12: {text}?") for text in ("12", "1", "none")]
     assert words == list(JUDGEMENTS.values())
     assert scores[:2] == pytest.approx([0.9, 0.2]) and math.isnan(scores[2])
-    judge.close()
 
 
 def test_it_asks_what_the_row_asks(directory):
