@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
 from hone.errors import RequestError
@@ -17,14 +18,24 @@ from hone.generation import ENGINES
 from hone.generation.grammars import Grammars, RowGrammar
 from hone.generation.limits import RequestLimits
 from hone.generation.native.sampler import never_sampled
-from hone.generation.protocol import Alternatives, Completion, EngineDescription, GenerationRequest, SamplingParams
+from hone.generation.protocol import (
+    Alternatives,
+    Completion,
+    Engine,
+    EngineDescription,
+    GenerationRequest,
+    SamplingParams,
+)
 from hone.insight import activity
 from hone.models.heads import autocast
 from hone.models.routing import attention_of
 
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""Returns the scores of the next token, from the tokens before it and the model's scores."""
 
-class HuggingFaceEngine:
-    """One `generate` call per request, without batching and sharing."""
+
+class HuggingFaceEngine(Engine):
+    """One `generate` call per request, without batching and sharing: nothing runs or is cached between two completions."""
 
     def __init__(
         self,
@@ -99,16 +110,17 @@ class HuggingFaceEngine:
             support_ids=support_ids,
         )
 
-    def _processors(self, request: GenerationRequest, grammar: RowGrammar | None) -> list[LogitsProcessor]:
+    def _processors(self, request: GenerationRequest, grammar: RowGrammar | None) -> list[Processor]:
         """Return the processors that transformers does not have, in the order of the native engine."""
         sampling, length = request.sampling, len(request.prompt_ids)
-        processors: list[LogitsProcessor] = []
+        processors: list[Processor] = []
         if sampling.presence_penalty or sampling.frequency_penalty:
-            processors.append(_CountPenalties(sampling, length))
+            processors.append(functools.partial(_with_count_penalties, sampling, length))
         if grammar is not None:
             processors.append(_GrammarMask(self._grammars, grammar, length))
         if self._outside is not None:
-            processors.append(_OutsideMask(self._outside))
+            outside = self._outside
+            processors.append(lambda _, scores: scores.masked_fill(outside, float("-inf")))
         return processors
 
     @contextlib.contextmanager
@@ -129,67 +141,32 @@ class HuggingFaceEngine:
         del weights, last
         self._version = version
 
-    async def pause(self) -> None:
-        """Do nothing: nothing runs between two completions."""
-
-    async def resume(self) -> None:
-        """Do nothing."""
-
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         if request_ids is None:
             self._aborted = None
         elif self._aborted is not None:
             self._aborted.update(request_ids)
 
-    async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Do nothing: there is no cache between requests, and the weights are the trainer's."""
-
-    async def wake(self, *, cache: bool = True) -> None:
-        """Do nothing."""
-
-    async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """Do nothing: there is no cache between requests."""
-
     def describe(self) -> EngineDescription:
         return EngineDescription("hf", True, self.dtype, str(self.device), dict(self._stats))
-
-    def close(self) -> None:
-        """Do nothing: there is no other process."""
 
 
 ENGINES.register("hf")(HuggingFaceEngine)
 
 
-class _OutsideMask(LogitsProcessor):
-    """Minus infinity for ids that the tokenizer lacks."""
-
-    def __init__(self, outside: Tensor) -> None:
-        self._outside = outside
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> torch.FloatTensor:
-        return scores.masked_fill(self._outside, float("-inf"))  # type: ignore[return-value]
+def _with_count_penalties(sampling: SamplingParams, prompt_length: int, ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the scores of the next token with presence and frequency penalties subtracted."""
+    counts = ids[0, prompt_length:].bincount(minlength=scores.shape[1])
+    return scores - (sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0))
 
 
-class _CountPenalties(LogitsProcessor):
-    """Presence and frequency penalties."""
-
-    def __init__(self, sampling: SamplingParams, prompt_length: int) -> None:
-        self._sampling, self._prompt_length = sampling, prompt_length
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> torch.FloatTensor:
-        """Return the scores of the next token with the penalties subtracted."""
-        counts = input_ids[0, self._prompt_length :].bincount(minlength=scores.shape[1])
-        penalty = self._sampling.frequency_penalty * counts + self._sampling.presence_penalty * (counts > 0)
-        return scores - penalty  # type: ignore[return-value]
-
-
-class _GrammarMask(LogitsProcessor):
+class _GrammarMask:
     """Minus infinity for tokens that a constraint does not allow."""
 
     def __init__(self, grammars: Grammars, grammar: RowGrammar, prompt_length: int) -> None:
         self._grammars, self._grammar, self._accepted = grammars, grammar, prompt_length
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores of the next token, after the grammar has followed the tokens before it."""
         for token in input_ids[0, self._accepted :].tolist():
             self._grammar.accept(token)
@@ -198,7 +175,7 @@ class _GrammarMask(LogitsProcessor):
         if errors:
             raise errors[0]
         allowed = self._grammars.allowed(bits.to(scores.device))
-        return scores.masked_fill(~allowed, float("-inf"))  # type: ignore[return-value]
+        return scores.masked_fill(~allowed, float("-inf"))
 
 
 def _check_ends(sampling: SamplingParams) -> None:

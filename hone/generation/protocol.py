@@ -23,13 +23,13 @@ def incomplete_weights(what: str) -> GenerationError:
     )
 
 
-def require_weights(expected: Collection[str], missing: Collection[str], of: str = "policy") -> None:
+def require_weights(expected: Collection[str], missing: Collection[str], whole: str = "policy") -> None:
     """Raise GenerationError if some of the expected weights are missing."""
     if missing:
         raise GenerationError(
             f"{len(missing)} of {len(expected)} weights have not arrived, such as '{min(missing)}'",
             why="the engine would sample from a mixture of two policies",
-            fix=f"send every parameter of the {of}",
+            fix=f"send every parameter of the {whole}",
         )
 
 
@@ -191,7 +191,10 @@ class EngineDescription:
 
 
 class Engine(Protocol):
-    """A generation engine. Completions stream in the order in which they finish."""
+    """A generation engine. Completions stream in the order in which they finish.
+
+    What an engine leaves out of pausing, sleeping, sessions and closing, it has no use for.
+    """
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         """Serve the requests, yielding each completion as it finishes.
@@ -217,11 +220,9 @@ class Engine(Protocol):
 
     async def pause(self) -> None:
         """Stop decoding after the current token; requests keep their state."""
-        ...
 
     async def resume(self) -> None:
         """Resume decoding after :meth:`pause`."""
-        ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End the given requests (all when None) with the tokens sampled so far, as ``StopReason.ABORTED``."""
@@ -234,15 +235,12 @@ class Engine(Protocol):
             keep_weights: keep the weights in host memory. Otherwise they are dropped, and all weights must be loaded between
                 ``wake(cache=False)`` and the next request. An engine that shares the trainer's parameters keeps them.
         """
-        ...
 
     async def wake(self, *, cache: bool = True) -> None:
         """Take the memory of the weights back, and with ``cache`` that of the KV cache too, after which requests are served."""
-        ...
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
         """Drop the session KV caches of these episodes."""
-        ...
 
     def describe(self) -> EngineDescription:
         """Return the engine's properties and counters."""
@@ -250,4 +248,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End the processes that the engine started."""
-        ...

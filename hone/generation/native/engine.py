@@ -23,6 +23,7 @@ from hone.generation.native.scheduler import Job, Scheduler
 from hone.generation.native.speculative import Speculation
 from hone.generation.protocol import (
     Completion,
+    Engine,
     EngineDescription,
     GenerationRequest,
     incomplete_weights,
@@ -36,7 +37,7 @@ WATCHED_BURST = 4
 """The same while a request reports its progress."""
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Continuous batching with a KV cache."""
 
     def __init__(
@@ -159,9 +160,6 @@ class NativeEngine:
         return EngineDescription(
             "native", self.shares_weights, self.dtype, str(self.device), {**self._runner.stats, **load}
         )
-
-    def close(self) -> None:
-        """Do nothing: there is no other process."""
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]], version: int, last: bool) -> None:
         """Copy weights into the model; requests are refused until all weights have arrived."""

@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from hone.errors import ConfigError, GenerationError
 from hone.generation.limits import RequestLimits
-from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, incomplete_weights
+from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest, incomplete_weights
 from hone.generation.remote import messages
 from hone.generation.remote.connection import Connection
 from hone.generation.remote.delta import REFUSED, Differences, as_entry, as_tensors, change_of
@@ -27,16 +26,13 @@ from hone.generation.remote.process import EngineProcess, LaunchPlan
 from hone.generation.remote.transports import CHUNK_BYTES, CHUNKS_IN_FLIGHT, CUDA_IPC, Named, Route, buckets
 from hone.insight import activity
 
-
-@dataclass
-class TransferCounters:
-    """Counters of the transfer since its start."""
-
-    weights_sent_bytes: int = 0  # bytes of weights or of their changes
-    weights_on_gpu_bytes: int = 0  # bytes among them that stayed on the GPU
-    weights_compared: int = 0  # elements that were compared with the engine's previous version
-    weights_changed: int = 0  # elements among them that differed
-    weights_refused: int = 0  # weights whose checksum was wrong on arrival, and that were sent again
+_COUNTERS = (
+    "weights_sent_bytes",  # bytes of weights or of their changes
+    "weights_on_gpu_bytes",  # bytes among them that stayed on the GPU
+    "weights_compared",  # elements that were compared with the engine's previous version
+    "weights_changed",  # elements among them that differed
+    "weights_refused",  # weights whose checksum was wrong on arrival, and that were sent again
+)
 
 
 class WeightTransfer:
@@ -52,19 +48,15 @@ class WeightTransfer:
     ) -> None:
         self._connection, self._route, self._dtype = connection, route, dtype
         self._most_bytes = max(1, bucket_bytes // CHUNKS_IN_FLIGHT)
-        self._delta, self._counters = delta, TransferCounters()
+        self._delta, self._counters = delta, dict.fromkeys(_COUNTERS, 0)
         self._open: int | None = None
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters since the start (:class:`TransferCounters`), and the transport in use with what keeps weights off the GPU."""
+        """Counters since the start, and the transport in use with what keeps weights off the GPU."""
         route = self._route
         in_use = {"transport": route.transport, "transport_fallbacks": route.fallbacks}
-        return {
-            **asdict(self._counters),
-            **in_use,
-            **({"transport_obstacle": route.obstacle} if route.obstacle else {}),
-        }
+        return self._counters | in_use | ({"transport_obstacle": route.obstacle} if route.obstacle else {})
 
     async def send(
         self, weights: Iterable[Named], version: int, *, last: bool, since: Differences | None = None
@@ -86,7 +78,7 @@ class WeightTransfer:
         weights = itertools.chain(first, weights)
         started, refused = await self._send(weights, version, most_bytes, started=started, last=last, since=since)
         if refused:  # the server's copy was wrong: send whole weights
-            self._counters.weights_refused += len(refused)
+            self._counters["weights_refused"] += len(refused)
             started, refused = await self._send(refused, version, most_bytes, started=started, last=last, since=None)
         if refused:
             raise GenerationError(
@@ -164,8 +156,8 @@ class WeightTransfer:
             served = self._as_served(tensor)
             change = since.change(name, served) if since is not None else change_of(served, None)
             if change.changed is not None:
-                self._counters.weights_compared += served.numel()
-                self._counters.weights_changed += change.changed
+                self._counters["weights_compared"] += served.numel()
+                self._counters["weights_changed"] += change.changed
             tensors += as_tensors(name, change)
             entries.append(as_entry(name, change))
         return {"chunk": self._packed(tensors), "entries": entries}
@@ -174,8 +166,8 @@ class WeightTransfer:
         if not tensors:
             return None
         size, chunk = sum(tensor.nbytes for _, tensor in tensors), self._route.pack(tensors)
-        self._counters.weights_sent_bytes += size
-        self._counters.weights_on_gpu_bytes += size * (chunk["transport"] == CUDA_IPC)
+        self._counters["weights_sent_bytes"] += size
+        self._counters["weights_on_gpu_bytes"] += size * (chunk["transport"] == CUDA_IPC)
         return chunk
 
     def _ask(self, chunk: dict[str, Any] | None, version: int, *, first: bool, last: bool, **more: Any) -> Future[Any]:
@@ -194,8 +186,8 @@ TOKEN_VARIABLE = "HONE_ENGINE_TOKEN"
 _BUCKET_BYTES = 512 * 2**20
 
 
-class ServedEngine:
-    """Client of an engine's server."""
+class ServedEngine(Engine):
+    """Client of an engine's server, whose cache drops the oldest prefixes by itself."""
 
     def __init__(
         self,
@@ -324,9 +316,6 @@ class ServedEngine:
 
     async def wake(self, *, cache: bool = True) -> None:
         await self._ask("wake", cache=cache)
-
-    async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """Do nothing: the engine caches prefixes by their tokens, and drops the oldest by itself."""
 
     def describe(self) -> EngineDescription:
         """Return the engine's properties, its counters since start, and the transport of weights."""

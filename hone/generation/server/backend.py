@@ -74,12 +74,32 @@ class Backend(Protocol):
 
     async def wake(self, *, cache: bool) -> None:
         """Take the memory of the weights back, and with ``cache`` that of the cache too. An engine that is awake stays so."""
-        ...
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since start."""
         ...
 
     def close(self) -> None:
-        """End the engine."""
-        ...
+        """End the processes that the engine started."""
+
+
+class PackagedBackend(Backend):
+    """An engine of another package."""
+
+    reads_images = False
+    _engine: Any
+    _stats: dict[str, Any]
+
+    def _count(self, request: GenerationRequest, tokens: Sequence[int], cached: int = 0) -> None:
+        """Count a request with its response and the tokens of its prompt that were in the cache."""
+        self._stats["requests"] += 1
+        self._stats["prefill_tokens"] += len(request.prompt_ids) - cached
+        self._stats["decode_tokens"] += len(tokens)
+        if "cached_tokens" in self._stats:
+            self._stats["cached_tokens"] += cached
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._stats)
+
+    def close(self) -> None:
+        self._engine.shutdown()

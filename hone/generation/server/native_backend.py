@@ -16,7 +16,7 @@ from hone.generation.protocol import Completion, GenerationRequest
 from hone.generation.remote.gpus import uuid_of
 from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.arguments import check_names
-from hone.generation.server.backend import BackendSettings
+from hone.generation.server.backend import Backend, BackendSettings
 from hone.models.images import attach_processor, find_processor
 from hone.models.loading import image_processor, policy_factory
 from hone.models.routing import use_hone_attention
@@ -27,7 +27,7 @@ _ARGUMENTS = ("gpu_memory_utilization", "report_experts", "speculative", "untied
 """Arguments of the engine besides those of all engines."""
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """Runs :class:`~hone.generation.native.engine.NativeEngine` with a model loaded from a directory."""
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -94,6 +94,3 @@ class NativeBackend:
 
     def stats(self) -> dict[str, Any]:
         return self._engine.describe().stats
-
-    def close(self) -> None:
-        """Do nothing: there is no other process."""

@@ -110,11 +110,11 @@ class EngineServer:
         self._do: dict[str, Callable[[Message, dict[str, str]], Awaitable[Any]]] = {
             "generate": self._generate,
             "abort": self._abort,
-            "pause": self._pause,
-            "resume": self._resume,
+            "pause": lambda *_: backend.pause(),
+            "resume": lambda *_: backend.resume(),
             "load": self._load,
             "sleep": self._sleep,
-            "wake": self._wake,
+            "wake": lambda message, _: backend.wake(cache=message["cache"]),
             "describe": self._describe,
         }
 
@@ -211,12 +211,6 @@ class EngineServer:
     async def _abort(self, message: Message, names: dict[str, str]) -> None:
         await self._backend.abort([names[name] for name in message["requests"] if name in names])
 
-    async def _pause(self, message: Message, names: dict[str, str]) -> None:
-        await self._backend.pause()
-
-    async def _resume(self, message: Message, names: dict[str, str]) -> None:
-        await self._backend.resume()
-
     async def _load(self, message: Message, names: dict[str, str]) -> str | None:
         """Load a chunk of weights; chunks are loaded in the order in which they were sent.
 
@@ -260,9 +254,6 @@ class EngineServer:
         await self._backend.sleep(keep_weights=message["keep_weights"])
         if not message["keep_weights"]:
             self._incomplete, self._broken = self._version, True
-
-    async def _wake(self, message: Message, names: dict[str, str]) -> None:
-        await self._backend.wake(cache=message["cache"])
 
     async def _describe(self, message: Message, names: dict[str, str]) -> Message:
         return self.description()

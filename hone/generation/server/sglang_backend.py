@@ -28,7 +28,7 @@ from hone.generation.server.arguments import (
     refused,
     refused_experts,
 )
-from hone.generation.server.backend import BackendSettings
+from hone.generation.server.backend import BackendSettings, PackagedBackend
 from hone.generation.server.processes import SAMPLED_FROM, give_up
 from hone.generation.server.sglang_processes import run_detokenizer, run_scheduler
 
@@ -49,10 +49,8 @@ _RESERVED = 8
 _FORGET_SECONDS = 10.0
 
 
-class SglangBackend:
+class SglangBackend(PackagedBackend):
     """SGLang's engine, whose scheduler and detokenizer run in separate processes."""
-
-    reads_images = False
 
     def __init__(self, settings: BackendSettings) -> None:
         # positions stay within the model's limit: only SGLang's reserve exceeds it
@@ -157,10 +155,7 @@ class SglangBackend:
             sampled_from = [0.0] * len(tokens)  # there was no choice
         if len(sampled_from) != len(tokens):
             raise GenerationError(f"SGLang reported {len(sampled_from)} log-probs for {len(tokens)} tokens")
-        self._stats["requests"] += 1
-        self._stats["prefill_tokens"] += len(request.prompt_ids) - meta_info.get("cached_tokens", 0)
-        self._stats["cached_tokens"] += meta_info.get("cached_tokens", 0)
-        self._stats["decode_tokens"] += len(tokens)
+        self._count(request, tokens, meta_info.get("cached_tokens", 0))
         reason = _REASONS.get((meta_info["finish_reason"] or {}).get("type", ""), StopReason.ERROR)
         return Completion(
             request.request_id,
@@ -223,12 +218,6 @@ class SglangBackend:
                 await asyncio.to_thread(self._engine.collective_rpc, method, **fields)
             except AssertionError as error:
                 raise GenerationError(one_line(error)) from error
-
-    def stats(self) -> dict[str, Any]:
-        return dict(self._stats)
-
-    def close(self) -> None:
-        self._engine.shutdown()
 
 
 def _name(request_id: str) -> str:

@@ -24,7 +24,7 @@ from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams, require_weights
 from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
-from hone.generation.server.backend import BackendSettings
+from hone.generation.server.backend import BackendSettings, PackagedBackend
 from hone.generation.server.processes import give_up
 from hone.generation.stop_strings import stop_length
 
@@ -80,14 +80,12 @@ class _ActiveRequest:
     ended: bool = False  # whether the client has aborted it
 
 
-class TrtllmBackend:
+class TrtllmBackend(PackagedBackend):
     """TensorRT-LLM's asynchronous engine, whose workers are actors of a separate small Ray.
 
     TensorRT-LLM cannot suspend a request. For a pause or a weight sync, requests are cancelled with their tokens; later new
     requests continue after these tokens.
     """
-
-    reads_images = False
 
     def __init__(self, settings: BackendSettings) -> None:
         if not torch.cuda.is_available():
@@ -189,9 +187,7 @@ class TrtllmBackend:
                 reason = StopReason.ABORTED if job.ended else await self._generate_more(job)
         finally:
             del self._jobs[request.request_id]
-        self._stats["requests"] += 1
-        self._stats["prefill_tokens"] += len(request.prompt_ids)
-        self._stats["decode_tokens"] += len(job.tokens)
+        self._count(request, job.tokens)
         return Completion(
             request.request_id,
             job.tokens,
@@ -271,9 +267,6 @@ class TrtllmBackend:
         """Drop cached prefixes. TensorRT-LLM keeps its memory."""
         await self._engine.collective_rpc("reset_prefix_cache")
 
-    async def wake(self, *, cache: bool) -> None:
-        """Do nothing: no memory was freed."""
-
     def _serves(self) -> bool:
         return not (self._paused or self._expects)
 
@@ -312,13 +305,10 @@ class TrtllmBackend:
         async with self._changed:
             self._changed.notify_all()
 
-    def stats(self) -> dict[str, Any]:
-        return dict(self._stats)
-
     def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self._engine.shutdown()
+        super().close()
 
 
 def sampling_arguments(request: GenerationRequest, sampled: int) -> dict[str, Any]:

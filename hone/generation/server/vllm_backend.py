@@ -32,7 +32,7 @@ from hone.generation.server.arguments import (
     refused,
     refused_experts,
 )
-from hone.generation.server.backend import BackendSettings
+from hone.generation.server.backend import BackendSettings, PackagedBackend
 from hone.generation.server.processes import binding, give_up
 
 OPTIONS: dict[str, Any] = {
@@ -103,7 +103,7 @@ _NEVER = -1e4
 """Bias of a token that is never sampled."""
 
 
-class VllmBackend:
+class VllmBackend(PackagedBackend):
     """vLLM's asynchronous engine, whose workers run in separate processes."""
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -242,10 +242,7 @@ class VllmBackend:
         tokens = list(answer.token_ids)
         sampling, policy = _log_probs(tokens, answer.logprobs or [])
         alternatives = _alternatives(tokens, policy, answer.logprobs or [], request.sampling.top_log_probs)
-        self._stats["requests"] += 1
-        self._stats["prefill_tokens"] += len(request.prompt_ids) - (final.num_cached_tokens or 0)
-        self._stats["cached_tokens"] += final.num_cached_tokens or 0
-        self._stats["decode_tokens"] += len(tokens)
+        self._count(request, tokens, final.num_cached_tokens or 0)
         reason = _REASONS.get(answer.finish_reason or "", StopReason.ERROR)
         seconds, first_token = _seconds(final.metrics) if tokens else (0.0, None)
         return Completion(
@@ -302,12 +299,6 @@ class VllmBackend:
         if not self._prepared:
             self._prepared = True
             await self._engine.collective_rpc("hone_prepare")
-
-    def stats(self) -> dict[str, Any]:
-        return dict(self._stats)
-
-    def close(self) -> None:
-        self._engine.shutdown()
 
 
 def _check_drafts(options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the training backends share: the calls of an update, around the loop over micro-batches."""
+"""Base class of the training backends: the calls of an update, around the loop over micro-batches."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class _Row:
         self.prompt, self.response, self.num_added = prompt, response, num_added
 
 
-class NgramDrafter:
-    """Drafts what followed the last tokens before."""
+class NgramDrafter(Drafter):
+    """Drafts what followed the last tokens before, whatever weights sampled them."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
@@ -57,12 +57,6 @@ class NgramDrafter:
     def end(self, job: Job, ids: list[int]) -> None:
         del ids
         self._rows.pop(job, None)
-
-    def begin_version(self) -> None:
-        """Do nothing: tokens are looked up whatever weights sampled them."""
-
-    def free(self) -> None:
-        """Do nothing: n-grams are dropped with their rows."""
 
     def _draft(self, row: DraftRow) -> list[int]:
         ids = row.ids

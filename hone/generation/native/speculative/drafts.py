@@ -31,11 +31,9 @@ class Drafter(Protocol):
 
     def begin_version(self) -> None:
         """Note that the policy has new weights."""
-        ...
 
     def free(self) -> None:
         """Free the memory of caches; no row is running."""
-        ...
 
 
 class Speculation:

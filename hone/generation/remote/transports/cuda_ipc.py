@@ -22,13 +22,13 @@ from torch import Tensor
 
 from hone.errors import GenerationError
 from hone.generation.remote.gpus import uuid_of
-from hone.generation.remote.transports.layout import CHUNKS_IN_FLIGHT, Named, layout, view
+from hone.generation.remote.transports.layout import CHUNKS_IN_FLIGHT, Named, Sender, layout, view
 
 GPU_CHUNK_BYTES = 128 * 2**20
 """Maximum of bytes in a chunk with several tensors: a GPU copies it in a tenth of a millisecond, less than a message takes."""
 
 
-class CudaSender:
+class CudaSender(Sender):
     """Sends through staging buffers of ``chunk_bytes`` on a GPU, which alternate.
 
     A tensor that exceeds a chunk gets a buffer of its own size, until its memory may be reused.
@@ -39,9 +39,6 @@ class CudaSender:
         self._gpu = uuid_of(device)
         self._buffers: deque[StagingBuffer | None] = deque([None] * CHUNKS_IN_FLIGHT)
         self._oversized: deque[StagingBuffer | None] = deque([None] * CHUNKS_IN_FLIGHT)
-
-    def bytes_to_copy(self, tensor: Tensor) -> int:
-        return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         """Copy tensors into the buffer that has been idle longest, and wait until they are there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,21 @@ def _blocks(
 
 def _block_of(name: str) -> str:
     return ".".join(name.split(".")[:-2])
+
+
+class Sender(Protocol):
+    """Trainer's side of a transport."""
+
+    def bytes_to_copy(self, tensor: Tensor) -> int:
+        """Return the number of bytes that are copied for a tensor."""
+        return tensor.nbytes
+
+    def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
+        """Return a chunk with the tensors. The memory of the chunk before the previous one is reused."""
+        ...
+
+    def close(self) -> None:
+        """Release memory and files, if there are any."""
 
 
 def copy(source: Tensor, target: Tensor) -> None:

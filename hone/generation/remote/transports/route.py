@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +15,17 @@ from torch import Tensor
 from hone.errors import ConfigError
 from hone.generation.remote.gpus import uuid_of
 from hone.generation.remote.transports.cuda_ipc import CudaSender
-from hone.generation.remote.transports.layout import CHUNKS_IN_FLIGHT, Named, layout, view
+from hone.generation.remote.transports.layout import CHUNKS_IN_FLIGHT, Named, Sender, layout, view
 from hone.generation.remote.transports.shared_memory import SharedMemorySender
 
 
-class FileSender:
+class FileSender(Sender):
     """Safetensors files in a directory that both processes can read; None creates a temporary one."""
 
     def __init__(self, directory: str | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hone-weights-", dir=directory)
         self._paths: list[Path] = []
         self._count = 0
-
-    def bytes_to_copy(self, tensor: Tensor) -> int:
-        return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         from safetensors.torch import save_file
@@ -57,10 +54,7 @@ def _without_shared_storage(tensors: Sequence[Named]) -> dict[str, Tensor]:
     return separate
 
 
-class SocketSender:
-    def bytes_to_copy(self, tensor: Tensor) -> int:
-        return tensor.nbytes
-
+class SocketSender(Sender):
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         places, size = layout(tensors)
         buffer = torch.zeros(size, dtype=torch.uint8)
@@ -68,29 +62,10 @@ class SocketSender:
             view(buffer, place).copy_(tensor)
         return {"transport": "socket", "places": places, "data": base64.b64encode(buffer.numpy().tobytes()).decode()}
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
 
 CUDA_IPC = "cuda_ipc"
 DIRECT = ("auto", CUDA_IPC)
 """Values of ``rollout.checkpoint_engine.backend`` with which weights stay on the GPU where they can."""
-
-
-class Sender(Protocol):
-    """Trainer's side of a transport."""
-
-    def bytes_to_copy(self, tensor: Tensor) -> int:
-        """Return the number of bytes that are copied for a tensor."""
-        ...
-
-    def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Return a chunk with the tensors. The memory of the chunk before the previous one is reused."""
-        ...
-
-    def close(self) -> None:
-        """Release memory and files."""
-        ...
 
 
 _THROUGH_HOST: dict[str, type[Sender]] = {

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.generation.remote.transports.layout import CHUNKS_IN_FLIGHT, Named, copy, layout, place_at, view
+from hone.generation.remote.transports.layout import CHUNKS_IN_FLIGHT, Named, Sender, copy, layout, place_at, view
 
 
-class SharedMemorySender:
+class SharedMemorySender(Sender):
     """Sends through memory buffers that the engine opens in ``/proc``.
 
     Buffers have no file names, so nothing remains after a crash, and they are not limited by the size of ``/dev/shm``.
