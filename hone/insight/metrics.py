@@ -1,7 +1,7 @@
 """Metrics: every name is declared once, with its unit, its reduction and its meaning.
 
-The table is in :mod:`hone.insight.metric_table`. A :class:`MetricStore` collects values during a step and reduces them
-by the declared rule, independent of the name. Importing this module does not load torch.
+The table is ``metric_table.yaml``, from which ``docs/metrics.md`` is generated. A :class:`MetricStore` collects values during
+a step and reduces them by the declared rule, independent of the name. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -12,22 +12,43 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hone.errors import did_you_mean
-from hone.insight.metric_table import METRICS, MetricSpec, Reduction
+from hone.text import read_yaml
 
-__all__ = [
-    "METRICS",
-    "TIMING_PREFIXES",
-    "MetricSpec",
-    "MetricStore",
-    "Reduction",
-    "declare",
-    "find_metric",
-    "is_declared",
-    "is_timing",
-]
+
+class Reduction(Enum):
+    """Rule that reduces several values of one step to one number."""
+
+    SUM = "sum"
+    MEAN = "mean"  # weighted by tokens or sequences, as given by the caller
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """The declaration of one metric."""
+
+    name: str  # exact name, or a pattern with ``<placeholders>``
+    unit: str
+    reduction: Reduction
+    meaning: str
+
+
+_TABLE = read_yaml(Path(__file__).with_name("metric_table.yaml").read_text(encoding="utf-8"))
+GROUPS = {
+    title: tuple(MetricSpec(name, unit, Reduction(rule), meaning) for name, (unit, rule, meaning) in rows.items())
+    for title, rows in _TABLE.items()
+}
+"""The table in sections, as documented."""
+
+METRICS = tuple(spec for group in GROUPS.values() for spec in group)
 
 TIMING_PREFIXES = (
     "timing_s/", "perf/time_per_step", "perf/throughput", "perf/driver_overhead_ratio", "perf/idle/", "agent_loop/",
@@ -53,7 +74,7 @@ def find_metric(name: str) -> MetricSpec:
         if pattern.fullmatch(name):
             return spec
     raise ValueError(
-        f"metric '{name}' is not declared; add it to hone/insight/metric_table.py or call declare(). "
+        f"metric '{name}' is not declared; add it to hone/insight/metric_table.yaml or call declare(). "
         f"{did_you_mean(name, _EXACT)}"
     )
 

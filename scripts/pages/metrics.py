@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from hone.insight.detectors import DETECTORS
-from hone.insight.metric_table import GROUPS
-from hone.insight.metrics import is_timing
+from hone.insight.metrics import GROUPS, is_timing
 
 _HEAD = """# Metrics
 
-<!-- Generated from hone/insight/metric_table.py by scripts/make_docs. Do not edit. -->
+<!-- Generated from hone/insight/metric_table.yaml by scripts/make_docs. Do not edit. -->
 
 Every step writes one JSON object to `metrics.jsonl` in the run directory; trackers show the same numbers. Several
 values of one step (micro-batches, updates, ranks) become one number by the reduction named here: `mean` is weighted by

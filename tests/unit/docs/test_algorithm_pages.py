@@ -11,7 +11,7 @@ from hone import algorithms
 from hone.apps.explain.catalogue import algorithm_pages, methods
 from hone.apps.explain.catalogue.pages import BEGIN, END, TO_WRITE, hand_written, splice
 from hone.config import RLConfig, load_config
-from hone.insight.metric_table import GROUPS
+from hone.insight.metrics import GROUPS
 
 FOLDER = Path(__file__).parents[3] / "docs" / "algorithms"
 PAGES = sorted({method.page for method in methods()})
