@@ -38,7 +38,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, *, key: str = "", adopt: Callable[[Any, str], T] | None = None) -> None:
         self.kind, self.key, self.adopt = kind, key, adopt
         self._entries: dict[str, T] = {}
-        self._later: dict[str, str] = {}  # module that registers each name
+        self._later: dict[str, str] = {}  # module that registers each name, or path of its entry
         self._imported: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -58,7 +58,7 @@ class Registry(Generic[T]):
         return decorate
 
     def register_later(self, module: str, *names: str) -> None:
-        """Let a module register ``names`` when one of them is first used."""
+        """Let a module register ``names`` when one of them is first used; ``module:attribute`` is itself the entry."""
         self._later |= dict.fromkeys(names, module)
 
     def get(self, name: str, *, key: str | None = None) -> T:
@@ -74,7 +74,10 @@ class Registry(Generic[T]):
         if self.adopt is not None and ":" in name:
             return self._import(name, self.adopt, self.key if key is None else key)
         if name in self._later and name not in self._entries:
-            importlib.import_module(self._later[name])
+            module, _, attribute = self._later[name].partition(":")
+            place = importlib.import_module(module)
+            if attribute:
+                self._entries[name] = getattr(place, attribute)
         try:
             return self._entries[name]
         except KeyError:

@@ -1,14 +1,15 @@
-"""Tool schemas in the prompts of dataset rows."""
+"""What a policy is told of its tools: their schemas in prompts, and the contract of an agent."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.agents.base import AgentLoop
-from hone.agents.catalogue import AGENT_LOOPS, default_loop
+from hone.agents.catalogue import AGENT_LOOPS, EnvironmentLoop, default_loop
 from hone.agents.context import EpisodeContext
-from hone.agents.environment_loop import EnvironmentLoop
 from hone.agents.environments.base import make_environment
 from hone.agents.messages import check_read
 from hone.agents.tool_agent import ToolAgent
@@ -54,3 +55,54 @@ def flat_prompt_error(sample: Sample) -> DataError:
         where="data.prompt_key",
         code="R34",
     )
+
+
+VERSION = 1
+"""Version of the semantics that no setting changes: statuses of calls, and the texts that the model reads for them."""
+_RESULTS = (
+    "max_parallel_calls",
+    "max_tool_response_length",
+    "tool_response_truncate_side",
+    "tool_timeout",
+    "tool_retries",
+    "compaction",
+)
+_NAMES = {
+    "chat_format": "the chat format",
+    "tools": "the tools",
+    "results": "what a call gives",
+    "version": "the version",
+}
+
+
+def agent_contract(context: EpisodeContext) -> dict[str, str]:
+    """Return version and hashes of the contract; empty if episodes have one turn."""
+    if not context.multi_turn.enable:
+        return {}
+    renderer, settings = context.renderer, vars(context.multi_turn)
+    chat = {
+        "template": getattr(context.tokenizer, "chat_template", None),
+        "arguments": context.template_kwargs,
+        "parser": type(renderer.parser).__name__,
+        "tools_as_text": renderer.tools_as_text,
+        "stops": list(renderer.stop_token_ids),
+    }
+    added = [DELEGATE] if context.multi_turn.subagents else []
+    schemas = sorted([*context.toolbox.schemas(), *added], key=lambda schema: str(schema["function"]["name"]))
+    return {
+        "version": str(VERSION),
+        "chat_format": _hash(chat),
+        "tools": _hash(schemas),
+        "results": _hash({name: settings[name] for name in _RESULTS}),
+    }
+
+
+def contract_changes(earlier: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return in words what differs between two contracts; nothing if one is empty, as for single turns."""
+    if not earlier or not now:
+        return []
+    return [_NAMES.get(name, name) for name in _NAMES if earlier.get(name) != now.get(name)]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

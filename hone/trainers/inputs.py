@@ -80,8 +80,8 @@ def _prompt_dataset(
 
 
 def run_contract(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the agent contract of a run; see :func:`~hone.agents.contract.agent_contract`."""
-    from hone.agents.contract import agent_contract
+    """Return the agent contract of a run; see :func:`~hone.agents.prompts.agent_contract`."""
+    from hone.agents.prompts import agent_contract
 
     with _episode_context(config, tokenizer) as context:
         return agent_contract(context)
@@ -89,7 +89,7 @@ def run_contract(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 def report_contract(earlier: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
     """Warn if ``what`` plays episodes under another agent contract than the policy was trained with."""
-    from hone.agents.contract import contract_changes
+    from hone.agents.prompts import contract_changes
 
     changes = contract_changes(earlier, now)
     if changes:

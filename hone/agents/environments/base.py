@@ -76,23 +76,14 @@ ENVIRONMENTS: Registry[Factory] = Registry("environment", key="extra_info.enviro
 """Environment factories by name; each takes the options as keyword arguments."""
 
 
-def _built_in(module: str, name: str) -> Factory:
-    def make(**options: Any) -> Environment:
-        import importlib
-
-        return getattr(importlib.import_module(f"hone.agents.environments.{module}"), name)(**options)
-
-    return make
-
-
-for _name, _module, _class in (
-    ("guess_the_number", "guess_the_number", "GuessTheNumber"),
-    ("planning", "planning", "Planning"),
-    ("gymnasium", "gymnasium", "Gymnasium"),
-    ("reasoning_gym", "reasoning_gym", "ReasoningGym"),
-    ("openenv", "openenv", "OpenEnv"),
+for _name, _class in (
+    ("guess_the_number", "GuessTheNumber"),
+    ("planning", "Planning"),
+    ("gymnasium", "Gymnasium"),
+    ("reasoning_gym", "ReasoningGym"),
+    ("openenv", "OpenEnv"),
 ):
-    _ = ENVIRONMENTS.register(_name)(_built_in(_module, _class))
+    ENVIRONMENTS.register_later(f"hone.agents.environments.{_name}:{_class}", _name)
 
 
 def make_environment(name: str, options: Mapping[str, Any]) -> Environment:

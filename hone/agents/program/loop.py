@@ -12,8 +12,7 @@ from typing import Any
 
 from hone.agents.base import AGENT_LOOPS
 from hone.agents.episode import Episode
-from hone.agents.program.base import EndpointLoop, row_of
-from hone.agents.program.endpoint import MODEL
+from hone.agents.program.base import MODEL, EndpointLoop, row_of
 from hone.agents.program.process import ProgramFailed, ProgramOutcome, run_program
 from hone.errors import ConfigError
 from hone.registry import imported

@@ -22,16 +22,23 @@ from starlette.routing import Mount, Route
 from hone import __version__
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.errors import ApiError, bad_request, error_body, is_messages_path, status_of
-from hone.agents.serving.gateway import Gateway
-from hone.agents.serving.intake import Workers, check_structure, max_request_bytes, read_body
+from hone.agents.serving.gateway import CONTENT_TYPE, CountedApp, Gateway
 from hone.agents.serving.messages import CountBody, MessagesBody, MessagesCall, count_tokens
-from hone.agents.serving.metrics import CONTENT_TYPE, CountedApp
 from hone.agents.serving.responses import ResponsesBody, ResponsesCall, ResponseStore
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session, Sessions
 from hone.agents.serving.swapping import SCOPE, Opened, ReleaseRoutes, ServedApp, Services
 from hone.agents.serving.text import DetokenizeBody, TextCall, TokenizeBody, detokenize, tokenize
-from hone.agents.serving.wire import ChatBody, TextBody, decode, parse
+from hone.agents.serving.wire import (
+    ChatBody,
+    TextBody,
+    Workers,
+    check_structure,
+    decode,
+    max_request_bytes,
+    parse,
+    read_body,
+)
 from hone.errors import ConfigError
 from hone.generation.pool import EnginePool
 from hone.generation.protocol import GenerationRequest

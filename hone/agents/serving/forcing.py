@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.agents.parsers.base import named_tokens
-from hone.agents.parsers.hermes import HermesParser
-from hone.agents.parsers.llama3_json import Llama3JsonParser
+from hone.agents.parsers.formats import HermesParser, Llama3JsonParser
 from hone.agents.rendering import Renderer
 from hone.agents.serving.errors import bad_request
 from hone.agents.serving.wire import Body, ChatBody, NamedTool

@@ -5,16 +5,161 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from hone.agents.client import EngineClient
 from hone.agents.serving.errors import ApiError, bad_request
-from hone.agents.serving.metrics import Metrics
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError, RequestError
 from hone.generation.protocol import Alternatives, Completion, GenerationRequest, Progress
+
+FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+                       160, 640, 2560)  # fmt: skip
+LATENCY_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+                   7680)  # fmt: skip
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PATHS = frozenset(
+    {
+        "/health",
+        "/version",
+        "/metrics",
+        "/tokenize",
+        "/detokenize",
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+    }
+)
+_BELOW = re.compile(r"(/sessions/)[^/]+(?:(/v1)(?=/)|$)")
+_NAMED = re.compile(r"(/v1/models|/v1/responses|/replicas)(?:/|$).*")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+
+
+class Metrics:
+    """Counters and histograms of one endpoint, with the state of the engine that it uses now."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineState(lambda: 0, dict)
+        self._registry.register(self._engine)
+        self._answers = Counter(
+            "hone_http_requests", "Answered requests.", ["endpoint", "status"], registry=self._registry
+        )
+        self._prompt = Counter("hone_prompt_tokens", "Prompt tokens of completed replies.", registry=self._registry)
+        self._sampled = Counter("hone_generation_tokens", "Sampled tokens.", registry=self._registry)
+        self._replies = Counter(
+            "hone_request_success", "Completed replies.", ["finished_reason"], registry=self._registry
+        )
+        self._first_token = Histogram(
+            "hone_time_to_first_token_seconds",
+            "Seconds from a request to its first token, where the engine reports it.",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self._latency = Histogram(
+            "hone_e2e_request_latency_seconds",
+            "Seconds from a request to its last token.",
+            buckets=LATENCY_BUCKETS,
+            registry=self._registry,
+        )
+
+    def follow(self, load: Callable[[], int], engine_stats: Callable[[], Mapping[str, Any]]) -> None:
+        """Report the requests in this engine and its counters from now on; these may start again at 0."""
+        self._engine.load, self._engine.engine_stats = load, engine_stats
+
+    def count_answer(self, path: str, status: int) -> None:
+        self._answers.labels(endpoint_of(path), str(status)).inc()
+
+    def count_reply(self, request: GenerationRequest, completion: Completion, started: float) -> None:
+        """Count a completed reply to a request that reached the gateway at ``started`` (``time.perf_counter``)."""
+        seconds = time.perf_counter() - started
+        self._prompt.inc(len(request.prompt_ids))
+        self._sampled.inc(len(completion.token_ids))
+        self._replies.labels(completion.stop_reason.value).inc()
+        self._latency.observe(seconds)
+        if completion.first_token_seconds is not None:
+            waited = max(0.0, seconds - completion.seconds)
+            self._first_token.observe(waited + completion.first_token_seconds)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _EngineState(Collector):
+    """Load and cache of the engine, read when metrics are requested."""
+
+    def __init__(self, load: Callable[[], int], engine_stats: Callable[[], Mapping[str, Any]]) -> None:
+        self.load, self.engine_stats = load, engine_stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics that the engine reports; engines without a counter have no such metric."""
+        stats = self.engine_stats()
+        waiting = int(stats.get("waiting", 0))
+        yield GaugeMetricFamily("hone_num_requests_waiting", "Requests that wait in the engine.", waiting)
+        running = max(0, self.load() - waiting)
+        yield GaugeMetricFamily("hone_num_requests_running", "Requests that the engine decodes.", running)
+        if stats.get("max_cache_tokens"):
+            share = stats["cache_tokens"] / stats["max_cache_tokens"]
+            yield GaugeMetricFamily(
+                "hone_kv_cache_usage_perc", "Share of the KV cache that is allocated; 1 is all.", share
+            )
+        if "cached_tokens" in stats and "prefill_tokens" in stats:
+            cached = stats["cached_tokens"]
+            queries = cached + stats["prefill_tokens"]
+            yield CounterMetricFamily("hone_prefix_cache_queries", "Prompt tokens that reached the engine.", queries)
+            yield CounterMetricFamily("hone_prefix_cache_hits", "Prompt tokens read from the cache.", cached)
+        if "preemptions" in stats:
+            yield CounterMetricFamily("hone_num_preemptions", "Preempted requests.", stats["preemptions"])
+
+
+class CountedApp:
+    """ASGI application that counts the answers of another one."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request and count it by its status, once the status is sent."""
+        path = str(scope.get("path", ""))
+
+        async def counted(message: Scope) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.count_answer(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+def endpoint_of(path: str) -> str:
+    """Return the label of a path: the route without names, so that clients cannot add labels.
+
+    >>> endpoint_of("/sessions/a/v1/chat/completions"), endpoint_of("/sessions/a"), endpoint_of("/v1/models/b")
+    ('/sessions/<id>/v1/chat/completions', '/sessions/<id>', '/v1/models')
+    >>> endpoint_of("/etc/passwd")
+    'other'
+    """
+    prefix = ""
+    if (below := _BELOW.match(path)) is not None:
+        prefix, path = "/sessions/<id>", path[below.end() - len(below[2] or "") :]
+        if not path:
+            return prefix
+    path = _NAMED.sub(r"\1", path)
+    return prefix + path if path in PATHS or path in ("/replicas", "/release") else "other"
+
 
 T = TypeVar("T")
 log = logging.getLogger("hone.serve")

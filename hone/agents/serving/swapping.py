@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hone.agents.serving.connections import Application, Receive, Scope, Send
 from hone.agents.serving.errors import ApiError, bad_request
+from hone.agents.serving.server import Application, Receive, Scope, Send
 from hone.agents.serving.service import Service
 
 SCOPE = "hone.service"

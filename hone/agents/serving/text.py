@@ -9,7 +9,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict
 
 from hone.agents.serving import replies
-from hone.agents.serving.chat_prompt import chat_prompt, ending_of
+from hone.agents.serving.chat import chat_prompt, ending_of
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.agents.serving.forcing import constraint_of
 from hone.agents.serving.service import Sampled, Service

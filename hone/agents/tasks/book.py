@@ -12,12 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hone.agents.compaction import SUMMARY
 from hone.agents.tasks.demonstrations import calls, result, says
 from hone.agents.tools.lookup import Lookup
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 
 WORDS = (
     "ash",
@@ -57,15 +58,14 @@ class BookOptions:
     demonstrations: str = "parts"
 
 
+@task("book", BookOptions)
 class Book:
     """Task of a book; see the module's docstring."""
 
     data_source = "book"
 
     def __init__(self, options: BookOptions) -> None:
-        def check(condition: bool, problem: str, fix: str) -> None:
-            require(condition, problem, task="book", fix=fix)
-
+        check = partial(require, "book")
         sizes = f"window={options.window}, pages={options.pages}: not 1 <= window <= pages <= 99"
         check(1 <= options.window <= options.pages <= 99, sizes, "pages=6 window=3")
         check(1 <= options.words <= 200, f"words={options.words} is not in 1..200", "words=8")
@@ -120,8 +120,3 @@ class Book:
 
     def _summary(self, read: int, forgets: bool) -> str:
         return "reading" if forgets else f"read {read}"
-
-
-@TASKS.register("book")
-def make(options: Sequence[str]) -> Book:
-    return Book(parse_options(BookOptions, options, task="book"))

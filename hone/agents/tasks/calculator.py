@@ -6,12 +6,13 @@ What is 34*27+51?      -> calculator(expression="34*27+51") -> 969 -> #### 969
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from hone.agents.tasks.demonstrations import calls, result, says
 from hone.agents.tools.calculator import Calculator, calculate
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,14 @@ class CalculatorOptions:
     guesses: int = 0
 
 
+@task("calculator", CalculatorOptions)
 class CalculatorTask:
     """Arithmetic task; see the module's docstring."""
 
     data_source = "calculator"
 
     def __init__(self, options: CalculatorOptions) -> None:
-        def check(condition: bool, problem: str, fix: str) -> None:
-            require(condition, problem, task="calculator", fix=fix)
-
+        check = partial(require, "calculator")
         check(
             3 <= options.max_number <= 10**6, f"max_number={options.max_number} is not in 3..1000000", "max_number=99"
         )
@@ -79,8 +79,3 @@ class CalculatorTask:
         digits = len(value.lstrip("-"))
         number = draw.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
         return [says(f"{expression} #### {'-' if value.startswith('-') else ''}{number}")]
-
-
-@TASKS.register("calculator")
-def make(options: Sequence[str]) -> CalculatorTask:
-    return CalculatorTask(parse_options(CalculatorOptions, options, task="calculator"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from hone.agents.environments.planning import Planning
 from hone.agents.messages import AssistantTurn, Message
 from hone.agents.tasks.demonstrations import says
 from hone.data.seeding import derive_seed
-from hone.data.tasks.base import TASKS, Problem
+from hone.data.tasks.base import TASKS, Problem, json_options
 from hone.errors import ConfigError
 from hone.text import valid_data
 
@@ -87,15 +86,7 @@ class EnvironmentTask:
 @TASKS.register("environment")
 def make(options: Sequence[str]) -> EnvironmentTask:
     """Build the task from ``dataset=NAME`` (from ``environment:NAME``) and the environment's options, values in JSON."""
-    values: dict[str, Any] = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals:
-            raise ConfigError(f"'{option}' is not key=value", where="environment", fix="max_number=16")
-        try:
-            values[name] = json.loads(text)
-        except json.JSONDecodeError:
-            values[name] = text
+    values = json_options(options, task="environment", example="max_number=16")
     environment = values.pop("dataset", None)
     if environment is None:
         raise ConfigError(

@@ -9,12 +9,13 @@ Each row has a table of facts (``tools_kwargs.lookup.create_kwargs.facts``), irr
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from hone.agents.tasks.demonstrations import calls, result, says
 from hone.agents.tools.lookup import Lookup
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 
 NAMES = ("Ann", "Tom", "Eva", "Ben", "Zoe", "Max", "Ida", "Leo", "Mia", "Sam", "Liv", "Tim", "Una", "Kai", "Pia", "Rex")
 TOWNS = ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul")
@@ -31,24 +32,20 @@ class MultiHopOptions:
     guesses: int = 0
 
 
+@task("multi_hop", MultiHopOptions)
 class MultiHop:
     """Multi-hop task; see the module's docstring."""
 
     data_source = "multi_hop"
 
     def __init__(self, options: MultiHopOptions) -> None:
-        require(
+        check = partial(require, "multi_hop")
+        check(
             1 <= options.hops <= options.people <= len(NAMES),
             f"hops={options.hops}, people={options.people}: not 1 <= hops <= people <= {len(NAMES)}",
-            task="multi_hop",
-            fix="hops=2 people=6",
+            "hops=2 people=6",
         )
-        require(
-            0 <= options.guesses <= 100,
-            f"guesses={options.guesses} is not in 0..100 percent",
-            task="multi_hop",
-            fix="guesses=75",
-        )
+        check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
         self.options = options
         self.tools = [Lookup().schema]
 
@@ -89,8 +86,3 @@ class MultiHop:
                 agent_name="tool_agent",
                 key=f"{chain}: {sorted(facts.items())}",
             )
-
-
-@TASKS.register("multi_hop")
-def make(options: Sequence[str]) -> MultiHop:
-    return MultiHop(parse_options(MultiHopOptions, options, task="multi_hop"))

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from hone.agents.tasks.demonstrations import calls, result, says
 from hone.agents.tools.search import SCHEMA, Index
 from hone.data.seeding import derive_seed
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 
 FIRST = (
     "Vera", "Olaf", "Nina", "Hugo", "Ruth", "Igor", "Jana", "Karl", "Lena", "Emil", "Rosa", "Axel",
@@ -54,15 +54,14 @@ class SearchQAOptions:
     guesses: int = 0
 
 
+@task("search_qa", SearchQAOptions)
 class SearchQA:
     """Search task; see the module's docstring."""
 
     data_source = "search_em"
 
     def __init__(self, options: SearchQAOptions) -> None:
-        def check(condition: bool, problem: str, fix: str) -> None:
-            require(condition, problem, task="search_qa", fix=fix)
-
+        check = partial(require, "search_qa")
         max_people = len(FIRST) * len(LAST)
         check(2 <= options.people <= max_people, f"people={options.people} is not in 2..{max_people}", "people=400")
         check(1 <= options.k <= options.people, f"k={options.k} is not in 1..people={options.people}", "k=1")
@@ -115,8 +114,3 @@ class SearchQA:
 def _answered(opening: str, fact: str, answer: str) -> str:
     """Return the fact, and the answer in the form of Search-R1."""
     return f"{opening}: {fact} {answer}. <answer> {answer} </answer>"
-
-
-@TASKS.register("search_qa")
-def make(options: Sequence[str]) -> SearchQA:
-    return SearchQA(parse_options(SearchQAOptions, options, task="search_qa"))

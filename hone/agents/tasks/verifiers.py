@@ -9,7 +9,7 @@ from typing import Any
 from hone.agents.program.bridge import verifiers_bridge
 from hone.agents.program.process import ProgramFailed
 from hone.data.seeding import derive_seed
-from hone.data.tasks.base import TASKS, Problem
+from hone.data.tasks.base import TASKS, Problem, json_options
 from hone.errors import ConfigError
 
 _FIRST_ROWS = 2000
@@ -70,15 +70,7 @@ class VerifiersTask:
 @TASKS.register("verifiers")
 def make(options: Sequence[str]) -> VerifiersTask:
     """Build the task from ``dataset=NAME`` (from ``verifiers:NAME``), ``python=...``, and arguments of the environment in JSON."""
-    values: dict[str, Any] = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals:
-            raise ConfigError(f"'{option}' is not key=value", where="verifiers", fix="python=/path/to/venv/bin/python")
-        try:
-            values[name] = json.loads(text)
-        except json.JSONDecodeError:
-            values[name] = text
+    values = json_options(options, task="verifiers", example="python=/path/to/venv/bin/python")
     environment, python = values.pop("dataset", None), values.pop("python", None)
     if environment is None:
         raise ConfigError("the task has no environment", where="verifiers", fix="verifiers:NAME")

@@ -15,6 +15,13 @@ from hone.text import valid_data
 Schema = dict[str, Any]
 
 
+def text_schema(name: str, description: str, parameter: str, meaning: str | None = None) -> Schema:
+    """Return the schema of a function with one argument, a text."""
+    kind = {"type": "string"} if meaning is None else {"type": "string", "description": meaning}
+    parameters = {"type": "object", "properties": {parameter: kind}, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 class ToolError(Exception):
     """Error that a retry would not resolve (division by zero); the model receives its text."""
 
@@ -71,7 +78,7 @@ class Tool(ABC):
     An episode's state is created at its first call, and released when the episode is over, however it ended.
     ``extra_info.tools_kwargs.<name>`` of a dataset row has additional arguments for the four methods: ``create_kwargs``,
     ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``. Its ``noise`` makes the tool fail at random in the episodes of
-    the row (:class:`~hone.agents.tools.noise.NoiseOptions`).
+    the row (:class:`~hone.agents.tools.toolbox.NoiseOptions`).
 
     An ``execute`` that never awaits runs in the order of the calls, so that a run is reproducible bit for bit. Blocking work (files,
     computation) belongs in a thread or a process.

@@ -9,25 +9,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hone.agents.tools.base import Tool, ToolError
+from hone.agents.tools.base import Tool, ToolError, text_schema
 
 MAX_CHARACTERS = 400
 """Maximum number of characters of an expression."""
 MAX_VALUE = 10**60
 """Maximum absolute value, so that no expression takes long to compute."""
 
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Compute an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
+_SCHEMA = text_schema("calculator", "Compute an arithmetic expression.", "expression")
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

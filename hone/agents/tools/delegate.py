@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from hone.agents.tools.base import Tool
+from hone.agents.tools.base import Tool, text_schema
 
 NAME = "delegate"
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": NAME,
-        "description": "Give a task to an assistant with an empty conversation and the same tools; returns its answer.",
-        "parameters": {
-            "type": "object",
-            "properties": {"task": {"type": "string", "description": "the task, with all that is needed to solve it"}},
-            "required": ["task"],
-        },
-    },
-}
+SCHEMA = text_schema(
+    NAME,
+    "Give a task to an assistant with an empty conversation and the same tools; returns its answer.",
+    "task",
+    "the task, with all that is needed to solve it",
+)
 
 
 class Delegate(Tool):

@@ -25,8 +25,7 @@ from typing import Any
 
 from hone.agents.tools.base import Tool
 from hone.agents.tools.functions import FunctionTool
-from hone.agents.tools.noise import NoiseOptions, Noisy
-from hone.agents.tools.toolbox import Toolbox
+from hone.agents.tools.toolbox import NoiseOptions, Noisy, Toolbox
 from hone.agents.yaml_files import missing_file, read_yaml
 from hone.config.agents import MultiTurnConfig
 from hone.errors import ConfigError, HoneError, did_you_mean
@@ -44,36 +43,15 @@ _OF_OTHER_CLIENTS = ("type", "disabled", "autoApprove")
 """Keys of such a server that have no meaning here."""
 _KINDS = ("name", "class_name", "function", "mcp")
 
-BUILT_IN: Registry[Callable[[dict[str, Any]], Tool]] = Registry("built-in tool", key=PATH_KEY)
-"""Built-in tools by name, as functions of ``config``."""
-
-
-@BUILT_IN.register("calculator")
-def _calculator(config: dict[str, Any]) -> Tool:
-    from hone.agents.tools.calculator import Calculator
-
-    return Calculator(**config)
-
-
-@BUILT_IN.register("search")
-def _search(config: dict[str, Any]) -> Tool:
-    from hone.agents.tools.search import Search
-
-    return Search(**config)
-
-
-@BUILT_IN.register("python")
-def _python(config: dict[str, Any]) -> Tool:
-    from hone.agents.tools.python import PythonTool
-
-    return PythonTool(**config)
-
-
-@BUILT_IN.register("lookup")
-def _lookup(config: dict[str, Any]) -> Tool:
-    from hone.agents.tools.lookup import Lookup
-
-    return Lookup(**config)
+BUILT_IN: Registry[Callable[..., Tool]] = Registry("built-in tool", key=PATH_KEY)
+"""Classes of the built-in tools by name; the arguments are the entry's ``config``."""
+for _name, _class in (
+    ("calculator", "Calculator"),
+    ("search", "Search"),
+    ("python", "PythonTool"),
+    ("lookup", "Lookup"),
+):
+    BUILT_IN.register_later(f"hone.agents.tools.{_name}:{_class}", _name)
 
 
 def load_toolbox(multi_turn: MultiTurnConfig) -> Toolbox:
@@ -96,7 +74,7 @@ def tool_from_object(value: Any) -> Tool:
     if isinstance(value, Tool):
         return value
     if isinstance(value, str):
-        return BUILT_IN.get(value)({})
+        return BUILT_IN.get(value)()
     if inspect.isroutine(value):
         return FunctionTool(value)
     described = f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
@@ -171,7 +149,7 @@ def _entry_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
 
 
 def _built_in_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
-    return [_call(BUILT_IN.get(str(entry["name"])), {"config": _settings(entry, where)}, where)]
+    return [_call(BUILT_IN.get(str(entry["name"])), _settings(entry, where), where)]
 
 
 def _class_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:

@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hone.agents.tools.base import Tool, ToolError
+from hone.agents.tools.base import Tool, ToolError, text_schema
 
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look up one fact.",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string", "description": "what to look up"}},
-            "required": ["key"],
-        },
-    },
-}
+_SCHEMA = text_schema("lookup", "Look up one fact.", "key", "what to look up")
 
 
 class Lookup(Tool):

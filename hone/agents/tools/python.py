@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hone.agents.tools.base import Tool, ToolError
+from hone.agents.tools.base import Tool, ToolError, text_schema
 from hone.rewards.sandbox import Ending, Limits, Sandbox
 
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Run a Python program and return what it prints.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "the program"}},
-            "required": ["code"],
-        },
-    },
-}
+_SCHEMA = text_schema("python", "Run a Python program and return what it prints.", "code", "the program")
 
 
 class PythonTool(Tool):

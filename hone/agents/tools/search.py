@@ -7,22 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.agents.tools.base import Tool
+from hone.agents.tools.base import Tool, text_schema
 from hone.data.files import read_rows
 from hone.errors import ConfigError, DataError
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Search documents.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "words to look for"}},
-            "required": ["query"],
-        },
-    },
-}
+SCHEMA = text_schema("search", "Search documents.", "query", "words to look for")
 
 
 class Index:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -18,14 +19,89 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.episode import Episode
 from hone.agents.messages import Message, ToolCall, text_of_parts, tool_message
 from hone.agents.tools.base import Schema, Tool, ToolError, ToolResult
-from hone.agents.tools.noise import Noisy, with_noise
 from hone.config.agents import MultiTurnConfig
 from hone.data.episode_log import CallRecord, CallStatus
 from hone.data.images import IMAGE_PARTS, read_image
 from hone.data.row_images import part_image
+from hone.data.seeding import derive_seed
 from hone.errors import ConfigError, DataError, HoneError, NoVerdict, did_you_mean
 from hone.insight.audit import AuditLog
 from hone.text import valid_text
+
+
+@dataclass(frozen=True)
+class NoiseOptions:
+    """Rate of failures and delays of a tool."""
+
+    failure_rate: float = 0.0  # share of failed calls; the model receives the error and may call again
+    latency: float = 0.0  # mean seconds that a call waits, drawn from an exponential distribution
+    seed: int = 0  # seed of the random numbers
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.failure_rate <= 1 or self.latency < 0:
+            raise ValueError(f"failure_rate={self.failure_rate} must be in 0..1, and latency={self.latency} at least 0")
+
+
+@dataclass
+class _State:
+    inner: Any
+    name: str
+    calls: int = 0
+
+
+class Noisy(Tool):
+    """Tool with random failures and delays.
+
+    Failures depend on ``options.seed``, the call's arguments and its number in the episode, so a run is reproducible.
+    """
+
+    def __init__(self, tool: Tool, options: NoiseOptions) -> None:
+        super().__init__(tool.schema)
+        self.tool, self.options = tool, options
+        self.timeout, self.retries, self.concurrency = tool.timeout, tool.retries, tool.concurrency
+
+    async def create(self, **kwargs: Any) -> _State:
+        return _State(await self.tool.create(**kwargs), self.name)
+
+    async def execute(self, state: _State, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
+        """Delay, fail or forward the call."""
+        state.calls += 1
+        draw = random.Random(
+            derive_seed(self.options.seed, state.name, json.dumps(arguments, sort_keys=True), state.calls)
+        )
+        if self.options.latency:
+            await asyncio.sleep(draw.expovariate(1 / self.options.latency))
+        if draw.random() < self.options.failure_rate:
+            raise ToolError("the service is not available, try again")
+        return await self.tool.execute(state.inner, arguments, **kwargs)
+
+    async def calc_reward(self, state: _State, **kwargs: Any) -> float | None:
+        return await self.tool.calc_reward(state.inner, **kwargs)
+
+    async def release(self, state: _State, **kwargs: Any) -> None:
+        await self.tool.release(state.inner, **kwargs)
+
+    def close(self) -> None:
+        self.tool.close()
+
+
+def with_noise(tool: Tool, options: Any) -> Noisy:
+    """Return a tool with the noise that a dataset row asks for, which replaces the noise of the run."""
+    return Noisy(tool.tool if isinstance(tool, Noisy) else tool, noise_of_row(tool.name, options))
+
+
+def noise_of_row(name: str, options: Any) -> NoiseOptions:
+    """Parse ``extra_info.tools_kwargs.<name>.noise`` of a row."""
+    try:
+        return NoiseOptions(**options)
+    except (TypeError, ValueError) as problem:
+        raise DataError(
+            f"the noise of tool '{name}' is not valid: {problem}",
+            fix='write {"failure_rate": 0.2, "latency": 0, "seed": 0}',
+            where=f"extra_info.tools_kwargs.{name}.noise",
+            code="R48",
+        ) from problem
+
 
 _CHARACTERS_PER_TOKEN = 32
 """Characters tokenized per allowed token on either side, so that huge results are not tokenized completely."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from hone.agents.chat import ChatLoop
 from hone.agents.context import EpisodeContext
+from hone.agents.forking import RecordedTurn, ReplayClient, change_last_message, recorded_turns
 from hone.agents.player import Player
-from hone.agents.replay import RecordedTurn, ReplayClient, change_last_message, recorded_turns
 from hone.apps.lab.compare import find_run
 from hone.apps.lab.rewards.stored import stored_episodes
 from hone.config import RLConfig

@@ -11,10 +11,11 @@ defaults give about 1.7 million different problems.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 
 NAMES = {
     **dict.fromkeys(("Anna", "Mia", "Lucy", "Emma", "Zoe", "Nora", "Ruth", "Ivy"), "She"),
@@ -45,13 +46,12 @@ class ArithmeticOptions:
     slips: int = 0
 
 
+@task("arithmetic", ArithmeticOptions)
 class Arithmetic:
     data_source = "arithmetic"
 
     def __init__(self, options: ArithmeticOptions) -> None:
-        def check(condition: bool, what: str, fix: str) -> None:
-            require(condition, what, task="arithmetic", fix=fix)
-
+        check = partial(require, "arithmetic")
         check(
             2 <= options.max_number <= 10**6, f"max_number={options.max_number} is not in 2..1000000", "max_number=20"
         )
@@ -103,8 +103,3 @@ class Arithmetic:
             "*": (2, min(9, self.options.max_number)),
         }[operator]
         return generator.randint(low, high)
-
-
-@TASKS.register("arithmetic")
-def make(options: Sequence[str]) -> Arithmetic:
-    return Arithmetic(parse_options(ArithmeticOptions, options, task="arithmetic"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
@@ -83,6 +84,33 @@ def parse_options(kind: type[T], options: Sequence[str], *, task: str) -> T:
     return kind(**values)
 
 
-def require(condition: bool, what: str, *, task: str, fix: str) -> None:
+def task(name: str, options: type[T]) -> Callable[[Callable[[T], Task]], Callable[[T], Task]]:
+    """Return a decorator that registers a class of tasks, which are made from parsed options of this type."""
+
+    def decorate(make: Callable[[T], Task]) -> Callable[[T], Task]:
+        TASKS.register(name)(lambda words: make(parse_options(options, words, task=name)))
+        return make
+
+    return decorate
+
+
+def json_options(words: Sequence[str], *, task: str, example: str) -> dict[str, Any]:
+    """Return ``key=value`` words as a mapping; values are read as JSON where they are JSON.
+
+    Raises ConfigError: a word without "="; the fix is the example.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"'{word}' is not key=value", where=task, fix=example)
+        try:
+            values[name] = json.loads(text)
+        except json.JSONDecodeError:
+            values[name] = text
+    return values
+
+
+def require(task: str, condition: bool, what: str, fix: str) -> None:
     if not condition:
         raise ConfigError(what, where=task, fix=fix)

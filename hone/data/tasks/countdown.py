@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,12 @@ class CountdownOptions:
     max_target: int = 100  # targets, and all intermediate values, run from 1 to this
 
 
+@task("countdown", CountdownOptions)
 class Countdown:
     data_source = "countdown"
 
     def __init__(self, options: CountdownOptions) -> None:
-        def check(condition: bool, what: str, fix: str) -> None:
-            require(condition, what, task="countdown", fix=fix)
-
+        check = partial(require, "countdown")
         low, high = options.min_numbers, options.max_numbers
         check(
             2 <= low <= high <= 8, f"min_numbers={low}, max_numbers={high}: not 2 <= min <= max <= 8", "max_numbers=4"
@@ -77,8 +77,3 @@ class Countdown:
             lines.append(f"{a}{sign}{b}={choices[sign]}")
             parts[-2:] = [(choices[sign], f"({left}{sign}{right})")]
         return lines, parts[0][1][1:-1], parts[0][0]
-
-
-@TASKS.register("countdown")
-def make(options: Sequence[str]) -> Countdown:
-    return Countdown(parse_options(CountdownOptions, options, task="countdown"))

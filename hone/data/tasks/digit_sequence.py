@@ -12,10 +12,11 @@ alphabet wraps around to the first), ``sort`` 3814 -> 1348.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 from hone.errors import did_you_mean
 
 KINDS: dict[str, Callable[[list[int], int], list[int]]] = {
@@ -35,15 +36,14 @@ class DigitSequenceOptions:
     digits: int = 10  # size of the alphabet, 2 to 10 (2 means the digits 0 and 1)
 
 
+@task("digit_sequence", DigitSequenceOptions)
 class DigitSequence:
     """The task; see the module's docstring. There are ``digits ** length`` different problems."""
 
     data_source = "digit_sequence"
 
     def __init__(self, options: DigitSequenceOptions) -> None:
-        def check(condition: bool, what: str, fix: str) -> None:
-            require(condition, what, task="digit_sequence", fix=fix)
-
+        check = partial(require, "digit_sequence")
         check(options.kind in KINDS, f"unknown kind '{options.kind}'", did_you_mean(options.kind, KINDS))
         check(1 <= options.length <= 64, f"length={options.length} is not in 1..64", "length=4")
         check(2 <= options.digits <= 10, f"digits={options.digits} is not in 2..10", "digits=10")
@@ -55,8 +55,3 @@ class DigitSequence:
             row = [generator.randrange(options.digits) for _ in range(options.length)]
             answer = "".join(map(str, KINDS[options.kind](row, options.digits)))
             yield Problem(f"{options.kind} {''.join(map(str, row))}", answer, answer, {"kind": options.kind})
-
-
-@TASKS.register("digit_sequence")
-def make(options: Sequence[str]) -> DigitSequence:
-    return DigitSequence(parse_options(DigitSequenceOptions, options, task="digit_sequence"))

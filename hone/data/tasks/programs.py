@@ -15,8 +15,9 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 
 Steps = Sequence[tuple[str, int]]  # operators and numbers, in order of execution
 
@@ -35,13 +36,12 @@ class ProgramsOptions:
     slips: int = 0
 
 
+@task("programs", ProgramsOptions)
 class Programs:
     data_source = "code"
 
     def __init__(self, options: ProgramsOptions) -> None:
-        def check(condition: bool, what: str, fix: str) -> None:
-            require(condition, what, task="programs", fix=fix)
-
+        check = partial(require, "programs")
         check(2 <= options.steps <= 6, f"steps={options.steps} is not in 2..6", "steps=2")
         check(2 <= options.max_number <= 999, f"max_number={options.max_number} is not in 2..999", "max_number=9")
         check(1 <= options.tests <= 20, f"tests={options.tests} is not in 1..20", "tests=3")
@@ -83,8 +83,3 @@ def result(steps: Steps, x: int) -> int:
     for operator, number in steps:
         x = {"+": x + number, "-": x - number, "*": x * number}[operator]
     return x
-
-
-@TASKS.register("programs")
-def make(options: Sequence[str]) -> Programs:
-    return Programs(parse_options(ProgramsOptions, options, task="programs"))

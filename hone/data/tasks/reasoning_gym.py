@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hone.data.seeding import derive_seed
-from hone.data.tasks.base import TASKS, Problem
+from hone.data.tasks.base import TASKS, Problem, json_options
 from hone.errors import ConfigError, DataError, HoneError, did_you_mean
 
 INSTRUCTION = "Write the final answer in <answer></answer>."
@@ -81,16 +81,10 @@ class ReasoningGym:
 
     def _parsed(self, options: Sequence[str]) -> dict[str, Any]:
         keys = {field.name for field in dataclasses.fields(self._config)} - {"seed", "size"}
-        values: dict[str, Any] = {}
-        for option in options:
-            name, equals, text = option.partition("=")
-            if not equals or name not in keys:
-                what = f"unknown option '{name}'" if equals else f"'{option}' is not key=value"
-                raise ConfigError(what, where=f"reasoning_gym:{self._name}", fix=did_you_mean(name, keys))
-            try:
-                values[name] = json.loads(text)
-            except json.JSONDecodeError:
-                values[name] = text
+        where = f"reasoning_gym:{self._name}"
+        values = json_options(options, task=where, example=did_you_mean("", keys))
+        for name in values.keys() - keys:
+            raise ConfigError(f"unknown option '{name}'", where=where, fix=did_you_mean(name, keys))
         return values
 
     def _generator(self, seed: int, size: int) -> Any:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import io
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hone.data.images import IMAGE_MARK, pillow
-from hone.data.tasks.base import TASKS, Problem, parse_options, require
+from hone.data.tasks.base import Problem, require, task
 from hone.errors import did_you_mean
 
 COLOURS = {
@@ -64,13 +65,12 @@ class ShapesOptions:
     drawn: int = 4  # number of corners with a shape, 1 to 4
 
 
+@task("shapes", ShapesOptions)
 class Shapes:
     data_source = "shapes"
 
     def __init__(self, options: ShapesOptions) -> None:
-        def check(condition: bool, what: str, fix: str) -> None:
-            require(condition, what, task="shapes", fix=fix)
-
+        check = partial(require, "shapes")
         check(options.kind in KINDS, f"unknown kind '{options.kind}'", did_you_mean(options.kind, KINDS))
         check(2 <= options.colours <= len(COLOURS), f"colours={options.colours} is not in 2..6", "colours=3")
         check(1 <= options.shapes <= len(SHAPES), f"shapes={options.shapes} is not in 1..4", "shapes=3")
@@ -118,8 +118,3 @@ def _drawn(scene: Mapping[int, tuple[str, str]], side: int, generator: random.Ra
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
-
-
-@TASKS.register("shapes")
-def make(options: Sequence[str]) -> Shapes:
-    return Shapes(parse_options(ShapesOptions, options, task="shapes"))

@@ -26,7 +26,8 @@ from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from hone.agents.serving import connections, intake
+from hone.agents.serving import server as connections
+from hone.agents.serving import wire as intake
 from hone.errors import GenerationError, ProcessError, RequestError
 from hone.generation.protocol import GenerationRequest
 from hone.generation.remote import messages

@@ -10,7 +10,7 @@ import pytest
 from support.agents import ScriptedEngine, call, play, sample, setting
 from support.messages import raises
 
-from hone.agents.replay import recorded_turns
+from hone.agents.forking import recorded_turns
 from hone.agents.tools.calculator import Calculator
 from hone.apps.lab.forks import Continuations, Fork, draw
 from hone.data.types import Sample, Trajectory

@@ -14,8 +14,7 @@ from support.templates import tokenizer
 from hone.agents.tools.base import ToolError
 from hone.agents.tools.calculator import calculate
 from hone.agents.tools.loading import load_toolbox, tools_of_yaml
-from hone.agents.tools.noise import Noisy
-from hone.agents.tools.toolbox import truncate
+from hone.agents.tools.toolbox import Noisy, truncate
 from hone.config.agents import MultiTurnConfig
 from hone.errors import ConfigError, HoneError
 

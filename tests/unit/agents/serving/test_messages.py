@@ -14,7 +14,7 @@ from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
 from hone.agents.rendering import renderer_for
-from hone.agents.serving.messages.call import CALLER_DATA
+from hone.agents.serving.messages import CALLER_DATA
 from hone.errors import GenerationError
 
 TOKENIZER = tokenizer("qwen2_5")

@@ -13,8 +13,8 @@ from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
 from hone.agents.rendering import renderer_for
-from hone.agents.serving.responses import store as storage
-from hone.agents.serving.responses.items import messages_from
+from hone.agents.serving import responses as storage
+from hone.agents.serving.responses import messages_from
 
 TOKENIZER = tokenizer("qwen2_5")
 RENDERER = renderer_for(TOKENIZER)

@@ -1,23 +1,188 @@
-"""Calls to ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+"""``/v1/messages``: Anthropic's Messages API, translated to a chat and recorded like one."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from hone.agents.messages import Message
-from hone.agents.serving.chat import ChatCall
-from hone.agents.serving.chat_prompt import chat_prompt, ending_of, template_kwargs
+from hone.agents.serving.chat import chat_prompt, ending_of, template_kwargs
 from hone.agents.serving.errors import ApiError, bad_request, error_body
-from hone.agents.serving.messages.request import CountBody, MessagesBody, chat_body, renamed
 from hone.agents.serving.replies import first_stop
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
-from hone.agents.serving.wire import ChatBody
+from hone.agents.serving.translated import Event, ReplyEvents, TranslatedCall, chat_tool, check_fields, fields_named
+from hone.agents.serving.wire import ChatBody, Count, Objects, parse
 from hone.data.types import StopReason
+from hone.generation.limits import MAX_STOPS
+
+ABOUT_THE_CALLER = (
+    "cache_control",
+    "diagnostics",
+    "inference_geo",
+    "metadata",
+    "service_tier",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+)
+"""Fields about the caller or the provider that do not affect the answer."""
+UNSUPPORTED = {
+    "container": "this server runs no code; offer a tool that does",
+    "mcp_servers": "this server connects to no MCP server; offer its tools as tools",
+    "fallbacks": "this server has one model",
+    "compaction": "the server never shortens a conversation",
+    "thread": "the server has no threads; send the messages",
+}
+"""Fields of the Messages API that cannot be served, unless false or empty, each with the reason."""
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""Fields of chat, and the fields here that they come from."""
+EXTENSIONS = (
+    "seed",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "chat_template_kwargs",
+    "return_token_ids",
+)
+"""Fields of chat that this server accepts here too, beyond Anthropic's."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS = {"max": "xhigh"}
+_THINKING_SWITCH, _EFFORT = "enable_thinking", "reasoning_effort"
+_KEEPS_ALL = "all"
+
+
+class CountBody(BaseModel):
+    """Body of a request to ``/v1/messages/count_tokens``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    messages: Annotated[Objects, Field(min_length=1)]
+    system: Any = None
+    """Text, or a list of blocks."""
+    tools: Objects = []
+    tool_choice: dict[str, Any] = {"type": "auto"}
+    thinking: dict[str, Any] = {}
+    output_config: dict[str, Any] = {}
+    context_management: dict[str, Any] = {}
+
+
+class MessagesBody(CountBody):
+    """Body of a request to ``/v1/messages``."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS), FailFast()] = []
+    temperature: Any = 1.0
+    top_p: Any = 1.0
+    top_k: Any = -1
+    stream: bool = False
+
+    @property
+    def omits_thinking(self) -> bool:
+        """True if the caller wants signatures of reasoning without its text."""
+        return self.thinking.get("display") == "omitted"
+
+
+def chat_body(body: CountBody, messages: Sequence[Message], template: str) -> ChatBody:
+    """Return the body of the equivalent chat request; the template decides which settings of reasoning the model has.
+
+    The maximum of tokens is not in it: unlike in chat, it may exceed the context.
+    """
+    _check(body)
+    fields: dict[str, Any] = {
+        **{name: value for name, value in (body.model_extra or {}).items() if name in EXTENSIONS},
+        "model": body.model,
+        "messages": list(messages),
+        "tools": [_tool(tool, number) for number, tool in enumerate(body.tools)],
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": not body.tool_choice.get("disable_parallel_tool_use"),
+        "response_format": _response_format(body.output_config.get("format")),
+        "continue_final_message": messages[-1]["role"] == "assistant",
+        "stream_options": {"include_usage": True},
+    }
+    kwargs = _thinking(body.thinking, template)
+    if kwargs:
+        fields["chat_template_kwargs"] = {**kwargs, **(fields.get("chat_template_kwargs") or {})}
+    effort = body.output_config.get("effort")
+    if effort is not None and _EFFORT in template:
+        fields[_EFFORT] = _EFFORTS.get(str(effort), effort)
+    if isinstance(body, MessagesBody):
+        fields |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream")}
+        fields["stop"] = body.stop_sequences
+    with fields_named(_NAMES):
+        return parse(ChatBody, fields)
+
+
+def _check(body: CountBody) -> None:
+    others = (*ABOUT_THE_CALLER, *EXTENSIONS)
+    check_fields(body.model_extra or {}, UNSUPPORTED, others, MessagesBody)
+    for edit in body.context_management.get("edits") or ():
+        if not isinstance(edit, dict) or edit.get("keep") != _KEEPS_ALL:
+            raise bad_request(
+                "the server never drops a part of a conversation; send context_management without edits",
+                "context_management.edits",
+                "unsupported_parameter",
+            )
+
+
+def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise bad_request(
+            f"tools of type {str(kind)[:40]!r} have no schema that this server knows; send it as a tool with an input_schema",
+            f"tools.{number}.type",
+            "unsupported_parameter",
+        )
+    if not isinstance(tool.get("input_schema"), dict):
+        raise bad_request("a tool has an object as input_schema", f"tools.{number}.input_schema")
+    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return chat_tool(function, tool.get("strict"))
+
+
+def _tool_choice(choice: dict[str, Any]) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in _CHOICES:
+        raise bad_request(f"tool_choice of type {str(kind)[:40]!r} is not one of auto, any, tool, none", "tool_choice")
+    return _CHOICES[kind]
+
+
+def _response_format(form: Any) -> dict[str, Any]:
+    if form is None:
+        return {"type": "text"}
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise bad_request("a format has the type json_schema and a schema", "output_config.format")
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+
+
+def _thinking(thinking: dict[str, Any], template: str) -> dict[str, bool]:
+    """Return the template's argument for reasoning; a template without one reasons as the model was trained to."""
+    kind = thinking.get("type")
+    if kind not in (None, "enabled", "adaptive", "between_tools", "disabled"):
+        raise bad_request(f"thinking of type {str(kind)[:40]!r} is not one of enabled, adaptive, disabled", "thinking")
+    if kind not in ("enabled", "disabled") or _THINKING_SWITCH not in template:
+        return {}
+    return {_THINKING_SWITCH: kind == "enabled"}
+
 
 CALLER_DATA = "x-anthropic-billing-header"
 """Begin of a system block about the caller, which changes from call to call and is not for the model."""
@@ -161,10 +326,7 @@ def _text(block: dict[str, Any], where: str) -> str:
     )
 
 
-Event = dict[str, Any]
-
-
-class EventSequence:
+class EventSequence(ReplyEvents):
     """Events of the blocks of one message."""
 
     def __init__(self, signature: str, *, omits_thinking: bool) -> None:
@@ -172,7 +334,12 @@ class EventSequence:
         self._open: str | None = None
         self._count = 0
 
-    def thinking(self, delta: str) -> Iterator[Event]:
+    def grow(self, choice: Mapping[str, Any]) -> Iterator[Event]:
+        if not any(choice["delta"].values()):  # sampled, and not settled: the client sees that the reply grows
+            yield {"type": "ping"}
+        yield from super().grow(choice)
+
+    def reasoning(self, delta: str) -> Iterator[Event]:
         yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
         if not self._omits_thinking:
             yield self._delta({"type": "thinking_delta", "thinking": delta})
@@ -182,7 +349,6 @@ class EventSequence:
         yield self._delta({"type": "text_delta", "text": delta})
 
     def call(self, call: dict[str, Any]) -> Iterator[Event]:
-        """Yield the events of a part of a tool call in the form of chat; the first part has its id."""
         if "id" in call:
             yield from self.end()
             yield from self._begin("tool_use", tool_use(call, {}))
@@ -219,22 +385,15 @@ class EventSequence:
 _REASONS = {"tool_calls": "tool_use", "stop": "end_turn", "length": "max_tokens"}
 
 
-class MessagesCall:
+class MessagesCall(TranslatedCall):
     """Call to ``/v1/messages``, answered and recorded as a chat."""
 
     def __init__(self, service: Service, session: Session | None, body: MessagesBody, number: str) -> None:
-        self.body, self.streams = body, body.stream
-        chat = _chat_of(service, session, body)
-        try:
-            self._chat = ChatCall(service, session, chat, number)
-        except ApiError as error:
-            raise renamed(error) from error
+        super().__init__(service, session, body, _chat_of(service, session, body), number, _NAMES)
         self._service, self._id = service, f"msg_{secrets.token_hex(16)}"
         (request,) = self._chat.requests
-        self._space = request.sampling.max_tokens
-        sampling = replace(request.sampling, max_tokens=min(self._space, body.max_tokens))
-        self._chat.requests = [replace(request, sampling=sampling)]
-        self.headers, self.requests = self._chat.headers, self._chat.requests
+        sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, body.max_tokens))
+        self._chat.requests = self.requests = [replace(request, sampling=sampling)]
 
     async def whole(self) -> dict[str, Any]:
         answer = await self._chat.whole()
@@ -242,9 +401,7 @@ class MessagesCall:
         reply: Message = choice["message"]
         blocks = content_blocks(reply, self._chat.names[0], omits_thinking=self.body.omits_thinking)
         message = self._message(blocks, answer["usage"]["completion_tokens"]) | self._end(choice["finish_reason"])
-        if self._chat.body.return_token_ids:
-            message |= {"prompt_token_ids": answer["prompt_token_ids"], "token_ids": choice["token_ids"]}
-        return message
+        return message | self._token_ids(answer)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         events = EventSequence(self._chat.names[0], omits_thinking=self.body.omits_thinking)
@@ -254,18 +411,8 @@ class MessagesCall:
         async for chunk in self._chat.chunks():
             sampled = chunk.get("usage", {}).get("completion_tokens", sampled)
             for choice in chunk["choices"]:
-                delta = choice["delta"]
-                if not any(delta.values()):  # sampled, and not settled: the client sees that the reply grows
-                    yield {"type": "ping"}
-                if delta.get("reasoning_content"):
-                    for event in events.thinking(delta["reasoning_content"]):
-                        yield event
-                if delta.get("content"):
-                    for event in events.text(delta["content"]):
-                        yield event
-                for call in delta.get("tool_calls") or ():
-                    for event in events.call(call):
-                        yield event
+                for event in events.grow(choice):
+                    yield event
                 reason = choice["finish_reason"] or reason
         for event in events.finish():
             yield event
@@ -311,15 +458,13 @@ def count_tokens(service: Service, body: CountBody) -> dict[str, Any]:
     """Answer ``/v1/messages/count_tokens``: the tokens of the prompt, rendered without a recorded conversation."""
     service.check_model(body.model)
     chat = _chat_of(service, None, body)
-    try:
+    with fields_named(_NAMES):
         ending = ending_of(
             chat.messages, continue_final_message=chat.continue_final_message, add_generation_prompt=None
         )
         _, prompt = chat_prompt(
             service, Session("count"), chat.messages, chat.tools, template_kwargs(service, chat), ending
         )
-    except ApiError as error:
-        raise renamed(error) from error
     return {"input_tokens": len(prompt.ids)}
 
 
