@@ -2,6 +2,12 @@
 
 Forked are turns that begin with a choice: the entropy of their first token's distribution is at least ``algorithm.forks.min_entropy``. That is known
 before the turn is taken, so the choice of turns does not bias the advantages. Among more than ``max_turns`` such turns a hash decides.
+
+Replay of recorded turns: the beginning of an episode token by token, before the engine continues it.
+
+The agent loop runs as always. For the first turns the client returns the recorded tokens instead of asking the engine; tools and
+environments are executed again. At each turn the tokens so far must equal the recorded ones, so the engine continues exactly the recorded
+conversation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""What a policy is told of its tools: their schemas in prompts, and the contract of an agent."""
+"""What a policy is told of its tools: their schemas in prompts, and the contract of an agent.
+
+Agent contract: what a policy that was trained as an agent expects of the program that runs it.
+
+Three parts: how a conversation becomes tokens, which tools exist, and what a call gives. Each has a hash, so that a run, a checkpoint and an
+evaluation can be compared.
+"""
 
 from __future__ import annotations
 

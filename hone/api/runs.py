@@ -100,8 +100,8 @@ class Run:
         Raises:
             HoneError: the run has no such record, or a line of it is damaged.
         """
-        from hone.apps.lab.coverage.report import coverage_report
-        from hone.insight.coverage.reading import read_coverage
+        from hone.apps.lab.coverage import coverage_report
+        from hone.insight.coverage import read_coverage
 
         return coverage_report(read_coverage(self.path))
 

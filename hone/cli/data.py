@@ -55,7 +55,7 @@ def tokenizer(
     ] = "chatml",
 ) -> None:
     """Train a small byte-level BPE tokenizer (each digit a token) with a chat template."""
-    from hone.apps.lab.data.train_tokenizer import train_tokenizer
+    from hone.apps.lab.data.inspection import train_tokenizer
 
     trained = train_tokenizer(files, out, vocab_size=vocab_size, template=template)
     typer.echo(f"{out}: {len(trained)} tokens, end of sequence {trained.eos_token}, chat template {template}")
@@ -75,7 +75,7 @@ def pairs(
     seed: Annotated[int, typer.Option(help="seed of the split")] = 1,
 ) -> None:
     """Make preference pairs for `hone prefer` from a run's rollouts: good and bad answers to one prompt."""
-    from hone.apps.lab.rewards.mine_pairs import mine_pairs, write_pairs
+    from hone.apps.lab.rewards.comparison import mine_pairs, write_pairs
 
     mined = mine_pairs(run, margin=margin, val_share=val_share, per_prompt=per_prompt, form=form, seed=seed)
     left_out = "".join(f", {count} left out ({reason})" for reason, count in mined.left_out.items())

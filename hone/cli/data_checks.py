@@ -45,7 +45,7 @@ def check(
     """
     import json
 
-    from hone.apps.lab.data.html_report import html_report
+    from hone.apps.lab.data.inspection import html_report
     from hone.data.checks import read_gates
     from hone.data.overlong import check_policy
     from hone.insight.run_files import disk_errors
@@ -99,7 +99,7 @@ def clean(
     """
     import json
 
-    from hone.apps.lab.data.cleaning import clean_files
+    from hone.apps.lab.data.inspection import clean_files
     from hone.insight.run_files import disk_errors
 
     with disk_errors(out):

@@ -26,9 +26,8 @@ def command(
     """
     from rich.console import Console
 
-    from hone.apps.lab.oracle.checks import compare
-    from hone.apps.lab.oracle.report import as_json as plain
-    from hone.apps.lab.oracle.report import show
+    from hone.apps.lab.oracle import as_json as plain
+    from hone.apps.lab.oracle import compare, show
     from hone.cli.run_output import print_json
     from hone.training.microbatches import load_micro_batch
 

@@ -32,9 +32,8 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Show the time of a step by stage, what to change first, and the timeline of every process."""
-    from hone.apps.lab.chrome_trace import write_chrome_trace
     from hone.apps.lab.compare import find_run
-    from hone.apps.lab.profile import process_shares, profile_run
+    from hone.apps.lab.profile import process_shares, profile_run, write_chrome_trace
     from hone.errors import HoneError
     from hone.insight.timeline import read_timeline
 

@@ -73,10 +73,9 @@ def test(
     import json
 
     from hone.apps.lab.rewards.bench_report import draw, forms, summary, trial_record
-    from hone.data.scored_rows import scored_rows
+    from hone.data.prompts import scored_rows
     from hone.insight.run_files import disk_errors
-    from hone.rewards.bench import run_bench
-    from hone.rewards.bench_findings import bench_findings
+    from hone.rewards.bench import bench_findings, run_bench
 
     config = _config(reward, scorer, kwargs or [], timeout, workers)
     bench = run_bench(config, scored_rows(data, reward_fn_key=reward_fn_key, limit=rows), adversarial=True)

@@ -11,7 +11,7 @@ from hone.cli.options import Json
 from hone.cli.run_output import RootOption
 
 if TYPE_CHECKING:
-    from hone.apps.lab.comparison.divergence import Bisection, Divergence
+    from hone.apps.lab.divergence import Bisection, Divergence
 
 _LONG = 60
 
@@ -32,8 +32,7 @@ def bisect(
     Steps without stored samples are compared by their metrics; trainer.rollout_dump_freq=1 stores all.
     """
     from hone.apps.lab.compare import find_run
-    from hone.apps.lab.comparison.divergence import bisect_runs
-    from hone.apps.lab.run_traces import read_trace
+    from hone.apps.lab.divergence import bisect_runs, read_trace
     from hone.cli.run_output import print_json
     from hone.errors import HoneError
 

@@ -48,8 +48,7 @@ def compare(
     prompt.
     """
     from hone.apps.lab.compare import config_differences, find_run, headline_metrics, require_metrics, summarise
-    from hone.apps.lab.confidence import compare_arms
-    from hone.apps.lab.run_scores import scores_in_common
+    from hone.apps.lab.confidence import compare_arms, scores_in_common
     from hone.errors import HoneError
 
     if len(runs) < 2:

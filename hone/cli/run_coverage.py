@@ -31,14 +31,14 @@ def coverage(
     Example: hone runs coverage runs/hone/demo --png coverage.png
     """
     from hone.apps.lab.compare import find_run
-    from hone.apps.lab.coverage.report import coverage_report
-    from hone.insight.coverage.reading import read_coverage
+    from hone.apps.lab.coverage import coverage_report
+    from hone.insight.coverage import read_coverage
 
     shown_run = find_run(run, root)
     fates = read_coverage(shown_run.path)
     report = coverage_report(fates)
     if png is not None:
-        from hone.apps.lab.coverage.picture import draw_coverage
+        from hone.apps.lab.coverage import draw_coverage
         from hone.insight.run_files import disk_errors
 
         with disk_errors(png):

@@ -14,7 +14,7 @@ from hone.cli.run_output import new_console, new_table, print_json
 
 if TYPE_CHECKING:
     from hone.apps.lab.compare import Run
-    from hone.insight.replica_requests import ReplicaAnswer, ReplicaRequest
+    from hone.insight.stop_requests import ReplicaAnswer, ReplicaRequest
 
 _POLL = 0.1
 
@@ -37,7 +37,7 @@ def engines(
     """
     from hone.apps.lab.compare import find_run
     from hone.errors import HoneError
-    from hone.insight.replica_requests import ReplicaRequest, send_request, withdraw_request
+    from hone.insight.stop_requests import ReplicaRequest, send_request, withdraw_request
 
     shown_run = find_run(run, root)
     _check(shown_run)
@@ -88,7 +88,7 @@ def _check(run: Run) -> None:
 
 
 def _wait_for(run: Path, request: ReplicaRequest, seconds: float) -> ReplicaAnswer | None:
-    from hone.insight.replica_requests import read_answer
+    from hone.insight.stop_requests import read_answer
 
     deadline = time.monotonic() + seconds
     while (answer := read_answer(run, request.key)) is None and time.monotonic() < deadline:

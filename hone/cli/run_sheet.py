@@ -42,8 +42,7 @@ def sheet(
 
     from hone.apps.lab import run_sheet
     from hone.apps.lab.compare import find_run, headline_metrics, require_metrics
-    from hone.apps.lab.confidence import compare_pair
-    from hone.apps.lab.run_scores import scores_in_common
+    from hone.apps.lab.confidence import compare_pair, scores_in_common
     from hone.cli.run_output import draw_curves
     from hone.insight.run_files import write_atomically
 

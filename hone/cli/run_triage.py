@@ -26,8 +26,8 @@ def triage(
     Example: hone runs triage runs/hone/demo --steps 3
     """
     from hone.apps.lab.compare import find_run
-    from hone.apps.lab.triage.report import markdown
-    from hone.apps.lab.triage.report import triage as sorted_failures
+    from hone.apps.lab.triage import markdown
+    from hone.apps.lab.triage import triage as sorted_failures
     from hone.cli.run_output import print_json
     from hone.insight.run_files import disk_errors
 

@@ -47,7 +47,7 @@ def command(
     after every pair. The same command continues after an interruption; finished runs are not repeated.
     """
     from hone.apps.lab import twins
-    from hone.apps.lab.comparison.sequential import Outcome
+    from hone.apps.lab.paired import Outcome
     from hone.cli.run_output import print_json
     from hone.errors import HoneError
 

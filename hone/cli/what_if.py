@@ -35,8 +35,7 @@ def command(
     The first line is the run itself. Example: hone what-if demo --step 10 algorithm.adv_estimator=rloo
     """
     from hone.apps.lab.compare import find_run
-    from hone.apps.lab.replay.direction import WeightGradients
-    from hone.apps.lab.replay.stored import load_step
+    from hone.apps.lab.replay.stored import WeightGradients, load_step
     from hone.apps.lab.replay.what_if import every_method, what_if
 
     stored = load_step(find_run(run, root).path, step)

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.checks.tool_calls import NO_LIMIT, check_calls, is_unsound
+from hone.data.checks.tools import NO_LIMIT, check_calls, is_unsound
 from hone.data.files import Row, RowReader, read_rows
 from hone.data.image_processor import ImageProcessor
 from hone.data.images import ImageData

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hone.data.checks.overlap import text_of
-from hone.data.checks.rewards import is_missing
+from hone.data.checks.rows import is_missing, text_of
 from hone.data.files import Row
 from hone.data.media import PARTS
 from hone.data.messages import plain

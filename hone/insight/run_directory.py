@@ -14,11 +14,11 @@
       checkpoints/step_<N>/         written by the trainer
       profile/step_<N>.*      profiles of updates, see :mod:`hone.training.step_profile`
       timeline/               what each process did and when, see :mod:`hone.insight.timeline`
-      replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.replica_requests`
+      replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.stop_requests`
       STOP                    request to stop the run, see :mod:`hone.insight.stop_requests`
       run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`
 
-``metrics.jsonl``, ``coverage.jsonl`` and ``alerts.jsonl`` grow by whole lines, see :mod:`hone.insight.step_lines`. Every other file is written
+``metrics.jsonl``, ``coverage.jsonl`` and ``alerts.jsonl`` grow by whole lines, see :mod:`hone.insight.run_files`. Every other file is written
 under another name and renamed into place.
 """
 
@@ -42,7 +42,7 @@ import yaml
 
 from hone.data.images import ImageData
 from hone.insight import environment
-from hone.insight.archive.images import write_image
+from hone.insight.archive.read import write_image
 from hone.insight.archive.write import to_table, write_step
 from hone.insight.records import sampled_traces, trajectory_record
 from hone.insight.redaction import redact_command, redact_text, redact_tree
@@ -52,6 +52,7 @@ from hone.insight.run_files import (
     COVERAGE_FILE,
     METRICS_FILE,
     RUN,
+    StepLines,
     disk_errors,
     encode_number,
     jsonable,
@@ -62,7 +63,6 @@ from hone.insight.run_files import (
     unwritable,
     write_atomically,
 )
-from hone.insight.step_lines import StepLines
 from hone.text import read_yaml
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]

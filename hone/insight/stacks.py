@@ -56,10 +56,6 @@ class ThreadStacks:
     problem: str = ""  # reason for a missing text; empty otherwise
 
     @property
-    def innermost(self) -> Frame | None:
-        return self.frames[0] if self.frames else None
-
-    @property
     def collective(self) -> str | None:
         """Return the function of torch.distributed that the process waits in, or None."""
         for frame in self.frames:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hone.agents.compaction import compaction_reserve
+from hone.agents.chat import compaction_reserve
 from hone.config.tree import RLConfig
 from hone.data.files import Row
 from hone.errors import DataError, Finding, HoneError

@@ -254,7 +254,7 @@ def _leftovers(here: Machine) -> Iterator[Check]:
 
 def _sandbox() -> Iterator[Check]:
     from hone.rewards.sandbox.backends import PROTECTIONS
-    from hone.rewards.sandbox.choice import available
+    from hone.rewards.sandbox.runner import available
 
     working, missing = available()
     name = "sandbox for code"

@@ -294,9 +294,8 @@ def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
     """Return the findings about the reward of a run; none when a reward model alone gives the reward. ``thinks``: True
     if the policy writes thoughts, as its chat template says.
     """
-    from hone.data.scored_rows import scored_rows
-    from hone.rewards.bench import run_bench
-    from hone.rewards.bench_findings import bench_findings
+    from hone.data.prompts import scored_rows
+    from hone.rewards.bench import bench_findings, run_bench
 
     model = config.reward.reward_model
     if not config.preflight.reward_rows or (model.enable and model.combine == "replace"):

@@ -44,7 +44,7 @@ def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[F
 def tool_calls_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
     """Tool calls in conversations can be read, fit their schemas and have results."""
     from hone.data import checks
-    from hone.data.checks.tool_calls import NO_LIMIT
+    from hone.data.checks.tools import NO_LIMIT
 
     policy, key = config.data.tool_call_errors, config.data.messages_key
     for rows in (evidence.train_rows, evidence.val_rows):
@@ -80,7 +80,7 @@ def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> Iterator[Find
 @rule("R82", RLConfig, stage=Stage.FILES)
 def stages_have_gates_and_rows(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """The stages of a curriculum have gates with thresholds in range, and every stage has rows."""
-    from hone.data.stages import RowFacts, read_stages, rows_of_stages
+    from hone.data.curriculum import RowFacts, read_stages, rows_of_stages
 
     sampler, key = config.data.sampler, config.data.reward_fn_key
     if sampler.name != "stages" or sampler.class_path is not None:

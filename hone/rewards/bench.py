@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from hone.config.reward import RewardConfig
+from hone.data.checks.rows import is_missing
 from hone.data.episode_log import EpisodeEnd
-from hone.data.scored_rows import ScoredRow
+from hone.data.prompts import ScoredRow
 from hone.data.types import StopReason, Trajectory
+from hone.errors import Finding, RewardError
 from hone.rewards.manager import RewardManager, logger
-from hone.rewards.probes import Probe, after_thoughts, is_agentic, ordinary, traps, with_episodes
+from hone.rewards.probes import FORMS, PRINTS, Probe, after_thoughts, is_agentic, ordinary, traps, with_episodes
 from hone.rewards.score import Cause, Score
 
 
@@ -138,3 +140,245 @@ def _quiet(log: logging.Logger) -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+LARGE = 10.0  # absolute reward above which a warning is given
+SLOW_STEP = 60.0  # seconds of scoring per step above which a warning is given
+ORDINARY = ("golden", "wrong", "garbage", "empty", "truncated")
+UNANSWERED = ("cut", "nothing said", "injected text")  # forms of bad episodes in which the policy gives no answer
+
+
+def bench_findings(
+    bench: Bench, config: RewardConfig, sequences: int = 0, *, thinks: bool | None = None
+) -> Iterator[Finding]:
+    """Yield the findings about a reward.
+
+    Args:
+        sequences: responses scored per step; 0 if unknown.
+        thinks: whether the policy writes thoughts. None, unknown: right answers that fail after a thought are only a warning.
+    """
+    yield from _failures(bench, config)
+    yield from _returns(bench)
+    yield from _golden(bench)
+    yield from _last_turns(bench, "a tool call", stops=True)
+    if thinks is not False:
+        yield from _last_turns(bench, "a thought", stops=thinks is True)
+    yield from _traps(bench)
+    yield from _programs(bench)
+    yield from _scale(bench)
+    yield from _time(bench, config, sequences)
+
+
+def _failures(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
+    tried = bench.of_kinds(*ORDINARY, "program", "episode")
+    late = [trial for trial in bench.trials if trial.score.cause is Cause.TIMEOUT]
+    if late:
+        yield _finding(
+            "R52",
+            f"a call exceeded the time limit: {_described(late[0])}",
+            why="each such response blocks the run for reward.timeout seconds, and is then left out of training",
+            fix="make the function faster or raise reward.timeout=SECONDS; preflight.reward_rows=0 skips this check",
+        )
+    raised = [trial for trial in tried if _raised(trial)]
+    if not raised:
+        return
+    stops = len(raised) > config.max_no_verdict_rate * len(tried)
+    yield _finding(
+        "R52",
+        f"{len(raised)} of {len(tried)} calls in a worker process failed; the first: {_described(raised[0])}",
+        why="a response that cannot be scored is left out, so the policy never learns that it was bad"
+        + f", and the run would stop (reward.max_no_verdict_rate={config.max_no_verdict_rate:g})" * stops,
+        fix="return a score for every text, including an empty one",
+        stops=stops,
+    )
+
+
+def _returns(bench: Bench) -> Iterator[Finding]:
+    bad = [trial for trial in bench.of_kinds(*ORDINARY) if trial.score.cause in (Cause.INVALID, Cause.DECLINED)]
+    if bad:
+        yield _finding(
+            "R51",
+            f"{len(bad)} of {len(bench.of_kinds(*ORDINARY))} calls returned no finite number: {_described(bad[0])}",
+            why="a response without a score is left out, so the policy never learns that it was bad",
+            fix='return a number, or {"score": number, ...}, for one response',
+        )
+    kinds = {tuple(sorted(trial.score.terms)) for trial in bench.of_kinds(*ORDINARY) if trial.score.error is None}
+    if len(kinds) > 1:
+        shown = " and ".join(f"[{', '.join(names)}]" for names in sorted(kinds)[:3])
+        yield _finding(
+            "R51",
+            f"the terms differ between responses: {shown}",
+            why="their means cover different responses and cannot be compared",
+            fix="return the same keys for every response",
+            stops=False,
+        )
+
+
+def _golden(bench: Bench) -> Iterator[Finding]:
+    with_truth = {trial.probe.sample.uid for trial in bench.trials if not is_missing(trial.probe.sample.ground_truth)}
+    golden = {uid: best for uid, best in bench.best("golden").items() if uid in with_truth}
+    every = bench.totals(*ORDINARY, "episode")
+    if len(every) > 1 and len(set(every)) == 1:
+        yield _finding(
+            "R49",
+            f"the reward is {every[0]:g} for all {len(every)} answers to {bench.rows} rows"
+            + (f": correct ones in {len(FORMS)} forms, wrong ones, garbage, empty ones" if golden else "")
+            + (", and episodes that went badly" if bench.of_kinds("episode") else ""),
+            why="a constant reward gives no learning signal",
+            fix="run `hone reward test`, which shows every answer given to the function",
+            stops=bool(golden),
+        )
+        return
+    baseline = {uid: max(_worst(bench, uid), default=0.0) for uid in golden}
+    failed = [uid for uid in golden if golden[uid] <= baseline[uid]]
+    if not failed:
+        return
+    if not _depends_on_truth(bench):
+        yield _finding(
+            "R49",
+            f"the reward does not depend on the ground truth, and in {len(failed)} of {len(golden)} rows garbage or an empty answer "
+            "scores at least as high as a correct answer",
+            why="the policy could learn only the form of an answer",
+            fix="compare with ground_truth in the function, or accept this: preflight.allow=[R49]",
+            stops=False,
+        )
+        return
+    worst = max(failed, key=lambda uid: baseline[uid] - golden[uid])
+    truth = next(
+        trial.probe.sample.ground_truth for trial in bench.of_kinds("golden") if trial.probe.sample.uid == worst
+    )
+    yield _finding(
+        "R49",
+        f"correct answers score no better than garbage in {len(failed)} of {len(golden)} rows; row {worst}: "
+        f"ground truth {str(truth)[:40]!r} scores {golden[worst]:g} at best, garbage or empty {baseline[worst]:g}",
+        why="the policy would learn noise, or to give empty answers",
+        fix="compare answer extraction and ground truth with `hone reward test`, which shows every score",
+        stops=2 * len(failed) >= len(golden),
+    )
+
+
+def _last_turns(bench: Bench, after: str, *, stops: bool) -> Iterator[Finding]:
+    """Yield a finding if right answers pass alone, but score like garbage after a thought or a tool call."""
+    scores: dict[tuple[str, str], dict[str, float]] = {}
+    for trial in bench.of_kinds("golden"):
+        if trial.score.error is None and trial.probe.after in ("", after):
+            place = scores.setdefault((trial.probe.sample.uid, trial.probe.alone), {})
+            place[trial.probe.after] = max(trial.score.total, place.get(trial.probe.after, trial.score.total))
+    lowest = {uid: max(_worst(bench, uid), default=0.0) for uid, _ in scores}
+    tried = {key: place for key, place in scores.items() if after in place and place.get("", 0.0) > lowest[key[0]]}
+    failed = {uid: form for (uid, form), place in tried.items() if place[after] <= lowest[uid]}
+    if failed:
+        (uid, form), rows = next(iter(failed.items())), len({uid for uid, _ in tried})
+        yield _finding(
+            "R49",
+            f"in {len(failed)} of {rows} rows a right answer after {after} scores like garbage; row {uid}, form '{form}': "
+            f"{tried[uid, form]['']:g} alone, {tried[uid, form][after]:g} after {after}",
+            why="the policy gets no reward for such answers" + ("" if stops else ", if it thinks or is taught to"),
+            fix="read extra_info['last_answer'] (or an argument last_answer): the last turn without thoughts and tool calls",
+            stops=stops and 2 * len(failed) >= rows,
+        )
+
+
+def _depends_on_truth(bench: Bench) -> bool:
+    """Return whether some text scores differently with another ground truth."""
+    seen: dict[str, float] = {}
+    trials = [trial for trial in bench.of_kinds("golden", "wrong") if trial.score.error is None]
+    return any(seen.setdefault(trial.probe.text, trial.score.total) != trial.score.total for trial in trials)
+
+
+def _traps(bench: Bench) -> Iterator[Finding]:
+    full, judges = max(bench.totals("golden"), default=None), _depends_on_truth(bench)
+    paid = [
+        t
+        for t in bench.of_kinds("adversarial", "episode")
+        if (t.probe.kind == "adversarial" or (judges and t.probe.form in UNANSWERED))
+        and t.score.error is None
+        and full is not None
+        and t.score.total >= full > 0
+    ]
+    if paid:
+        yield _finding(
+            "R49",
+            f"{len(paid)} adversarial answers score like a correct one ({full:g}): {', '.join(sorted({t.probe.form for t in paid}))}",
+            why="the policy may learn such answers instead of the task",
+            fix="read only one marked answer, and reject lists of guesses",
+            stops=False,
+        )
+    failed = [
+        trial for trial in bench.of_kinds("adversarial") if trial.score.error and trial.score.cause is not Cause.TIMEOUT
+    ]
+    if failed:
+        yield _finding(
+            "R52",
+            f"{len(failed)} of {len(bench.of_kinds('adversarial'))} adversarial answers make the function fail; the first: {_described(failed[0])}",
+            why="policies write such text, and would never see that it was bad",
+            fix="return a low score for unreadable text",
+            stops=False,
+        )
+
+
+def _programs(bench: Bench) -> Iterator[Finding]:
+    full, nothing = max(bench.totals("golden"), default=0.0), max(bench.totals("garbage", "empty"), default=0.0)
+    paid = [
+        (trial.score.total, trial.probe.form)
+        for trial in bench.of_kinds("program")
+        if trial.score.error is None
+        and trial.score.total > nothing
+        and trial.score.total >= (full or float(trial.probe.form == PRINTS))
+    ]
+    if paid:
+        yield _finding(
+            "R49",
+            f"programs that solve nothing score up to {max(paid)[0]:g}, garbage {nothing:g}: a program that "
+            + ", or ".join(sorted({form for _, form in paid})),
+            why="the policy would learn such programs instead of the task",
+            fix="more tests a row, values compared outside of the program, and 0 for a program that ends before the first test",
+            stops=any(total >= (full or 1.0) and form != PRINTS for total, form in paid),
+        )
+
+
+def _scale(bench: Bench) -> Iterator[Finding]:
+    largest = max((abs(total) for total in bench.totals(*ORDINARY)), default=0.0)
+    if largest > LARGE:
+        yield _finding(
+            "R54",
+            f"rewards reach {largest:g} in absolute value",
+            why="KL penalties, clip ranges and value losses assume rewards of about 1",
+            fix="divide by the largest reward",
+            stops=False,
+        )
+
+
+def _time(bench: Bench, config: RewardConfig, sequences: int) -> Iterator[Finding]:
+    seconds = bench.seconds_per_call * sequences / config.num_workers
+    if seconds > SLOW_STEP:
+        yield _finding(
+            "R53",
+            f"scoring takes {bench.seconds_per_call:.2g} s per call: {sequences} sequences / {config.num_workers} workers "
+            f"= {seconds:.0f} s per step",
+            why="generation and training wait for it",
+            fix=f"reward.num_workers={2 * config.num_workers} or more, or use an asynchronous function",
+            stops=False,
+        )
+
+
+def _worst(bench: Bench, uid: str) -> Iterator[float]:
+    return (
+        t.score.total for t in bench.of_kinds("garbage", "empty") if t.probe.sample.uid == uid and t.score.error is None
+    )
+
+
+def _raised(trial: Trial) -> bool:
+    """Return whether the function raised or its process ended, as opposed to returning no usable score."""
+    return trial.score.error is not None and trial.score.cause not in (Cause.INVALID, Cause.DECLINED, Cause.TIMEOUT)
+
+
+def _described(trial: Trial) -> str:
+    probe = trial.probe
+    form = f" ({probe.form})" if probe.form else ""
+    return f"{probe.kind} answer{form}, row {probe.sample.uid}: {str(trial.score.error)[:200]}"
+
+
+def _finding(code: str, what: str, *, why: str, fix: str, stops: bool = True) -> Finding:
+    where = "reward"
+    return Finding(RewardError(what, why=why, fix=fix, where=where, code=code), stops)

@@ -11,8 +11,7 @@ from typing import Any
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
-from hone.rewards.no_verdict import NoVerdictRate
-from hone.rewards.outcome import failed, is_usable, shown_number
+from hone.rewards.outcome import NoVerdictRate, failed, is_usable, shown_number
 from hone.rewards.placement import first_turns, place, place_rewards, turn_ends
 from hone.rewards.score import Cause, Score
 from hone.rewards.scorers import SCORERS

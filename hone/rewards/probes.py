@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
-from hone.data.scored_rows import ScoredRow
+from hone.data.prompts import ScoredRow
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample
 from hone.rewards.scorers.code import read_tests

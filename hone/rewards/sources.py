@@ -323,10 +323,10 @@ class ScorerSource(Source):
             job = self._workers().submit(calls, max_failures=allowed)
         for index, scorer in enumerate(chosen):
             if not scorer.may_hang and not scorer.is_async:
-                outcomes[index] = _score_here(scorer, self._arguments(trajectories[index], scorer))
+                outcomes[index] = await _score(scorer, self._arguments(trajectories[index], scorer))
                 activity.tick()
         if asking:
-            calls = [partial(_score_async, chosen[i], self._arguments(trajectories[i], chosen[i])) for i in asking]
+            calls = [partial(_score, chosen[i], self._arguments(trajectories[i], chosen[i])) for i in asking]
             with activity.waiting(f"{len(asking)} scores", on=["services"]):
                 answers = await run_calls(calls, self.throttle, allowed)
             for index, outcome in zip(asking, answers, strict=True):
@@ -403,16 +403,10 @@ def file_hash(path: Path) -> str:
     return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
-def _score_here(scorer: Scorer, call: dict[str, Any]) -> Outcome:
+async def _score(scorer: Scorer, call: dict[str, Any]) -> Outcome:
     try:
-        return Outcome(to_score(scorer.compute(**call)))
-    except UNSCORABLE as error:
-        return Outcome(failed_by(error, f"{type(error).__name__}: {error}"))
-
-
-async def _score_async(scorer: Scorer, call: dict[str, Any]) -> Outcome:
-    try:
-        return Outcome(to_score(await scorer.compute(**call)))
+        value = scorer.compute(**call)
+        return Outcome(to_score(await value if scorer.is_async else value))
     except UNSCORABLE as error:
         return Outcome(failed_by(error, f"{type(error).__name__}: {error}"))
 

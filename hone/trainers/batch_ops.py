@@ -31,14 +31,13 @@ from hone.data.tokenizer import decoded, outside_tokenizer, token_texts
 from hone.data.types import Sample
 from hone.insight.archive.read import table_records
 from hone.insight.archive.write import BackgroundWriter, write_vocabulary
-from hone.insight.invariant_checks import require_version
-from hone.insight.invariants import Invariants
+from hone.insight.invariants import Invariants, require_version
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
 from hone.models.devices import dtype_on
 from hone.models.loading import saved_settings
 from hone.rewards.doctor import EnvironmentDoctor
-from hone.rewards.no_verdict import no_verdict_metrics
+from hone.rewards.outcome import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.archive_rows import prompt_texts, rollout_table
 from hone.trainers.archiving import TRAINED

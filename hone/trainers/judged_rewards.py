@@ -16,8 +16,7 @@ from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
 from hone.rewards.manager import RewardManager
-from hone.rewards.no_verdict import NoVerdictRate
-from hone.rewards.outcome import failed
+from hone.rewards.outcome import NoVerdictRate, failed
 from hone.rewards.rubric import Rubric
 from hone.rewards.score import Cause, Score
 from hone.rewards.scorers import scorer_for

@@ -13,7 +13,7 @@ from hone.cluster.handles import Rollout
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError, HoneError
 from hone.generation import is_served
-from hone.insight.replica_requests import (
+from hone.insight.stop_requests import (
     ReplicaAnswer,
     ReplicaRequest,
     take_request,

@@ -107,7 +107,7 @@ def check_names(request: ServeRequest) -> None:
         HoneError: a name is unknown, the tokenizer lacks the tokens of the renderer, or the template is not a file.
     """
     from hone.agents.rendering import renderer_for
-    from hone.agents.serving.options import named_by_options
+    from hone.agents.serving.errors import named_by_options
     from hone.data.tokenizer import load_tokenizer
     from hone.training.export import find_actor
 

@@ -16,9 +16,8 @@ from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
 
 from hone.apps.lab.compare import read_whole_run
-from hone.apps.lab.comparison.divergence import Bisection, Stage, bisect_runs
-from hone.apps.lab.run_scores import stored_samples
-from hone.apps.lab.run_traces import read_trace
+from hone.apps.lab.confidence import stored_samples
+from hone.apps.lab.divergence import Bisection, Stage, bisect_runs, read_trace
 
 pytestmark = [
     pytest.mark.slow,

@@ -21,8 +21,7 @@ from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, load_config
 from hone.insight import activity
 from hone.insight.activity import Record
-from hone.insight.coverage import Fate
-from hone.insight.coverage.reading import read_coverage
+from hone.insight.coverage import Fate, read_coverage
 from hone.trainers.rl import train
 
 pytestmark = pytest.mark.long(

@@ -9,10 +9,9 @@ import pytest
 from support.launch import hone
 from support.world import World, rl_command
 
-from hone.apps.lab.replay.direction import WeightGradients
-from hone.apps.lab.replay.stored import load_step
+from hone.apps.lab.replay.stored import WeightGradients, load_step
 from hone.apps.lab.replay.what_if import recompute, what_if
-from hone.apps.lab.viewer.chains import loss_factors
+from hone.apps.lab.viewer.tokens import loss_factors
 from hone.config.trust import run_config
 from hone.insight.archive.read import open_archive
 from hone.insight.run_files import read_metrics

@@ -17,9 +17,8 @@ from support.messages import raises
 from support.world import metrics
 from transformers import AutoModelForImageTextToText
 
-from hone.apps.lab.replay.direction import WeightGradients
 from hone.apps.lab.replay.replay import replay
-from hone.apps.lab.replay.stored import load_step
+from hone.apps.lab.replay.stored import WeightGradients, load_step
 from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, SFTConfig, load_config
 from hone.errors import HoneError

@@ -20,7 +20,7 @@ from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
 from hone.rewards.manager import RewardManager
-from hone.rewards.no_verdict import no_verdict_metrics
+from hone.rewards.outcome import no_verdict_metrics
 from hone.rewards.score import Score
 
 FUNCTIONS = """

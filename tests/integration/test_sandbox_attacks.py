@@ -19,7 +19,7 @@ from support.patience import SOON
 
 from hone.rewards.sandbox import Ending, Limits, Result, Sandbox
 from hone.rewards.sandbox.backends import execute
-from hone.rewards.sandbox.choice import available
+from hone.rewards.sandbox.runner import available
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
 

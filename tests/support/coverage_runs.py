@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hone.insight.coverage import CoverageLedger, Fate
-from hone.insight.coverage.reading import EndedDraw
+from hone.insight.coverage import CoverageLedger, EndedDraw, Fate
 from hone.insight.run_directory import RunDirectory
 
 Drop = Callable[[np.random.Generator, EndedDraw], str | None]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hone.apps.lab.data.train_tokenizer import train_tokenizer
+from hone.apps.lab.data.inspection import train_tokenizer
 from hone.config.model import ModelConfig
 from hone.data.batch import Batch
 from hone.data.image_processor import ImageProcessor, load_image_processor

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hone.apps.lab.data.train_tokenizer import train_tokenizer
+from hone.apps.lab.data.inspection import train_tokenizer
 from hone.data.chat import render_prompt
 
 RUBRIC = "{question}: {response}?"

@@ -6,7 +6,7 @@ import pytest
 from support.patience import SOON
 
 from hone.rewards.sandbox import Limits
-from hone.rewards.sandbox.choice import available
+from hone.rewards.sandbox.runner import available
 
 WORKING, MISSING = available()
 LIMITS = Limits(seconds=SOON, memory_mb=256, processes=16, disk_mb=16, files=2000)

@@ -10,7 +10,7 @@ import torch
 from support.families import model_of, tiny_config
 from support.models import random_batch
 
-from hone.apps.lab.oracle.checks import Comparison, compare
+from hone.apps.lab.oracle import Comparison, compare
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.roles import PolicyWorker

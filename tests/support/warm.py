@@ -17,7 +17,7 @@ import hone.cluster.local  # noqa: F401
 import hone.data.checks  # noqa: F401
 import hone.generation.native.engine  # noqa: F401
 import hone.preflight.plan.local  # noqa: F401
-import hone.rewards.bench_findings  # noqa: F401
+import hone.rewards.bench  # noqa: F401
 import hone.trainers.evaluation  # noqa: F401
 import hone.trainers.preference  # noqa: F401
 import hone.trainers.rl  # noqa: F401

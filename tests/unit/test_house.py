@@ -22,11 +22,11 @@ ADAPTERS = {
     "tensorrt_llm": ("generation/server/",),
     "tensorboard": ("insight/trackers/tensorboard.py",),
     "torch.utils.tensorboard": ("insight/trackers/tensorboard.py",),
-    "wandb": ("insight/trackers/wandb.py",),
+    "wandb": ("insight/trackers/services.py",),
     "mlflow": ("insight/trackers/mlflow.py",),
     "opentelemetry": ("insight/trackers/otel.py",),
-    "trackio": ("insight/trackers/trackio.py",),
-    "swanlab": ("insight/trackers/swanlab.py",),
+    "trackio": ("insight/trackers/services.py",),
+    "swanlab": ("insight/trackers/services.py",),
     "math_verify": ("rewards/scorers/math_answer.py",),
     "reasoning_gym": ("rewards/scorers/gym.py", "data/tasks/reasoning_gym.py", "agents/environments/reasoning_gym.py"),
 }
@@ -95,4 +95,4 @@ def test_optional_packages_are_imported_in_their_adapters_only_and_lazily() -> N
             for folder in folders:
                 if f"{module}.".startswith(f"hone.{folder.replace('/', '.')}") and not where.startswith(folder):
                     assert not outside, f"{where} imports {module} when it is imported itself"
-    assert {"ray", "wandb", "mlflow", "math_verify", "reasoning_gym"} <= seen, "the search finds nothing"
+    assert {"ray", "tensorboard", "mlflow", "math_verify", "reasoning_gym"} <= seen, "the search finds nothing"

@@ -11,7 +11,7 @@ from threading import Lock
 import cloudpickle
 import pytest
 
-from hone.agents.tools.functions import tool
+from hone.agents.tools.base import tool
 from hone.errors import ConfigError
 from hone.registry import Registry, imported
 from hone.user_code import load_file

@@ -8,9 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.parsers.base import TOOL_PARSERS
-from hone.agents.rendering.comparison import Difference
 from hone.agents.rendering.probes import parser_that_reads, shows_tools
-from hone.agents.rendering.renderer import Renderer, family_called, family_of
+from hone.agents.rendering.renderer import Difference, Renderer, family_called, family_of
 from hone.agents.rendering.template import Ending, Template
 
 __all__ = ["TEXT_TOOLS", "Difference", "Ending", "Renderer", "renderer_for"]

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.messages import Message
 from hone.agents.parsers import TOOL_PARSERS
 from hone.agents.rendering import probes, renderer_for
-from hone.agents.rendering.comparison import EMPTY_THOUGHTS
-from hone.agents.rendering.renderer import Renderer
+from hone.agents.rendering.renderer import EMPTY_THOUGHTS, Renderer
 from hone.agents.rendering.template import Ending
 from hone.errors import DataError
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hone.errors import HoneError
+
 
 class ApiError(Exception):
     """Error with which a request is answered: an HTTP status, the problem with its fix, a short name for programs, the field."""
@@ -76,3 +78,23 @@ def error_body(error: ApiError) -> dict[str, Any]:
 def is_messages_path(path: str) -> bool:
     """Return whether a request to this path is answered in Anthropic's form."""
     return path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
+
+
+OPTIONS = {
+    "actor_rollout_ref.rollout.multi_turn.renderer": "--renderer",
+    "actor_rollout_ref.rollout.multi_turn.format": "--parser",
+    "actor_rollout_ref.model.custom_chat_template": "--chat-template",
+    "model.custom_chat_template": "--chat-template",
+}
+
+
+def named_by_options(error: HoneError) -> HoneError:
+    """Return the error with the options of ``hone serve`` where it names keys of a training run."""
+    texts = {name: _translated(getattr(error, name)) for name in ("what", "why", "fix", "where")}
+    return type(error)(texts["what"], why=texts["why"], fix=texts["fix"], where=texts["where"], code=error.code)
+
+
+def _translated(text: str) -> str:
+    for key, option in OPTIONS.items():
+        text = text.replace(f"{key}=", f"{option} ").replace(key, option)
+    return text

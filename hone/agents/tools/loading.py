@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hone.agents.tools.base import Tool
-from hone.agents.tools.functions import FunctionTool
+from hone.agents.tools.base import FunctionTool, Tool
 from hone.agents.tools.toolbox import NoiseOptions, Noisy, Toolbox
 from hone.agents.yaml_files import missing_file, read_yaml
 from hone.config.agents import MultiTurnConfig

@@ -16,7 +16,7 @@ from hone.agents.context import EpisodeContext
 from hone.agents.forking import RecordedTurn, ReplayClient, change_last_message, recorded_turns
 from hone.agents.player import Player
 from hone.apps.lab.compare import find_run
-from hone.apps.lab.rewards.stored import stored_episodes
+from hone.apps.lab.rewards.comparison import stored_episodes
 from hone.config import RLConfig
 from hone.config.trust import run_config
 from hone.data.image_processor import load_image_processor
@@ -24,7 +24,7 @@ from hone.data.seeding import derive_seed
 from hone.data.types import Sample, Trajectory, row_of
 from hone.errors import ConfigError, HoneError
 from hone.generation.protocol import Engine, SamplingParams
-from hone.insight.archive.images import images_of
+from hone.insight.archive.read import images_of
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.rewards.score import Score

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.apps.lab.compare import ABSENT, Run, headline_metrics, summarise
-from hone.apps.lab.comparison.arms import training_keys
-from hone.apps.lab.comparison.paired import Verdict
+from hone.apps.lab.compare import ABSENT, Run, headline_metrics, summarise, training_keys
 from hone.apps.lab.confidence import ArmComparison
+from hone.apps.lab.paired import Verdict
 from hone.errors import HoneError
 from hone.insight.curves import points, text_chart
 from hone.insight.run_files import disk_errors, now

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.apps.lab.compare import Run, read_whole_run
-from hone.apps.lab.comparison.arms import training_keys
-from hone.apps.lab.confidence import ArmComparison, compare_pair
-from hone.apps.lab.run_scores import RunScores, require_scores
+from hone.apps.lab.compare import Run, read_whole_run, training_keys
+from hone.apps.lab.confidence import ArmComparison, RunScores, compare_pair, require_scores
 from hone.errors import HoneError
 from hone.insight.run_directory import RunStatus
 from hone.insight.run_files import RUN, jsonable, write_atomically
@@ -86,7 +84,7 @@ def _other_sweep(out: Path, what: str) -> HoneError:
 
 
 def read_sweep(out: Path, metric: str | None = None) -> SweepResult:
-    """Read the results of a sweep; ``metric`` as for :func:`hone.apps.lab.run_scores.scores_in_common`."""
+    """Read the results of a sweep; ``metric`` as for :func:`hone.apps.lab.confidence.scores_in_common`."""
     file = out / RECORD
     if not file.exists():
         raise HoneError("the folder holds no sweep", where=str(out), fix="--out DIR of a sweep", code="E-runs")

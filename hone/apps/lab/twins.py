@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.apps.lab.compare import read_whole_run
-from hone.apps.lab.comparison.arms import SEED, training_differences, training_keys
-from hone.apps.lab.comparison.paired import pair_scores
-from hone.apps.lab.comparison.sequential import Decision, Outcome, decide, forecast_pairs
-from hone.apps.lab.run_scores import require_scores
+from hone.apps.lab.compare import SEED, read_whole_run, training_differences, training_keys
+from hone.apps.lab.confidence import require_scores
+from hone.apps.lab.paired import Decision, Outcome, decide, forecast_pairs, pair_scores
 from hone.config.comparing import differences
 from hone.errors import HoneError
 from hone.insight.run_files import jsonable, write_atomically
@@ -83,7 +81,7 @@ class TwinsSettings:
     margin: float  # smallest difference that matters
     level: float  # 1 minus the error rate of each outcome
     most_pairs: int  # number of pairs after which it ends without a decision
-    metric: str | None = None  # what is compared, as for :func:`hone.apps.lab.run_scores.scores_in_common`
+    metric: str | None = None  # what is compared, as for :func:`hone.apps.lab.confidence.scores_in_common`
 
 
 def twins_decision(pairs: Sequence[TwinPair], settings: TwinsSettings, equal: bool) -> Decision:

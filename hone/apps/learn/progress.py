@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hone.apps.learn.texts import COURSE
 from hone.errors import HoneError, did_you_mean
 from hone.insight.run_files import now, write_atomically
 
@@ -37,10 +38,6 @@ class Entry:
         return [stop.box for stop in self.stops]
 
 
-def _stops(days: dict[int, str]) -> tuple[Stop, ...]:
-    return tuple(Stop(day, box) for day, names in days.items() for box in names.split())
-
-
 def find_entry(name: str) -> Entry:
     if name not in ENTRIES:
         raise HoneError(f"no entry '{name}'", fix=did_you_mean(name, ENTRIES), code="E-learn", where="hone learn start")
@@ -48,55 +45,14 @@ def find_entry(name: str) -> Entry:
 
 
 ENTRIES = {
-    entry.name: entry
-    for entry in (
-        Entry(
-            "new",
-            "new to RL for language models",
-            _stops(
-                {1: "install data_and_model", 2: "first_training curves", 3: "evaluate", 4: "parquet single_turn"}
-                | {5: "multi_turn data_check", 7: "baseline", 8: "groups advantages", 9: "clip"}
-                | {10: "sweep_micro_batch", 12: "sweep_kl", 14: "sweep_rollout", 15: "ppo", 16: "two_estimators"}
-                | {17: "switch preferences", 18: "signature flow", 19: "five_rewards write_reward"}
-                | {20: "repair_reward sandbox", 21: "reward_model shaping", 22: "tool_data", 23: "agent_loop"}
-                | {24: "first_agent", 26: "own_loop", 28: "game", 30: "gate"}
-            ),
-        ),
-        Entry(
-            "sft",
-            "from SFT to RL",
-            _stops(
-                {1: "install data_and_model", 2: "multi_turn data_check", 3: "first_training curves", 5: "evaluate"}
-                | {7: "baseline", 8: "groups advantages", 9: "preferences", 10: "sweep_micro_batch", 11: "sweep_kl"}
-                | {13: "sweep_rollout", 14: "clip", 15: "signature write_reward", 16: "repair_reward", 17: "ppo"}
-                | {18: "two_estimators", 19: "switch", 20: "flow reward_model", 21: "shaping", 22: "tool_data"}
-                | {24: "agent_loop", 26: "first_agent", 30: "gate"}
-            ),
-        ),
-        Entry(
-            "agents",
-            "building agents",
-            _stops(
-                {1: "install data_and_model", 2: "first_training curves", 4: "evaluate", 6: "multi_turn", 7: "baseline"}
-                | {8: "groups", 9: "tool_data", 10: "agent_loop", 11: "sweep_micro_batch", 12: "sweep_kl"}
-                | {14: "sweep_rollout", 15: "first_agent", 16: "own_loop", 18: "signature repair_reward"}
-                | {19: "five_rewards sandbox", 20: "flow shaping", 21: "two_estimators", 22: "game", 30: "gate"}
-            ),
-        ),
+    name: Entry(
+        name, entry["title"], tuple(Stop(day, box) for day, names in entry["days"].items() for box in names.split())
     )
+    for name, entry in COURSE["entries"].items()
 }
 """The three entries."""
-NEEDS = {
-    **dict.fromkeys(("curves", "evaluate", "baseline"), "first_training"),
-    **dict.fromkeys(("advantages", "preferences"), "groups"),
-    **dict.fromkeys(("reward_model", "shaping"), "flow"),
-    "agent_loop": "tool_data",
-    "first_agent": "agent_loop",
-    "gate": "first_agent",
-}
-"""Boxes that use the results of another one. All but `install` also use those of `data_and_model`."""
-
-
+NEEDS: dict[str, str] = COURSE["needs"]
+"""Boxes that use the results of another one."""
 FOLDER = Path("learn")
 """Folder of the course, in the learner's working folder."""
 FILE = "progress.json"

@@ -6,18 +6,14 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hone.errors import HoneError, did_you_mean
+from hone.text import read_yaml
 
 FOLDER = Path(__file__).parent / "boxes"
-PARTS = {
-    "first_run": "First run",
-    "data": "Data",
-    "algorithms": "Algorithms",
-    "reward": "Reward design",
-    "agents": "Agents",
-}
-"""Parts of the course with their titles, in the order of the course."""
+COURSE: dict[str, Any] = read_yaml((Path(__file__).parent / "course.yaml").read_text(encoding="utf-8"))
+PARTS: dict[str, str] = COURSE["parts"]
 SECTIONS = ("Read", "Do", "Look", "Quiz", "Hint")
 """Sections of a text, in order; only the quiz may be absent."""
 ENGLISH = "en"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hone import __version__
-from hone.apps.lab.comparison.paired import bootstrap_interval
+from hone.apps.lab.paired import bootstrap_interval
 from hone.apps.ops.suite import KEY, Check
 from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.errors import ConfigError

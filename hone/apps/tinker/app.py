@@ -17,8 +17,7 @@ from starlette.routing import Route
 
 from hone.apps.tinker import wire
 from hone.apps.tinker.adapters import AdapterShape, adam_settings
-from hone.apps.tinker.futures import Failure
-from hone.apps.tinker.service import TrainingService
+from hone.apps.tinker.service import Failure, TrainingService
 from hone.errors import HoneError, RequestError
 from hone.generation.limits import MAX_SEED, MAX_STOPS, MAX_TEMPERATURE, MAX_TOP_K, MAX_TOP_LOG_PROBS, MIN_SEED
 

@@ -4,15 +4,30 @@
 names the first.
 """
 
-from hone.data.checks.images import ImageCheck, check_images, media
-from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_lengths
-from hone.data.checks.overlap import duplicates, overlap, rare_sources
-from hone.data.checks.rewards import ground_truths, source_names, unknown_sources
-from hone.data.checks.roles import conversations, prompts
-from hone.data.checks.tool_calls import CallCheck, call_findings, check_calls, is_unsound, read_gates
+from hone.data.checks.rows import (
+    ImageCheck,
+    PromptLengths,
+    check_images,
+    conversations,
+    duplicates,
+    ground_truths,
+    media,
+    overlap,
+    overlong_prompts,
+    prompt_lengths,
+    prompts,
+    rare_sources,
+    source_names,
+    unknown_sources,
+)
 from hone.data.checks.tools import (
+    CallCheck,
     ToolResultLengths,
     agent_names,
+    call_findings,
+    check_calls,
+    is_unsound,
+    read_gates,
     tool_names,
     tool_result_lengths,
     tool_schemas,

@@ -3,20 +3,273 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import token_counts
-from hone.data.checks.lengths import MOST_TOKENIZED
-from hone.data.checks.tally import Problem, Tally
+from hone.data.checks.rows import MOST_TOKENIZED, Problem, Tally
 from hone.data.files import Row
 from hone.data.messages import unwrapped
-from hone.errors import DataError, Finding, did_you_mean
+from hone.errors import ConfigError, DataError, Finding, did_you_mean
 from hone.text import is_valid
+
+LOOP = 3  # equal calls in succession that are a loop
+NO_LIMIT = 10**9  # limit of tool results where none is known
+SHORTEST_DESCRIPTION = 12  # characters of a tool's description from which on it says something
+PROBLEMS: dict[str, Problem] = {
+    "unreadable_arguments": Problem(
+        "R81", "arguments of a tool call are not a JSON object", "the model learns calls that no parser reads",
+        "write the arguments as a JSON object, or as its text",
+    ),
+    "unknown_tool": Problem(
+        "R81", "a call names a tool that the row's tools do not have", "the model learns to call what does not exist",
+        "add the tool to the column tools, or remove the row",
+    ),
+    "unfit_arguments": Problem(
+        "R81", "arguments of a call do not fit the tool's schema", "the model learns calls that the tool refuses",
+        "correct the arguments or the schema",
+    ),
+    "result_without_call": Problem(
+        "R81", "a tool message answers no call", "the model reads results that come from nowhere",
+        "give it the tool_call_id of a call before it, or remove it",
+    ),
+    "call_without_result": Problem(
+        "R81", "a call has no result, and the conversation continues", "the model learns to make up results",
+        "add the tool message, or end the conversation with the call",
+    ),
+    "loop": Problem(
+        "R38", "the same tool call is repeated three times or more in succession", "the model may never stop calling",
+        "shorten these rows, and limit the turns of an episode",
+    ),
+    "long_result": Problem(
+        "R37", "a tool result is longer than the limit", "it would be cut, and the model would read half a result",
+        "shorten the results, or raise the limit",
+    ),
+    "different_prompts": Problem(
+        "R81", "chosen and rejected do not answer the same messages", "the comparison is between two tasks, not two answers",
+        "begin both with the same messages, up to the first answer",
+    ),
+    "mute_tool": Problem(
+        "R81", f"a tool has no description, or one of less than {SHORTEST_DESCRIPTION} characters", "the model cannot know when to call it",
+        "describe in a sentence what the tool does", stops=False,
+    ),
+}  # fmt: skip
+"""Kinds of defects."""
+GATES = {
+    "parse": ("unreadable_arguments",),
+    "tool": ("unknown_tool",),
+    "schema": ("unreadable_arguments", "unknown_tool", "unfit_arguments"),
+}
+"""Shares of calls that a gate may demand, by the defects that a call must not have."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One defect of a row: its kind (of :data:`PROBLEMS`), and the place with details."""
+
+    kind: str
+    detail: str
+
+
+@dataclass
+class CallCheck:
+    """Result over all rows."""
+
+    rows: int = 0
+    calls: int = 0
+    bad_calls: Counter[str] = field(default_factory=Counter)  # calls with a defect, by kind
+    # defects of every row that has some, by the row's number
+    defects: dict[int, list[Defect]] = field(default_factory=dict)
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of calls without the defects of every gate; 1 without calls."""
+        return {
+            name: 1 - min(self.calls, sum(self.bad_calls[kind] for kind in kinds)) / max(1, self.calls)
+            for name, kinds in GATES.items()
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        kinds = Counter(
+            defect.kind for defects in self.defects.values() for defect in {d.kind: d for d in defects}.values()
+        )
+        shares = {f"{name}_share": round(share, 4) for name, share in self.shares().items()}
+        return {"tool_calls": {"calls": self.calls, **shares, "rows_with_defects": len(self.defects), **kinds}}
+
+    def failed_gates(self, gates: Mapping[str, float]) -> list[str]:
+        shares = self.shares()
+        return [f"{name} {shares[name]:.4f} < {least:g}" for name, least in gates.items() if shares[name] < least]
+
+
+def check_calls(
+    rows: Sequence[Row], *, messages_key: str, limit: int, pairs: tuple[str, str] = ("chosen", "rejected")
+) -> CallCheck:
+    """Check the tool calls of all rows.
+
+    Args:
+        limit: longest tool result in characters.
+        pairs: columns of the better and the worse response.
+    """
+    check = CallCheck(len(rows))
+    for number, row in enumerate(rows):
+        defects: list[Defect] = []
+        schemas = _by_name(row)
+        for key in (messages_key, "prompt", *pairs):
+            defects += _conversation(messages_of(row, key), schemas, limit, check)
+        defects += _pair(row, pairs)
+        defects += [Defect("mute_tool", name) for name, schema in schemas.items() if _is_mute(schema)]
+        if defects:
+            check.defects[number] = defects
+    return check
+
+
+def call_findings(rows: Sequence[Row], check: CallCheck, *, stops: bool) -> Iterator[Finding]:
+    """Yield one finding for each kind of defect; those that make a row unsound stop a run if ``stops``."""
+    tally = Tally(len(rows))
+    for number, defects in check.defects.items():
+        for defect in {defect.kind: defect for defect in reversed(defects)}.values():
+            tally.add(rows[number], PROBLEMS[defect.kind], defect.detail)
+    for finding in tally.findings():
+        yield Finding(finding.error, finding.stops and stops)
+
+
+def is_unsound(defects: Sequence[Defect]) -> bool:
+    return any(PROBLEMS[defect.kind].stops for defect in defects)
+
+
+def read_gates(text: str | None) -> dict[str, float]:
+    """Parse ``parse=0.99,schema=0.99``. Raises ConfigError: a name or a share is invalid."""
+    gates: dict[str, float] = {}
+    for entry in (text or "").split(",") if text else ():
+        name, _, text_of_share = entry.partition("=")
+        try:
+            share = float(text_of_share)
+        except ValueError:
+            share = math.nan
+        if name.strip() not in GATES or not 0 <= share <= 1:
+            raise ConfigError(
+                f"'{entry}' is not a gate",
+                fix=f"--gate NAME=SHARE with a share from 0 to 1. {did_you_mean(name.strip(), GATES)}",
+                where="--gate",
+            )
+        gates[name.strip()] = share
+    return gates
+
+
+def _conversation(
+    messages: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any], limit: int, check: CallCheck
+) -> Iterator[Defect]:
+    open_calls: dict[str, str] = {}
+    previous, repeated = None, 1
+    for index, message in enumerate(messages):
+        if message.get("role") == "tool":
+            yield from _result(index, message, open_calls, limit)
+            continue
+        if open_calls and message.get("role") != "system":
+            yield Defect("call_without_result", f"message {index} follows {', '.join(open_calls.values())}")
+            open_calls = {}
+        calls = message.get("tool_calls") or []
+        for place, call in enumerate(calls if isinstance(calls, list) else []):
+            check.calls += 1
+            function = call.get("function", call) if isinstance(call, Mapping) else {}
+            name = str(function.get("name"))
+            open_calls[
+                str(call.get("id") or f"{index}.{place}") if isinstance(call, Mapping) else f"{index}.{place}"
+            ] = name
+            for kind, detail in _call(name, function.get("arguments"), schemas):
+                check.bad_calls[kind] += 1
+                yield Defect(kind, f"message {index}: {detail}")
+        shown = json.dumps([_without_id(call) for call in calls], sort_keys=True, default=str) if calls else None
+        repeated = repeated + 1 if shown is not None and shown == previous else 1
+        previous = shown if shown is not None or message.get("role") == "user" else previous
+        if repeated == LOOP:
+            yield Defect("loop", f"message {index}")
+
+
+def _result(index: int, message: Mapping[str, Any], open_calls: dict[str, str], limit: int) -> Iterator[Defect]:
+    """Check a tool message, and close the call that it answers."""
+    identity, name = message.get("tool_call_id"), message.get("name")
+    if identity is not None and str(identity) in open_calls:
+        del open_calls[str(identity)]
+    elif identity is None and open_calls:
+        del open_calls[next((key for key, called in open_calls.items() if called == name), next(iter(open_calls)))]
+    else:
+        yield Defect("result_without_call", f"message {index}" + (f", tool_call_id {identity}" if identity else ""))
+    length = len(str(message.get("content") or ""))
+    if length > limit:
+        yield Defect("long_result", f"message {index}: {length} characters")
+
+
+def _call(name: str, arguments: Any, schemas: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the defects of one call: at most one kind, the first in the order of :data:`GATES`."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            yield "unreadable_arguments", f"{name}: {error}"
+            return
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        yield "unreadable_arguments", f"{name}: a {type(arguments).__name__}"
+        return
+    if not schemas:
+        return
+    if name not in schemas:
+        yield "unknown_tool", f"{name}; the row has {', '.join(schemas)}"
+        return
+    parameters = schemas[name].get("parameters") or {"type": "object"}
+    present = {
+        key: value for key, value in arguments.items() if value is not None
+    }  # parquet fills absent keys with null
+    error = next(iter(_validator(json.dumps(parameters, sort_keys=True, default=str)).iter_errors(present)), None)
+    if error is not None:
+        yield "unfit_arguments", f"{name}: {error.message[:160]}"
+
+
+def _pair(row: Row, keys: tuple[str, str]) -> Iterator[Defect]:
+    """Compare the messages before the first answer of two whole conversations."""
+    before = []
+    for key in keys:
+        messages = messages_of(row, key)
+        roles = [message.get("role") for message in messages]
+        if "assistant" not in roles or roles[0] == "assistant":
+            return
+        first = roles.index("assistant")
+        before.append([(m.get("role"), m.get("content")) for m in messages[:first]])
+    if before[0] != before[1]:
+        yield Defect("different_prompts", f"{len(before[0])} and {len(before[1])} messages before the first answer")
+
+
+def _by_name(row: Row) -> dict[str, Any]:
+    named = {}
+    for name, tool in schemas_of_row(row):
+        if name is not None:
+            named[name] = tool.get("function", tool)
+    return named
+
+
+def _is_mute(schema: Mapping[str, Any]) -> bool:
+    return len(str(schema.get("description") or "").strip()) < SHORTEST_DESCRIPTION
+
+
+def _without_id(call: Any) -> Any:
+    return {name: part for name, part in call.items() if name != "id"} if isinstance(call, Mapping) else call
+
+
+@lru_cache(maxsize=1024)
+def _validator(schema: str) -> Any:
+    import jsonschema.validators
+
+    parsed = json.loads(schema)
+    kind = jsonschema.validators.validator_for(parsed, default=jsonschema.Draft202012Validator)
+    return kind(parsed)
+
 
 _SCHEMA = Problem(
     "R35",

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hone.insight.detectors.base import Alert, Cause, Detector, Settings, render_alert
-from hone.insight.detectors.learning import CriticLag, EngineMismatch, GradientSpike, ZeroGradient
-from hone.insight.detectors.ratios import ClipFraction, PolicyKL, RatioExplosion, ReferenceKL
-from hone.insight.detectors.rewards import AdvantageShift, FlatReward, RewardHacking, ZeroReward
-from hone.insight.detectors.running import MemoryGrowth, SlowSteps, ToolCalls
-from hone.insight.detectors.texts import EntropyCollapse, EntropyRise, ResponseLength
+from hone.insight.detectors.learning import (
+    ClipFraction,
+    CriticLag,
+    EngineMismatch,
+    EntropyCollapse,
+    EntropyRise,
+    GradientSpike,
+    PolicyKL,
+    RatioExplosion,
+    ReferenceKL,
+    ResponseLength,
+    ZeroGradient,
+)
+from hone.insight.detectors.rewards import (
+    AdvantageShift,
+    FlatReward,
+    MemoryGrowth,
+    RewardHacking,
+    SlowSteps,
+    ToolCalls,
+    ZeroReward,
+)
 
 __all__ = ["DETECTORS", "Alert", "Cause", "Detector", "build_detectors", "render_alert"]
 

@@ -1,14 +1,31 @@
-"""Detectors of gradients, of the critic, and of the gap between engine and trainer."""
+"""Detectors of the policy: gradients, the critic, the gap to the engine, ratios and KL, entropy and length of responses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from statistics import fmean, median, pstdev
 from typing import Any
 
-from hone.insight.detectors.base import ERROR, WARNING, Cause, Detector, Metrics, Settings, Symptom
-from hone.insight.detectors.causes import ACTOR, learning_rate_key, setting, slower, trains_policy, tuning
-from hone.insight.detectors.series import Baseline, Streak, fmean, median, pstdev, window
+from hone.insight.detectors.base import (
+    ACTOR,
+    ERROR,
+    WARNING,
+    Baseline,
+    Cause,
+    Detector,
+    Metrics,
+    Reward,
+    Settings,
+    Streak,
+    Symptom,
+    learning_rate_key,
+    setting,
+    slower,
+    trains_policy,
+    tuning,
+    window,
+)
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -257,3 +274,342 @@ class CriticLag(Detector):
     def concern(self, record: Mapping[str, Any]) -> float:
         pairs = zip(record["values"] or (), record["returns"] or (), strict=False)
         return max((abs(value - target) for value, target in pairs), default=0.0)
+
+
+class _Moves(Detector):
+    """Detector whose samples are those with the largest change of log-probs."""
+
+    columns = ("old_log_probs", "new_log_probs")
+
+    def concern(self, record: Mapping[str, Any]) -> float:
+        old, new = record["old_log_probs"] or (), record["new_log_probs"] or ()
+        return max((abs(after - before) for before, after in zip(old, new, strict=False)), default=0.0)
+
+
+class RatioExplosion(_Moves):
+    """The ratio of the policy to the one that sampled is far from 1."""
+
+    name = "ratio_explosion"
+    question = "Why does the ratio explode?"
+    changes = "tokens and masks of a loop of your own, `rollout_correction.rollout_is`, `async_training.max_staleness`; then the order above, with a tenth of the rate"
+    reads = ("actor/ratio/mean", "actor/ratio/max")
+    fires = (
+        "the mean ratio is outside 0.5 to 2 or a token's ratio is above 1000 (TRL: too drastic), or above 20 (verl notes: broken) in 3 "
+        "steps in a row"
+    )
+    why = "clipped tokens teach nothing, and unclipped ones move the policy by noise"
+    mean, largest, drastic = (0.5, 2.0), 20.0, 1000.0
+    first_ratio, engine_gap = 0.05, 0.01  # invariant D-ratio in bfloat16; verl's FAQ: a problem
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._streak = Streak()
+
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        mean, largest = metrics.get("actor/ratio/mean", 1.0), metrics.get("actor/ratio/max", 1.0)
+        sound = self.mean[0] <= mean <= self.mean[1] and largest <= self.drastic
+        if self._streak.add(not largest <= self.largest) < 3 and sound:
+            return None
+        what = f"the ratio of the policy to the one that sampled is {mean:.3g} on average and {largest:.3g} at most"
+        return Symptom(WARNING if sound else ERROR, what, tuple(self._causes(metrics)))
+
+    def _causes(self, metrics: Metrics) -> Iterator[Cause]:
+        first = metrics.get("actor/first_ratio_max_abs_log", 0.0)
+        gap, age = metrics.get("training/rollout_probs_diff_mean", 0.0), metrics.get("training/staleness", 0.0)
+        if first > self.first_ratio:
+            yield Cause(
+                f"|log ratio| is {first:.3g} in the first update, where it should be 0: the tokens, the mask, the temperature or the "
+                "weights are not those of sampling",
+                "look for D-ratio and D-ids in the log; a loop of your own must not change tokens or masks",
+            )
+        if gap > self.engine_gap:
+            bypass = self.settings.get(f"{_CORRECTION}.bypass_mode")
+            fix = f"{_CORRECTION}.bypass_mode=false" if bypass else f"{_CORRECTION}.rollout_is=token"
+            evidence = (
+                f"probabilities of engine and trainer differ by {gap:.3g} on average (sound: below {self.engine_gap:g})"
+            )
+            yield Cause(evidence, f"check rollout/canary_gap; {fix}")
+        if age > 0:
+            evidence = f"tokens are up to {age:g} weight updates old (mean {metrics.get('async/age/mean', 0.0):.3g})"
+            yield Cause(evidence, "trainer.async_training.max_staleness=0, or a rollout correction")
+        if first <= self.first_ratio:
+            norm, key = metrics.get("actor/grad_norm", 0.0), learning_rate_key(self.settings)
+            rate, epochs = setting(self.settings, key, 1e-6), setting(self.settings, f"{ACTOR}.ppo_epochs", 1)
+            one = f" {ACTOR}.ppo_epochs=1" if epochs > 1 else ""
+            seen = f"|log ratio| is {first:.3g} in the first update, so later updates of the step move the policy; gradient norm {norm:.3g}"
+            if largest_per_update := metrics.get("actor/pg_clipfrac"):
+                seen += f", {largest_per_update:.0%} of the tokens are clipped"
+            steps = list(tuning(self.settings, seen))
+            # the ratio is far off: the rate goes down tenfold (verl notes: 1e-5 -> 1e-6), not by half
+            drastic = Cause(f"the learning rate is {rate:.3g}; {seen}", f"{slower(self.settings, 10)}{one}")
+            yield from (drastic if step.fix == slower(self.settings) else step for step in steps)
+
+
+class ClipFraction(_Moves):
+    """Most tokens are clipped."""
+
+    name = "clip_fraction"
+    question = "Are too many tokens clipped?"
+    changes = "the order above"
+    reads = ("actor/pg_clipfrac",)
+    fires = "more than 0.5 (error: 0.8) of the tokens are clipped in 3 steps in a row (agent-loop notes: above 0.5 is too aggressive)"
+    why = "clipped tokens have no gradient: most of the batch teaches nothing"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._streak = Streak()
+
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        share = metrics["actor/pg_clipfrac"]
+        if self._streak.add(share > 0.5) < 3:
+            return None
+        lower = metrics.get("actor/pg_clipfrac_lower", 0.0)
+        what = f"{share:.0%} of the tokens are clipped, {lower:.0%} at the dual-clip bound"
+        return Symptom(
+            ERROR if share > 0.8 else WARNING, what, tuple(tuning(self.settings, f"{share:.0%} are clipped"))
+        )
+
+
+class PolicyKL(_Moves):
+    """The policy moves far within a step."""
+
+    name = "policy_kl"
+    question = "Is a step too large?"
+    changes = "the order above"
+    reads = ("actor/ppo_kl",)
+    fires = (
+        "|KL of the old and the new policy| is above 0.1 (error: 0.5) in 3 steps in a row (agent-loop notes: below 0.1)"
+    )
+    why = "ratios far from 1 make the clipped objective a poor estimate of the improvement"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._streak = Streak()
+
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        kl = metrics["actor/ppo_kl"]
+        if self._streak.add(not abs(kl) <= 0.1) < 3:
+            return None
+        causes = tuple(tuning(self.settings, f"the KL of a step is {kl:.3g} nats"))
+        severity = WARNING if abs(kl) <= 0.5 else ERROR
+        return Symptom(severity, f"the policy moves by {kl:.3g} nats in a step (actor/ppo_kl)", causes)
+
+
+class ReferenceKL(_Moves):
+    """The KL to the reference policy jumps while the reward does not rise, or is negative for long."""
+
+    name = "reference_kl"
+    question = "Why does the KL to the reference blow up?"
+    changes = "the order above, with a larger KL weight before the rate"
+    reads = ("actor/kl_loss", "actor/reward_kl_penalty")
+    fires = (
+        "in 3 steps in a row the KL is above 0.01, 2 x the mean of the last 100 steps and 3 (error: 4.5) standard deviations over it "
+        "(rlwatch: z-score), and the reward does not rise; or it is below -0.01 for 20 steps; or it is not finite"
+    )
+    why = "the policy leaves its reference without earning more: general abilities and readable text are lost"
+    warm_up = 20
+    columns = ("old_log_probs", "ref_log_probs")
+    floor = 0.01
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._past, self._reward = window(100), Reward(20)
+        self._jumps, self._negative = Streak(), Streak()
+
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        name = next(name for name in self.reads if name in metrics)
+        kl = metrics[name]
+        self._reward.add(metrics)
+        if not math.isfinite(kl):
+            return Symptom(ERROR, f"{name} is {kl}", tuple(tuning(self.settings, "exp of a log-ratio overflows")))
+        mean, deviation = (fmean(self._past), pstdev(self._past)) if self._past else (0.0, 0.0)
+        score = (kl - mean) / deviation if deviation else 0.0
+        jumps = len(self._past) >= 20 and kl > max(self.floor, 2 * mean) and score > 3
+        if not jumps:
+            self._past.append(kl)
+        if self._negative.add(kl < -self.floor) >= 20:
+            return Symptom(WARNING, f"{name} is {kl:.3g} and was negative for 20 steps", (_DIFFERENT,))
+        if self._jumps.add(jumps) < 3 or self._reward.rises:
+            return None
+        falls = self._reward.falls
+        then = (
+            "falls: stop, and go back to an earlier checkpoint" if falls else "is flat: the run has little left to gain"
+        )
+        what = f"{name} is {kl:.3g}, {score:.1f} standard deviations above its mean {mean:.3g}, and the reward {then}"
+        causes = tuple(self._causes(f"the KL is {kl / mean:.1f} times its mean" if mean > 0 else f"the KL is {kl:.3g}"))
+        return Symptom(ERROR if score > 4.5 or falls else WARNING, what, causes)
+
+    def _causes(self, seen: str) -> Iterator[Cause]:
+        key = f"{ACTOR}.kl_loss_coef" if self.settings.get(f"{ACTOR}.use_kl_loss") else "algorithm.kl_ctrl.kl_coef"
+        weight = setting(self.settings, key, 0.001)
+        for step in tuning(self.settings, seen):
+            if learning_rate_key(self.settings) in step.fix:  # clip and KL come before the learning rate
+                yield Cause(f"the KL penalty has weight {weight:g}; {seen}", f"{key}={max(0.001, 10 * weight):.3g}")
+            yield step
+
+    def concern(self, record: Mapping[str, Any]) -> float:
+        old, reference = record["old_log_probs"] or (), record["ref_log_probs"] or ()
+        return max((abs(one - other) for one, other in zip(old, reference, strict=False)), default=0.0)
+
+
+_DIFFERENT = Cause(
+    "policy and reference differ in temperature, end-of-sequence token or template (sampling noise alone changes sign)",
+    "compare actor_rollout_ref.rollout.temperature and the tokenizer of both; algorithm.kl_penalty=low_var_kl is never negative",
+)
+
+
+class _Entropy(Detector):
+    """Detector that compares the entropy with the mean of the first 20 steps."""
+
+    reads = ("actor/entropy",)
+    warm_up = 20
+    columns = ("entropy",)
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._baseline, self._first_reward = Baseline(), Baseline()
+        self._latest, self._reward, self._streak = window(10), Reward(40), Streak()
+
+    def _ready(self, metrics: Metrics) -> bool:
+        """Add a step; return whether the baseline is complete."""
+        self._reward.add(metrics)
+        if "critic/score/mean" in metrics:
+            self._first_reward.add(metrics["critic/score/mean"])
+        self._latest.append(metrics["actor/entropy"])
+        return self._baseline.add(metrics["actor/entropy"])
+
+
+class EntropyCollapse(_Entropy):
+    """The entropy falls far below its start while the reward does not rise."""
+
+    name = "entropy_collapse"
+    question = "Does the entropy collapse?"
+    changes = "the order above, with `clip_ratio_high=0.28` before the rate; `algorithm.filter_groups.enable`"
+    fires = (
+        "the mean of 10 steps is less than 0.5 (error: 0.2) of the mean of the first 20 steps (proposal; absolute floors differ by "
+        "model), and the reward neither rose over 40 steps nor is near the best score"
+    )
+    why = "all responses to a prompt become alike: groups have equal rewards, and nothing new is tried"
+
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        start = self._baseline.mean
+        if not self._ready(metrics) or start <= 0:
+            return None
+        share = fmean(self._latest) / start
+        means = list(self._reward.means)[-10:]
+        learned = bool(means) and fmean(means) > self._first_reward.mean + 0.05 * (
+            self._reward.highest - self._reward.lowest
+        )
+        gains = self._reward.rises or self._reward.solved or (learned and share >= 0.2)
+        if self._streak.add(share < 0.5 and not gains) < 3:
+            return None
+        what = f"the entropy is {fmean(self._latest):.3g} nats, {share:.0%} of its start ({start:.3g}), and the reward is flat"
+        causes = tuple(self._causes(f"the entropy fell to {share:.0%}", metrics))
+        return Symptom(ERROR if share < 0.2 else WARNING, what, causes)
+
+    def _causes(self, seen: str, metrics: Metrics) -> Iterator[Cause]:
+        high = setting(self.settings, f"{ACTOR}.clip_ratio_high")
+        low = setting(self.settings, f"{ACTOR}.clip_ratio", 0.2)
+        for step in tuning(self.settings, seen):
+            if step.fix.startswith(f"{ACTOR}.clip_ratio_high="):
+                continue  # a lower clip holds unlikely tokens down even more
+            if learning_rate_key(self.settings) in step.fix and (high is None or high <= low):
+                yield Cause(
+                    f"the upper clip ({low:g}) holds unlikely tokens down", f"{ACTOR}.clip_ratio_high=0.28"
+                )  # DAPO, arXiv 2503.14476
+            yield step
+        equal = metrics.get("reward/zero_std_group_ratio", 0.0)
+        yield Cause(
+            f"{equal:.0%} of the groups have equal rewards", "algorithm.filter_groups.enable=true, or other rows"
+        )
+
+    def concern(self, record: Mapping[str, Any]) -> float:
+        return -fmean(record["entropy"]) if record["entropy"] else -1e9
+
+
+class EntropyRise(_Entropy):
+    """The entropy grows to a multiple of its start."""
+
+    name = "entropy_rise"
+    question = "Why does the entropy rise?"
+    changes = "`entropy_coeff`, `reward.overlong_buffer.enable`; then the order above"
+    fires = "the mean of 10 steps exceeds 2 x the mean of the first 20 steps and 0.1 nats (proposal), and the reward does not rise"
+    why = "the policy becomes random: long repetitive text follows"
+    floor = 0.1
+
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        start = self._baseline.mean
+        if not self._ready(metrics):
+            return None
+        level = fmean(self._latest)
+        if self._streak.add(level > max(2 * start, self.floor) and not self._reward.rises) < 3:
+            return None
+        cut = metrics.get("response_length/clip_ratio", 0.0)
+        causes = list(tuning(self.settings, f"the entropy rose from {start:.3g} to {level:.3g} nats"))
+        if cut > 0.05:  # more than 5 % of over-long samples in training (verl#2738)
+            fix = "reward.overlong_buffer.enable=true, or a larger data.max_response_length"
+            causes.insert(0, Cause(f"{cut:.0%} of the responses are cut and trained on", fix))
+        bonus = setting(self.settings, f"{ACTOR}.entropy_coeff", 0.0)
+        if bonus > 0:
+            causes.insert(0, Cause(f"the loss pays for entropy with weight {bonus:g}", f"{ACTOR}.entropy_coeff=0"))
+        return Symptom(WARNING, f"the entropy is {level:.3g} nats, at the start it was {start:.3g}", tuple(causes))
+
+    def concern(self, record: Mapping[str, Any]) -> float:
+        return fmean(record["entropy"]) if record["entropy"] else -1e9
+
+
+class ResponseLength(Detector):
+    """Responses are cut, or their length changes by half while the reward does not rise."""
+
+    name = "response_length"
+    question = "Why do responses get long, short or cut?"
+    changes = (
+        "`data.max_response_length`, `reward.overlong_buffer.enable`, terms of the reward, `optim.lr`, `loss_agg_mode`"
+    )
+    reads = ("response_length/mean", "response_length/clip_ratio")
+    fires = (
+        "more than 0.1 (error: 0.3) of the responses of 10 steps are cut; or after 10 steps their mean length grew or fell by half in 20 steps; the "
+        "reward does not rise meanwhile (proposals)"
+    )
+    why = "a cut response has no answer, and a length that moves without the reward shows that the loss or the reward pays for it"
+    warm_up = 10
+    columns = ("response_ids",)
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._cut, self._lengths, self._reward = window(10), window(20), Reward(20)
+
+    def examine(self, metrics: Metrics) -> Symptom | None:
+        self._reward.add(metrics)
+        if self._steps > self.warm_up:  # before, the policy learns the format of an answer
+            self._lengths.append(metrics["response_length/mean"])
+        self._cut.append(metrics.get("response_length/clip_ratio", 0.0))
+        cut, limit = fmean(self._cut), setting(self.settings, "data.max_response_length", 0)
+        if self._reward.rises or self._reward.solved:
+            return None
+        if cut > 0.1:
+            causes = (
+                Cause(f"{cut:.0%} of the responses reach {limit} tokens", f"data.max_response_length={2 * limit}"),
+                Cause("nothing makes the policy end in time", "reward.overlong_buffer.enable=true"),
+                *self._length_causes(),
+            )
+            return Symptom(ERROR if cut > 0.3 else WARNING, f"{cut:.0%} of the responses of 10 steps are cut", causes)
+        lengths = list(self._lengths)
+        before, after = fmean(lengths[:5] or [0.0]), fmean(lengths[-5:] or [0.0])
+        if len(lengths) < 20 or before <= 0 or 0.5 < after / before < 1.5:
+            return None
+        what = f"responses went from {before:.0f} to {after:.0f} tokens in 20 steps, and the reward is flat ({self._reward.change})"
+        return Symptom(WARNING, what, tuple(self._length_causes()))
+
+    def _length_causes(self) -> Iterator[Cause]:
+        yield Cause(
+            "the reward may pay for length", "hone reward test shows each term; bound it, or divide it by the length"
+        )
+        mode = setting(self.settings, f"{ACTOR}.loss_agg_mode", "token-mean")
+        yield Cause("updates move the policy more than the reward asks", slower(self.settings))
+        other = "seq-mean-token-sum-norm"  # Dr. GRPO, arXiv 2503.20783: no length bias
+        if mode != other:
+            yield Cause(f"the loss aggregation {mode} weighs tokens by the length", f"{ACTOR}.loss_agg_mode={other}")
+
+    def concern(self, record: Mapping[str, Any]) -> float:
+        return len(record["response_ids"] or ())

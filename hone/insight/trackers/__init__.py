@@ -10,5 +10,6 @@ from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, build_tracker
 
 __all__ = ["TRACKERS", "RunInfo", "Tracker", "build_trackers"]
 
-for _name in ("console", "mlflow", "otel", "swanlab", "tensorboard", "trackio", "wandb"):
+for _name in ("console", "mlflow", "otel", "tensorboard"):
     TRACKERS.register_later(f"hone.insight.trackers.{_name}", _name)
+TRACKERS.register_later("hone.insight.trackers.services", "swanlab", "trackio", "wandb")

@@ -126,6 +126,11 @@ def register_scorer(
     return decorate
 
 
+def graded(score: float, *, right: bool, marked: bool, pred: Any) -> dict[str, Any]:
+    """Return a scorer's result: the score, whether the answer is right and in the expected place, and the answer."""
+    return {"score": float(score), "acc": float(right), "format": float(marked), "pred": pred}
+
+
 def _of_last_answer(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a scorer that reads the last answer of the text that it receives."""
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from hone.data.answers import final_answer, plain_text
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 
 MAX_CHARACTERS = 256  # maximum length of an expression in characters
 
@@ -52,7 +52,7 @@ def compute_score(
     correct = value == target
     reward = 1.0 if correct else format_score if value is not None else 0.0
     pred = None if value is None else str(value)
-    return {"score": reward, "acc": float(correct), "format": float(value is not None), "pred": pred}
+    return graded(reward, right=correct, marked=value is not None, pred=pred)
 
 
 def evaluate(expression: str, numbers: list[int]) -> Fraction | None:

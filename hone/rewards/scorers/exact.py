@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from hone.data.answers import final_answer, read_number
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 from hone.rewards.scorers.matching import truths_of
 
 
@@ -29,7 +29,7 @@ def compute_score(
     correct = bool(given) and given in truths
     if not correct and type(ground_truth) in (int, float) and (number := read_number(answer)) is not None:
         correct = number.value == Fraction(str(ground_truth))
-    return {"score": float(correct), "acc": float(correct), "format": float(marked), "pred": answer}
+    return graded(correct, right=correct, marked=marked, pred=answer)
 
 
 def normalise(text: str) -> str:

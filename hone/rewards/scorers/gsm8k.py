@@ -6,7 +6,7 @@ from typing import Any
 
 from hone.data.answers import TAIL, Number, after_hashes, find_numbers, leading_number, read_number, stated_answer
 from hone.errors import RewardError
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 
 
 @register_scorer("gsm8k", "openai/gsm8k", "gsm8k", "arithmetic", "calculator")
@@ -40,7 +40,7 @@ def compute_score(
     correct = answer is not None and answer.agrees(truth)
     reward = score if correct else format_score if answer is not None else 0.0
     pred = None if answer is None else answer.text
-    return {"score": reward, "acc": float(correct), "format": float(answer is not None), "pred": pred}
+    return graded(reward, right=correct, marked=answer is not None, pred=pred)
 
 
 def extract(text: str, method: str = "strict") -> Number | None:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from hone.data.answers import final_answer
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 
 PREFIX = "reasoning_gym/"
 
@@ -34,7 +34,7 @@ def compute_score(
     entry = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     answer, marked = final_answer(solution_str)
     score = float(_dataset(data_source.removeprefix(PREFIX)).score_answer(answer, entry))
-    return {"score": score, "acc": float(score >= 1.0), "format": float(marked), "pred": answer}
+    return graded(score, right=score >= 1.0, marked=marked, pred=answer)
 
 
 @functools.cache

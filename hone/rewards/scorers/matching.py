@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from hone.data.answers import TAIL, chosen_letter, final_answer, find_numbers, read_number, tagged_answer
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 
 MAX_TAGS = 10  # maximum number of answer tags; a response with more is guessing
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -32,7 +32,7 @@ def f1_score(
     """
     answer, marked = final_answer(solution_str)
     best = max(_f1(squad_normal(answer), squad_normal(truth)) for truth in truths_of(ground_truth))
-    return {"score": best, "acc": float(best == 1.0), "format": float(marked), "pred": answer[:200]}
+    return graded(best, right=best == 1.0, marked=marked, pred=answer[:200])
 
 
 @register_scorer("search_em", "searchR1_*", "search_em")
@@ -63,7 +63,7 @@ def search_em_score(
     score = 1.0 if right else format_score if answer is not None else 0.0
     if max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MAX_TAGS:
         score /= 4
-    return {"score": score, "acc": float(right), "format": float(answer is not None), "pred": given or None}
+    return graded(score, right=right, marked=answer is not None, pred=given or None)
 
 
 @register_scorer("multiple_choice", "multiple_choice", "mmlu*", "arc*", "gpqa*", "commonsense_qa", "cais/mmlu*")
@@ -83,12 +83,7 @@ def multiple_choice_score(
     """
     truth = _letter_of(ground_truth)
     letter = chosen_letter(solution_str)
-    return {
-        "score": float(letter == truth),
-        "acc": float(letter == truth),
-        "format": float(letter is not None),
-        "pred": letter,
-    }
+    return graded(letter == truth, right=letter == truth, marked=letter is not None, pred=letter)
 
 
 @register_scorer("number", "number", "numeric")
@@ -112,15 +107,11 @@ def number_score(
     whole = read_number(answer)
     given = whole or next(reversed(find_numbers(answer)), None)
     if given is None:
-        return {"score": 0.0, "acc": 0.0, "format": 0.0, "pred": None}
+        return graded(0.0, right=False, marked=False, pred=None)
     error = float(abs(given.value - truths[0].value) / max(abs(truths[0].value), Fraction(1, 10**12)))
     right = error <= tolerance or given.agrees(truths[0])
-    return {
-        "score": 1.0 if right else partial * max(0.0, 1.0 - error),
-        "acc": float(right),
-        "format": 1.0,
-        "pred": float(given.value),
-    }
+    score = 1.0 if right else partial * max(0.0, 1.0 - error)
+    return graded(score, right=right, marked=True, pred=float(given.value))
 
 
 def truths_of(ground_truth: Any) -> list[str]:

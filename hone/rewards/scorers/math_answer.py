@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from hone.data.answers import TAIL, boxed, final_answer, same_answer
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 
 
 def _installed() -> bool:
@@ -46,13 +46,7 @@ def compute_score(
     if correct is None:
         correct = _installed() and _verify(answer, truth, marked)
     verifier = "math-verify" if _installed() else "exact"
-    return {
-        "score": float(correct),
-        "acc": float(correct),
-        "format": float(marked),
-        "pred": answer[:200],
-        "verifier": verifier,
-    }
+    return graded(correct, right=correct, marked=marked, pred=answer[:200]) | {"verifier": verifier}
 
 
 def _verify(answer: str, truth: str, marked: bool) -> bool:

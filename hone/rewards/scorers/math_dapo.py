@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.data.answers import boxed, plain_text, same_answer, stated_answer
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 
 
 @register_scorer("math_dapo", "math_dapo", "math_dapo_*")
@@ -32,12 +32,7 @@ def compute_score(
     stated = None if strict_box_verify else stated_answer(solution_str, colon=True)
     answer = boxed(solution_str) if stated is None else stated
     correct = same_answer(_result(answer or ""), _result(str(ground_truth))) is True
-    return {
-        "score": 1.0 if correct else wrong,
-        "acc": float(correct),
-        "format": float(answer is not None),
-        "pred": answer,
-    }
+    return graded(1.0 if correct else wrong, right=correct, marked=answer is not None, pred=answer)
 
 
 def _result(answer: str) -> str:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from hone.data.answers import tagged_answer
-from hone.rewards.scorers.base import register_scorer
+from hone.rewards.scorers.base import graded, register_scorer
 
 MAX_CHARACTERS = 100_000  # maximum length of JSON text in characters
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -46,13 +46,8 @@ def compute_score(
         raise ValueError(f"the schema is not a JSON schema: {error.message}") from None
     has_json, value = find_json(solution_str)
     problem = next((error.message for error in checker(required).iter_errors(value)), None) if has_json else "no JSON"
-    return {
-        "score": 1.0 if problem is None else valid_score if has_json else 0.0,
-        "acc": float(problem is None),
-        "format": float(has_json),
-        "pred": value,
-        "fault": problem and problem[:200],
-    }
+    score = 1.0 if problem is None else valid_score if has_json else 0.0
+    return graded(score, right=problem is None, marked=has_json, pred=value) | {"fault": problem and problem[:200]}
 
 
 def find_json(text: str) -> tuple[bool, Any]:

@@ -21,7 +21,7 @@ from support.sandboxes import EVERY, LIMITS, MISSING, WORKING
 from hone.errors import ConfigError
 from hone.rewards.sandbox import Ending
 from hone.rewards.sandbox.backends import PROTECTIONS, Backend, execute
-from hone.rewards.sandbox.choice import choose
+from hone.rewards.sandbox.runner import choose
 from hone.rewards.sandbox.system_calls import SIGNALS, landlock_version, system_call_filter
 
 pytestmark = pytest.mark.application("hone/rewards/sandbox")
@@ -188,7 +188,7 @@ def test_without_filter_or_landlock_a_backend_says_what_it_lacks() -> None:
 def test_what_is_required_and_lacking_is_refused(weak: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     backend = dataclasses.replace(WORKING["process"], **weak)  # type: ignore[arg-type]
     assert execute(backend, "print(1)", "", {}, LIMITS).stdout == "1\n"
-    monkeypatch.setattr("hone.rewards.sandbox.choice.available", lambda: ({"process": backend}, {}))
+    monkeypatch.setattr("hone.rewards.sandbox.runner.available", lambda: ({"process": backend}, {}))
     assert choose("process", [name for name in PROTECTIONS if name not in backend.unprotected]) is backend
     with raises(ConfigError, "process", "memory", where="reward.sandbox.require"):
         choose("process", ["memory"])

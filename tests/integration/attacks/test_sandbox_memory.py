@@ -222,7 +222,7 @@ time.sleep(2); print('fine')"""
 UNTRACED = """
 import sys
 sys.path[:0] = {path}
-from hone.rewards.sandbox.choice import available
+from hone.rewards.sandbox.runner import available
 from hone.rewards.sandbox.backends import execute
 from hone.rewards.sandbox.limits import Limits
 for name, backend in available()[0].items():

@@ -30,7 +30,7 @@ from hone.data.trajectories import is_broken
 from hone.data.types import Sample, Trajectory
 from hone.generation.protocol import SamplingParams
 from hone.insight.coverage import CoverageLedger
-from hone.insight.step_lines import StepLines
+from hone.insight.run_files import StepLines
 from hone.trainers.group_buffer import Group, GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.rollouter import Rollouter

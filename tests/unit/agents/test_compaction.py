@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.agents import ScriptedEngine, call, play, sample, setting
 
-from hone.agents.compaction import REMOVED, SUMMARY, Compactor, latest_turns
+from hone.agents.chat import REMOVED, SUMMARY, Compactor, latest_turns
 from hone.agents.prompts import tools_of
 from hone.agents.tools.base import Tool
 from hone.config.agents import CompactionConfig, MultiTurnConfig

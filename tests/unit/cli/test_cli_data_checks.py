@@ -14,7 +14,7 @@ from support.messages import raises
 from support.preflight import rows, write_rows
 from typer.testing import CliRunner
 
-from hone.apps.lab.data.html_report import histogram
+from hone.apps.lab.data.inspection import histogram
 from hone.cli.data import app
 from hone.data.checks import check_calls, overlong_prompts, prompt_lengths, tool_schemas
 from hone.data.convert import GROUND_TRUTHS
@@ -31,7 +31,7 @@ def run(*words):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    from hone.apps.lab.data.train_tokenizer import train_tokenizer
+    from hone.apps.lab.data.inspection import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?"}) + "\n")

@@ -13,7 +13,7 @@ from support.templates.page import models_page, report
 from typer.testing import CliRunner
 
 from hone.agents.rendering.verdict import Outcome
-from hone.apps.lab.data.train_tokenizer import train_tokenizer
+from hone.apps.lab.data.inspection import train_tokenizer
 from hone.cli.data import app
 from hone.errors import ConfigError, DataError
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from hone.apps.lab.rewards.bench_report import histogram, text_histogram
 from hone.cli.reward import app
-from hone.data.scored_rows import scored_rows
+from hone.data.prompts import scored_rows
 from hone.errors import HoneError
 from hone.rewards.probes import golden, ordinary, solve, traps
 

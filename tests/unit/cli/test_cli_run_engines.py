@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from hone.cli.runs import app
 from hone.errors import HoneError
-from hone.insight.replica_requests import REQUEST, ReplicaAnswer, ReplicaRequest, take_request, write_answer
 from hone.insight.run_directory import RunDirectory
+from hone.insight.stop_requests import REQUEST, ReplicaAnswer, ReplicaRequest, take_request, write_answer
 
 SERVED = "actor_rollout_ref: {rollout: {name: native, num_replicas: 1}}"
 ROW = {"replica": 0, "worker": 0, "state": "serving", "requests": 3, "limit": 64, "version": 7, "starts": 1, "problem": ""}  # fmt: skip

@@ -9,7 +9,7 @@ from support.chat_templates import assistant, user
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory) -> Path:
-    from hone.apps.lab.data.train_tokenizer import train_tokenizer
+    from hone.apps.lab.data.inspection import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = ["How many apples does Anna have? ", "7+12=19\n#### 19", "\n\n\n\n", "hello there, world", "  a  b"] * 5

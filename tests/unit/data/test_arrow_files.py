@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 
 from hone.data.files import read_all, read_rows
-from hone.data.prompts import NO_SOURCE
-from hone.data.scored_rows import scored_rows
+from hone.data.prompts import NO_SOURCE, scored_rows
 from hone.errors import DataError
 
 ROWS = [{"prompt": f"p{number}", "n": number} for number in range(5)]

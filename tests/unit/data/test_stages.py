@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from support.messages import raises
 
 from hone.config.data import DataConfig, SamplerConfig
-from hone.data.curriculum import make_sampler
-from hone.data.stages import RowFacts, StagedSampler, StageSpec, read_stages, rows_of_stages
+from hone.data.curriculum import RowFacts, StagedSampler, StageSpec, make_sampler, read_stages, rows_of_stages
 from hone.data.types import Sample
 from hone.errors import CheckpointError, ConfigError, DataError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
 
-from hone.apps.lab.data.train_tokenizer import train_tokenizer
+from hone.apps.lab.data.inspection import train_tokenizer
 from hone.data.chat import encode_texts, render_texts, token_counts
 from hone.data.chat_formats import CHAT_FORMATS
 from hone.data.tokenizer import load_tokenizer

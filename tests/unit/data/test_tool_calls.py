@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hone.cli.data import app
 from hone.data.checks import check_calls, read_gates
-from hone.data.checks.tool_calls import GATES, PROBLEMS
+from hone.data.checks.tools import GATES, PROBLEMS
 from hone.data.files import Row
 from hone.errors import ConfigError
 

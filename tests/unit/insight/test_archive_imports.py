@@ -17,10 +17,8 @@ from support.messages import raises
 from typer.testing import CliRunner
 
 from hone.apps.lab.compare import find_run
-from hone.apps.lab.imported_runs import import_rollouts
-from hone.apps.lab.importers import IMPORTERS
-from hone.apps.lab.rewards.mine_pairs import mine_pairs
-from hone.apps.lab.rewards.stored import stored_episodes
+from hone.apps.lab.importers import IMPORTERS, import_rollouts
+from hone.apps.lab.rewards.comparison import mine_pairs, stored_episodes
 from hone.apps.lab.samples import SampleQuery, read_samples
 from hone.cli.archive import app
 from hone.errors import DataError

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from support.coverage_runs import changed, invented, write_run
 from support.examples import examples
 
-from hone.apps.lab.coverage.report import coverage_report, fates_by_epoch, never_trained
+from hone.apps.lab.coverage import coverage_report, fates_by_epoch, never_trained
 from hone.errors import HoneError
-from hone.insight.coverage import CoverageLedger, Fate, Stage, coverage_metrics
-from hone.insight.coverage.reading import read_coverage
+from hone.insight.coverage import CoverageLedger, Fate, Stage, coverage_metrics, read_coverage
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
 

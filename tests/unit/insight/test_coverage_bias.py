@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from support.coverage_runs import Drop, changed, invented
 
-from hone.apps.lab.coverage.report import Comparison, bias_words, compare_dropped
-from hone.insight.coverage import EQUAL_ANSWERS
-from hone.insight.coverage.reading import EndedDraw
+from hone.apps.lab.coverage import Comparison, bias_words, compare_dropped
+from hone.insight.coverage import EQUAL_ANSWERS, EndedDraw
 
 pytestmark = pytest.mark.application("hone/insight/coverage", "hone/apps/lab")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.apps.lab.chrome_trace import chrome_trace, nested_lanes, write_chrome_trace
+from hone.apps.lab.profile import chrome_trace, nested_lanes, write_chrome_trace
 from hone.insight import activity, timeline
 from hone.insight.timeline import FOLDER, DoneSpan, ProcessTimeline, Recorder, read_timeline
 

@@ -9,8 +9,7 @@ import pytest
 from support.archives import archive
 
 from hone.apps.lab.compare import Run
-from hone.apps.lab.triage.episodes import KINDS, Bar, Bucket, Kind, first_failure, has_failed
-from hone.apps.lab.triage.report import Triage, markdown, triage
+from hone.apps.lab.triage import KINDS, Bar, Bucket, Kind, Triage, first_failure, has_failed, markdown, triage
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SETTINGS = {

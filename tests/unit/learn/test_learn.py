@@ -9,8 +9,8 @@ import pytest
 from support.messages import raises
 
 from hone.apps.learn import texts
-from hone.apps.learn.pages import CHECK_BOXES, WEEKS
 from hone.apps.learn.progress import ENTRIES, NEEDS, Progress, read_progress, write_progress
+from hone.apps.learn.texts import COURSE
 from hone.apps.learn.work import CHECKS, Refused, Work
 from hone.cli.main import main
 from hone.errors import HoneError
@@ -59,19 +59,19 @@ def test_an_entry_is_a_way_over_30_days(entry) -> None:
 
 
 def test_the_notes_and_the_path_are_covered() -> None:
-    assert {part: len(listed) for part, listed in CHECK_BOXES.items()} == {
+    assert {part: len(listed) for part, listed in COURSE["check_boxes"].items()} == {
         "first_run": 5,
         "data": 4,
         "algorithms": 4,
         "reward": 5,
         "agents": 4,
     }
-    for part, listed in CHECK_BOXES.items():
+    for part, listed in COURSE["check_boxes"].items():
         for _, _, names in listed:
             assert all(ALL[name].part == part for name in names.split())
     new = {stop.box: stop for stop in ENTRIES["new"].stops}
     assert set(new) == set(ALL), "the first entry has every box"
-    for week, _, names in WEEKS:
+    for week, _, names in COURSE["weeks"]:
         assert all(new[name].week == int(week) for name in names.split())
 
 

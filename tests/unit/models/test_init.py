@@ -7,7 +7,7 @@ import torch
 from support.messages import raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hone.apps.lab.data.train_tokenizer import train_tokenizer
+from hone.apps.lab.data.inspection import train_tokenizer
 from hone.errors import ConfigError, ModelError
 from hone.models.init import IMAGE_MODELS, find_config, init_model, parse_size
 from hone.models.registry import ARCHITECTURES

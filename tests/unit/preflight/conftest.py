@@ -24,7 +24,7 @@ def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small tokenizer with the chatml template."""
-    from hone.apps.lab.data.train_tokenizer import train_tokenizer
+    from hone.apps.lab.data.inspection import train_tokenizer
 
     folder = tmp_path_factory.mktemp("preflight")
     (folder / "text.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?"}) + "\n")

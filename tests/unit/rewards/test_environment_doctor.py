@@ -14,9 +14,7 @@ from hone.config.reward import CustomRewardConfig, DoctorConfig, RewardConfig
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import DataError
-from hone.rewards.doctor import EnvironmentDoctor
-from hone.rewards.doctor.doctor import FILE, QUARANTINE, Finding, Prober
-from hone.rewards.doctor.history import History
+from hone.rewards.doctor import FILE, QUARANTINE, EnvironmentDoctor, Finding, History, Prober
 from hone.rewards.outcome import to_score
 from hone.rewards.score import Cause, Score
 from hone.trainers.inputs import read_quarantine

@@ -10,7 +10,7 @@ from support.archives import archive
 from support.examples import examples
 from support.messages import raises
 
-from hone.apps.lab.rewards.mine_pairs import mine_pairs, write_pairs
+from hone.apps.lab.rewards.comparison import mine_pairs, write_pairs
 from hone.errors import DataError, HoneError
 from hone.insight.archive.write import step_file
 

@@ -26,7 +26,7 @@ from hone.errors import ConfigError, RewardError
 from hone.generation.protocol import Completion, SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.insight.metrics import MetricStore
-from hone.insight.step_lines import StepLines
+from hone.insight.run_files import StepLines
 from hone.rewards.score import Cause, Score
 from hone.trainers.batch_ops import group_means, values_of
 from hone.trainers.group_buffer import GroupBuffer

@@ -10,7 +10,7 @@ import torch
 from support.messages import mentioned, raises
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from hone.apps.lab.data.train_tokenizer import train_tokenizer
+from hone.apps.lab.data.inspection import train_tokenizer
 from hone.cluster.context import WorkerContext
 from hone.cluster.reward_model import RewardModelWorker
 from hone.config.feedback import RewardModelUseConfig
@@ -21,7 +21,7 @@ from hone.data.chat import render_prompt
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
-from hone.rewards.no_verdict import no_verdict_metrics
+from hone.rewards.outcome import no_verdict_metrics
 from hone.rewards.score import Cause, Score
 from hone.trainers.judged_rewards import JudgedRewards
 

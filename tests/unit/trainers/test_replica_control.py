@@ -16,7 +16,7 @@ from hone.cluster.rollout import RolloutWorker, merged_metrics
 from hone.config import RLConfig, load_config
 from hone.generation.build import replica_limit
 from hone.generation.pool import EnginePool
-from hone.insight.replica_requests import REQUEST, ReplicaAnswer, ReplicaRequest, read_answer, send_request
+from hone.insight.stop_requests import REQUEST, ReplicaAnswer, ReplicaRequest, read_answer, send_request
 from hone.trainers import replica_control
 from hone.trainers.replica_control import replica_requests
 

@@ -7,7 +7,7 @@ import pytest
 from support.templates import tokenizer
 from support.tool_model import NAME
 
-from hone.agents.serving.options import OPTIONS, named_by_options
+from hone.agents.serving.errors import OPTIONS, named_by_options
 from hone.errors import ConfigError, DataError, HoneError
 from hone.trainers.served_model import MAX_DEFAULT_LENGTH, ServeRequest, context_length
 from hone.trainers.serving import check_names

@@ -9,7 +9,7 @@ import torch
 from support.models import random_batch
 
 from hone.algorithms import policy_losses
-from hone.apps.lab.replay.token_gradients import first_pass, token_gradients
+from hone.apps.lab.replay.what_if import first_pass, token_gradients
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 

@@ -17,7 +17,7 @@ from hone.data.types import Sample, StopReason
 from hone.errors import EpisodeError, GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.insight.coverage import CoverageLedger
-from hone.insight.step_lines import StepLines
+from hone.insight.run_files import StepLines
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.validator import ValidationTask

@@ -16,7 +16,7 @@ from hone.algorithms import advantage_estimators
 from hone.config.algorithm import AlgorithmConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.rewards.no_verdict import FEWEST, LATEST, NoVerdictRate
+from hone.rewards.outcome import FEWEST, LATEST, NoVerdictRate
 from hone.rewards.score import Score
 from hone.trainers.estimates import estimate
 from hone.trainers.verdicts import sort_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.saved_updates import STEP, actor_of, batch_of, compared, fault_in_layer, update
 
-from hone.apps.lab.oracle.checks import LOSS_BOUND, InFloat64, Places
+from hone.apps.lab.oracle import LOSS_BOUND, InFloat64, Places
 from hone.errors import HoneError
 from hone.models.attention.packed import PackedContext
 from hone.training import objectives, packing

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "ho
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from hone.apps.lab.viewer import chains
+from hone.apps.lab.viewer import tokens
 
 begun = threading.Event()
 class Finder:
@@ -20,10 +20,10 @@ class Finder:
         if name == "transformers":
             begun.set()
 sys.meta_path.insert(0, Finder())
-chains.prepare()
+tokens.prepare()
 assert begun.wait(120), "the thread imports transformers"
 try:
-    chains._step_factors(Path("no run"), 1, 0)
+    tokens._step_factors(Path("no run"), 1, 0)
 except ImportError:
     raise
 except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.image_models import BLUE, RED, drawn
 
-from hone.apps.lab.viewer.images import names_in, picture, pictures_by_place, shown_message
+from hone.apps.lab.viewer.episodes import names_in, picture, pictures_by_place, shown_message
 from hone.apps.lab.viewer.tokens import token_texts
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, token_ids
 from hone.errors import HoneError

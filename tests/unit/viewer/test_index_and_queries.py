@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.apps.lab.viewer.api import READS, Workspace
-from hone.apps.lab.viewer.groups import shared_prefixes
 from hone.apps.lab.viewer.index import Rows, RunIndex
+from hone.apps.lab.viewer.prompts import shared_prefixes
 from hone.apps.lab.viewer.queries import Condition, parse
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.apps.lab.viewer import timelines
-from hone.apps.lab.viewer.timelines import step_timeline
+from hone.apps.lab.viewer import overview
+from hone.apps.lab.viewer.overview import step_timeline
 
 pytestmark = pytest.mark.application("hone/apps/lab/viewer", "hone/insight", "hone/apps/lab", "hone/rewards")
 
@@ -53,7 +53,7 @@ def test_a_step_has_the_spans_that_overlap_it_cut_at_its_ends(run: Path) -> None
 
 
 def test_the_shortest_spans_are_left_out_and_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timelines, "MOST_SPANS", 3)
+    monkeypatch.setattr(overview, "MOST_SPANS", 3)
     shown = step_timeline(run, 1)
     kept = [span[0] for one in shown["processes"] for row in one["rows"] for span in row]
     assert shown["left_out"] == 2 and sorted(kept) == ["gen", "score", "step 1"]

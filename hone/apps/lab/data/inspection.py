@@ -2,19 +2,275 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hone.data.assistant_mask import render_conversations
-from hone.data.chat import render_prompt, special_tokens
-from hone.data.files import Row
+from hone.data.chat import Messages, render_prompt, render_texts, special_tokens
+from hone.data.chat_formats import ChatFormat, chat_format
+from hone.data.checks import check_calls
+from hone.data.checks.tools import PROBLEMS
+from hone.data.files import Row, read_all, read_rows
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, is_image, place_of
 from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.row_images import RowImages
 from hone.data.tokenizer import decoded
-from hone.errors import DataError
+from hone.errors import ConfigError, DataError, Finding, did_you_mean
+
+
+@dataclass
+class CleanCounts:
+    """Numbers of rows: kept, rejected, and rejected by reason (a row may have several)."""
+
+    kept: int = 0
+    rejected: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"kept": self.kept, "rejected": self.rejected, "reasons": dict(self.reasons)}
+
+
+def clean_files(
+    files: Sequence[str], out: Path, rejected: Path, *, messages_key: str, limit: int, allowed: Sequence[str] = ()
+) -> CleanCounts:
+    """Divide the rows of files by the soundness of their tool calls; columns are written as the files have them.
+
+    Rejected rows have their uid, place and reasons; a tool result longer than ``limit`` characters is a reason. Kinds of defects in
+    ``allowed`` reject no row.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for kind in allowed:
+        if kind not in PROBLEMS:
+            raise ConfigError(f"'{kind}' is not a kind of defect", fix=did_you_mean(kind, PROBLEMS), where="--allow")
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(
+            f"{out} is neither .jsonl nor .parquet", fix=f"--out {out.with_suffix('.jsonl')}", where="--out"
+        )
+    rows = read_all(list(files))
+    check = check_calls(rows, messages_key=messages_key, limit=limit)
+    stored = read_all(list(files), as_stored=True)
+    counts, kept, lines = CleanCounts(), [], []
+    for number, row in enumerate(stored):
+        bad = [d for d in check.defects.get(number, ()) if PROBLEMS[d.kind].stops and d.kind not in allowed]
+        if not bad:
+            kept.append(row.values)
+            continue
+        counts.reasons.update({defect.kind for defect in bad})
+        reasons = [{"kind": defect.kind, "detail": defect.detail} for defect in bad]
+        lines.append({"uid": row.uid, "where": row.where, "reasons": reasons, "row": row.values})
+    counts.kept, counts.rejected = len(kept), len(lines)
+    _write(kept, out)
+    rejected.write_text(_json_lines(lines), encoding="utf-8")
+    return counts
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    if path.suffix == ".jsonl":
+        path.write_text(_json_lines(rows), encoding="utf-8")
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _json_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+_BINS, _WIDTH, _HEIGHT = 40, 640, 140
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; } td, th { padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: left; }
+.error { color: #b00020; font-weight: 600; } .warning { color: #8a5a00; font-weight: 600; }
+rect { fill: #3366aa; } text { font-size: 11px; fill: #555; } pre { white-space: pre-wrap; }
+"""
+
+
+def html_report(
+    title: str, findings: Sequence[Finding], numbers: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]
+) -> str:
+    """Return the page as text; ``lengths`` are values to draw a histogram of, by name."""
+    parts = [f"<h1>{html.escape(title)}</h1>", _findings(findings)]
+    parts += [
+        f"<h2>{html.escape(name.replace('_', ' '))}</h2>{histogram(values)}"
+        for name, values in lengths.items()
+        if values
+    ]
+    parts += [_table(name, value) for name, value in numbers.items()]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def histogram(values: Sequence[int]) -> str:
+    """Return a histogram as SVG, with the minimum, middle and maximum below it."""
+    low, high = min(values), max(values)
+    width = max(1, high - low) / _BINS
+    counts = [0] * _BINS
+    for value in values:
+        counts[min(_BINS - 1, int((value - low) / width))] += 1
+    most, step = max(counts), _WIDTH / _BINS
+    bars = "".join(
+        f'<rect x="{number * step:.1f}" y="{_HEIGHT - _HEIGHT * count / most:.1f}" width="{step - 1:.1f}" '
+        f'height="{_HEIGHT * count / most:.1f}"><title>{low + number * width:.0f} to {low + (number + 1) * width:.0f}: '
+        f"{count}</title></rect>"
+        for number, count in enumerate(counts)
+    )
+    marks = "".join(
+        f'<text x="{x}" y="{_HEIGHT + 14}" text-anchor="{anchor}">{value:g}</text>'
+        for x, anchor, value in ((0, "start", low), (_WIDTH / 2, "middle", (low + high) / 2), (_WIDTH, "end", high))
+    )
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 18}" width="{_WIDTH}" role="img">{bars}{marks}</svg>'
+
+
+def _findings(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return "<p>Nothing is wrong with these rows.</p>"
+    rows = "".join(
+        f'<tr><td class="{finding.severity}">{finding.severity}</td><td><pre>{html.escape(finding.error.render())}</pre></td></tr>'
+        for finding in findings
+    )
+    return f"<h2>Findings</h2><table>{rows}</table>"
+
+
+def _table(name: str, value: Any) -> str:
+    items = value.items() if isinstance(value, Mapping) else [("", value)]
+    rows = "".join(
+        f"<tr><td>{html.escape(str(key))}</td><td>{html.escape(str(entry))}</td></tr>" for key, entry in items
+    )
+    return f"<h2>{html.escape(name.replace('_', ' '))}</h2><table>{rows}</table>"
+
+
+BYTES = 256
+_COLUMNS = ("messages", "prompt", "text", "tools")
+
+
+def train_tokenizer(
+    files: Sequence[str | Path], out: Path, *, vocab_size: int = 512, template: str = "chatml"
+) -> PreTrainedTokenizerFast:
+    """Train on the text of dataset files, tool calls and the schemas of a column ``tools`` included, and save to ``out``.
+
+    Any text can be encoded (every byte is a token). Digits are separate tokens, so that numbers keep their places.
+    The same files give the same tokenizer. The end-of-sequence token is the one that ends a turn of the chat format.
+
+    Files have a column ``messages``, else ``prompt``, else ``text``, or are plain text (``.txt``). ``vocab_size`` includes 256 bytes
+    and the chat format's tokens; it is smaller if no merges are left. ``template`` is a name in
+    :data:`~hone.data.chat_formats.CHAT_FORMATS`, a Jinja chat template, or the path of one.
+    """
+    form = chat_format(template)
+    reserved = len(form.all_special) + len(form.marks)
+    if vocab_size < BYTES + reserved:
+        raise DataError(
+            f"--vocab-size {vocab_size} is too small: {BYTES} bytes and {reserved} special tokens need {BYTES + reserved} entries",
+            fix="--vocab-size 512",
+        )
+    fast = _tokenizer(_trained(_texts(files, form), form, vocab_size), form)
+    try:
+        fast.save_pretrained(out)
+    except OSError as error:
+        raise DataError(
+            f"the tokenizer cannot be written: {error}", where=str(out), fix="choose another folder with --out"
+        ) from error
+    return fast
+
+
+def _tokenizer(backend: Tokenizer, form: ChatFormat) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=form.bos,
+        eos_token=form.end,
+        pad_token=form.pad,
+        additional_special_tokens=[token for token in form.special[::-1] if token != form.bos],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = form.template
+    return tokenizer
+
+
+def _trained(texts: Iterator[str], form: ChatFormat, vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(form.marks),  # type: ignore[call-arg]
+        special_tokens=list(form.all_special),  # type: ignore[call-arg]
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # type: ignore[call-arg]
+        show_progress=False,  # type: ignore[call-arg]
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in form.marks])
+    return tokenizer
+
+
+def _texts(files: Sequence[str | Path], form: ChatFormat) -> Iterator[str]:
+    plain_texts = [Path(file) for file in files if Path(file).suffix == ".txt"]
+    datasets = [file for file in files if Path(file).suffix != ".txt"]
+    for path in plain_texts:
+        try:
+            yield from path.read_text(encoding="utf-8").splitlines(keepends=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read: {error}", where=str(path), fix="name a text file in UTF-8") from error
+    for row in read_rows(datasets, required=(), optional=_COLUMNS) if datasets else ():
+        has_text = False
+        for text in _row_texts(row, form):
+            has_text = True
+            yield text
+        if not has_text:
+            raise DataError(
+                "the columns 'messages', 'prompt' and 'text' have no text",
+                where=row.where,
+                fix="name files with one of these columns",
+            )
+
+
+def _row_texts(row: Row, form: ChatFormat) -> Iterator[str]:
+    column: str | None = next((name for name in _COLUMNS[:3] if row.values.get(name)), None)
+    if column is None:
+        return
+    value: Any = plain(row.values[column])
+    if isinstance(value, str):
+        yield value
+        return
+    messages = check_messages(value, where=row.where, column=column)
+    tools = schemas_of(row.values.get("tools"), row.where)
+    if form.wordy:
+        yield from _rendered(messages, tools, form)
+        return
+    for message in messages:
+        if isinstance(message["content"], str):
+            yield f"{message['role']}\n{message['content']}"
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            yield f'{{"name": "{function.get("name")}", "arguments": {_json_text(function.get("arguments"))}}}'
+    for schema in tools or ():
+        yield json.dumps(schema.get("function", schema))
+
+
+def _rendered(messages: Messages, tools: list[dict[str, Any]] | None, form: ChatFormat) -> list[str]:
+    """Return the text between the format's tokens in a conversation rendered with its template."""
+    blank = _tokenizer(Tokenizer(models.BPE()), form)
+    (text,) = render_texts(blank, [messages], False, {"tools": tools} if tools else None)
+    marks = sorted((*form.all_special, *form.marks), key=len, reverse=True)
+    return [chunk for chunk in re.split("|".join(map(re.escape, marks)), text) if chunk]
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)

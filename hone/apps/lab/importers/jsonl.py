@@ -1,4 +1,14 @@
-"""Importer of plain JSON lines: what `hone archive export` writes, or rows with a prompt, a completion and a reward by usual names."""
+"""Importers of rows whose columns have the names of a table: plain JSON lines, and the files of verl and of TRL.
+
+JSON lines: what `hone archive export` writes, or rows with a prompt, a completion and a reward by usual names.
+
+verl (``trainer.rollout_data_dir`` and ``trainer.validation_data_dir``): a file ``<step>.jsonl`` has a line per answer: ``input``,
+``output``, ``gts``, ``score``, ``step``, and the other values of the reward function. It has no tokens.
+
+TRL (``log_completions=True``): a file ``completions_<step>.parquet`` has the columns ``step``, ``prompt``, ``completion``, one for
+each reward function, and ``advantage``. It has no tokens. The score is column ``reward`` if there is one, else the sum of all numeric
+columns, that is with reward weights of 1.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +17,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from hone.apps.lab.importers.base import (
     Importer,
     Row,
     answer_text,
     conversation,
     episode,
+    first_row,
     matching_files,
     number,
     prompt_uid,
@@ -23,6 +37,7 @@ from hone.errors import DataError
 from hone.insight.archive.read import require_archive
 from hone.insight.archive.schema import BY_NAME, COLUMNS
 from hone.insight.run_files import atomic_file, jsonable
+from hone.text import valid_data
 
 
 def export_records(folder: Path, out: Path, step: int | None = None) -> int:
@@ -37,7 +52,9 @@ def export_records(folder: Path, out: Path, step: int | None = None) -> int:
     return rows
 
 
-_NAMES: dict[str, tuple[str, ...]] = {
+Names = Mapping[str, tuple[str, ...]]
+"""Names of each value, the first that a row has counts."""
+_NAMES: Names = {
     "prompt": ("prompt", "messages", "input", "question", "query", "instruction"),
     "completion": ("completion", "response", "output", "generation", "text"),
     "score": ("reward", "score"),
@@ -50,26 +67,59 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "rollout_log_probs": ("rollout_log_probs", "logprobs", "log_probs", "completion_logprobs"),
     "advantages": ("advantages",),
 }
-"""Usual names of each value, the first that a row has counts."""
+_OF_VERL: Names = {
+    "prompt": ("input",),
+    "completion": ("output",),
+    "score": ("score",),
+    "step": ("step",),
+    "uid": ("uid",),
+    "ground_truth": ("gts",),
+}
+_OF_TRL: Names = {"prompt": ("prompt",), "completion": ("completion",), "score": ("reward",), "step": ("step",)}
 _REQUIRED = {column.name for column in COLUMNS if column.required}
 
 
-def _read(path: Path) -> Iterator[Row]:
+def _read_lines(path: Path) -> Iterator[Row]:
     for place, line in enumerate(read_json_lines(path), 1):
         if line.keys() >= _REQUIRED and line.keys() <= BY_NAME.keys():
             yield line
         else:
-            yield _guessed(line, f"{path}, row {place}")
+            yield _row_of(line, f"{path}, row {place}", _NAMES)
 
 
-def _guessed(line: Mapping[str, Any], where: str) -> Row:
-    names = {value: next((name for name in usual if name in line), None) for value, usual in _NAMES.items()}
+def _files_of_verl(source: Path) -> list[Path]:
+    files = [file for file in matching_files(source, "*.jsonl") if file.stem.isdecimal()]
+    return files if files and {"input", "output", "score"} <= first_row(files[0]).keys() else []
+
+
+def _read_verl(path: Path) -> Iterator[Row]:
+    for place, line in enumerate(read_json_lines(path), 1):
+        yield _row_of({"step": path.stem, **line, "score": line["score"]}, f"{path}, row {place}", _OF_VERL)
+
+
+def _read_trl(path: Path) -> Iterator[Row]:
+    try:
+        lines = pq.read_table(path).to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(path), fix="remove the file") from None
+    for line in map(valid_data, lines):
+        advantage, mode = line.pop("advantage", None), line.pop("mode", None)
+        row = _row_of(line, str(path), _OF_TRL)
+        if advantage is not None:
+            row["extra"]["advantage"] = advantage
+        if row["score"] is None and row["terms"]:
+            row["score"] = sum(row["terms"].values())
+        yield row | {"fate": "validation" if mode == "eval" else "trained"}
+
+
+def _row_of(line: Mapping[str, Any], where: str, usual: Names) -> Row:
+    names = {value: next((name for name in known if name in line), None) for value, known in usual.items()}
     if names["prompt"] is None or names["completion"] is None:
         missing = "prompt" if names["prompt"] is None else "completion"
         raise DataError(
             f"no {missing} among the keys {', '.join(sorted(line))}",
             where=where,
-            fix=f"name it by one of {', '.join(_NAMES[missing])}",
+            fix=f"name it by one of {', '.join(usual[missing])}",
         )
     known = {value: line[name] for value, name in names.items() if name is not None and line[name] is not None}
     prompt, messages = conversation(known.get("prompt"))
@@ -109,5 +159,12 @@ JSONL = Importer(
     "jsonl",
     "JSON lines: of `hone archive export`, or with prompt, completion and reward",
     lambda source: matching_files(source, "*.jsonl"),
-    _read,
+    _read_lines,
+)
+VERL = Importer("verl", "verl: `<step>.jsonl` of trainer.rollout_data_dir", _files_of_verl, _read_verl)
+TRL = Importer(
+    "trl",
+    "TRL: `completions/completions_<step>.parquet` of log_completions",
+    lambda source: matching_files(source, "completions_*.parquet"),
+    _read_trl,
 )

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hone.apps.lab.compare import read_whole_run
-from hone.apps.lab.comparison.divergence import Bisection, RunTrace, bisect_runs
-from hone.apps.lab.replay.direction import checkpoint_before, checkpoints
-from hone.apps.lab.replay.stored import StoredStep, load_step, require_stored_inputs
-from hone.apps.lab.run_traces import read_trace
+from hone.apps.lab.divergence import Bisection, RunTrace, bisect_runs, read_trace
+from hone.apps.lab.replay.stored import StoredStep, checkpoint_before, checkpoints, load_step, require_stored_inputs
 from hone.config.trust import run_config
 from hone.errors import HoneError
 from hone.trainers.callbacks import Callbacks, calling

@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hone.apps.lab.viewer import (
-    chains,
     comparison,
     episodes,
-    groups,
-    images,
     labels,
     overview,
     prompts,
     questions,
-    rescoring,
     selections,
-    timelines,
     tokens,
 )
 from hone.apps.lab.viewer.queries import NUMBERS, WORDS
@@ -31,7 +26,7 @@ class Workspace:
     """The runs of one viewer, by name; ``rewards`` are functions that score stored answers again, as ``FILE:NAME``."""
 
     def __init__(self, runs: Mapping[str, Path], rewards: Sequence[str] = ()) -> None:
-        self.rewards = {name: rescoring.reward_config(name) for name in rewards}
+        self.rewards = {name: overview.reward_config(name) for name in rewards}
         self.runs = {name: ViewedRun(path, name) for name, path in runs.items()}
 
     def run(self, parameters: Mapping[str, Any]) -> ViewedRun:
@@ -72,16 +67,16 @@ def _page(parameters: Mapping[str, str]) -> tuple[str, str, int, int]:
 
 
 def _groups(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
-    return groups.group_list(workspace.archived(parameters), *_page(parameters))
+    return prompts.group_list(workspace.archived(parameters), *_page(parameters))
 
 
 def _answers(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
-    return groups.answer_list(workspace.archived(parameters), *_page(parameters))
+    return prompts.answer_list(workspace.archived(parameters), *_page(parameters))
 
 
 def _group(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
-    chains.prepare()  # a reader of a group's answers looks at their tokens next
-    return groups.one_group(workspace.archived(parameters), integer(parameters, "step"), parameters.get("uid", ""))
+    tokens.prepare()  # a reader of a group's answers looks at their tokens next
+    return prompts.one_group(workspace.archived(parameters), integer(parameters, "step"), parameters.get("uid", ""))
 
 
 def _overview(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
@@ -101,11 +96,11 @@ def _metrics(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
 
 
 def _timeline(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
-    return timelines.step_timeline(workspace.run(parameters).path, integer(parameters, "step", -1))
+    return overview.step_timeline(workspace.run(parameters).path, integer(parameters, "step", -1))
 
 
 def _image(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
-    return images.picture(workspace.archived(parameters), parameters.get("name", ""))
+    return episodes.picture(workspace.archived(parameters), parameters.get("name", ""))
 
 
 def _tokens(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
@@ -173,7 +168,7 @@ def _label(workspace: Workspace, body: Any) -> Any:
 
 
 def _rescore(workspace: Workspace, body: Any) -> Any:
-    return rescoring.rescore(workspace.run(body), str(body.get("reward") or ""), workspace.rewards)
+    return overview.rescore(workspace.run(body), str(body.get("reward") or ""), workspace.rewards)
 
 
 READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
@@ -199,6 +194,6 @@ READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "questions": _questions,
     "count": _count,
 }
-"""Answers to GET; a :class:`~hone.apps.lab.viewer.selections.Download` is saved as a file, a :class:`~hone.apps.lab.viewer.images.Picture` shown."""
+"""Answers to GET; a :class:`~hone.apps.lab.viewer.selections.Download` is saved as a file, a :class:`~hone.apps.lab.viewer.episodes.Picture` shown."""
 WRITES: dict[str, Callable[[Workspace, Any], Any]] = {"label": _label, "rescore": _rescore}
 """Answers to POST."""

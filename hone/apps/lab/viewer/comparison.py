@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hone.apps.lab.viewer.groups import EXCERPT
-from hone.apps.lab.viewer.prompts import right_score
+from hone.apps.lab.viewer.prompts import EXCERPT, right_score
 from hone.apps.lab.viewer.run import Archived, number
 from hone.errors import HoneError
 

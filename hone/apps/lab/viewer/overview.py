@@ -3,17 +3,117 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hone.apps.lab.compare import headline_metrics
+from hone.apps.lab.profile import nested_lanes
 from hone.apps.lab.viewer.run import ViewedRun, number, numbers, plain
 from hone.config.environment import flatten
+from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.errors import HoneError
-from hone.insight.coverage.ledger import Fate, Stage
-from hone.insight.coverage.reading import read_coverage
+from hone.insight.coverage import Fate, Stage, read_coverage
 from hone.insight.run_files import read_alerts
+from hone.insight.timeline import DoneSpan, ProcessTimeline, read_timeline
+
+_STEP = re.compile(r"step (\d+)")
+MOST_SPANS = 3000
+"""Spans that are shown of a step; beyond it the longest ones are kept."""
+
+
+def step_timeline(run: Path, step: int | None) -> dict[str, Any]:
+    """Return what every process did during a step, the newest without one.
+
+    ``steps`` (all recorded ones), ``step``, ``seconds`` (length of the step), ``left_out`` (spans that are too many to show) and
+    ``processes``: ``name`` and ``rows``, each a list of spans ``[what, begin, end, waits]`` in seconds since the step began. Each
+    span of a row was begun within the one above it.
+    """
+    processes = read_timeline(run)
+    spans_of_steps = {
+        int(match[1]): span
+        for process in processes
+        if process.role == "driver"
+        for span in process.spans
+        if (match := _STEP.fullmatch(span.what))
+    }
+    if not spans_of_steps:
+        return {"steps": [], "step": None, "seconds": 0.0, "left_out": 0, "processes": []}
+    step = step if step in spans_of_steps else max(spans_of_steps)
+    window = spans_of_steps[step]
+    shown = [[span for span in process.spans if _overlaps(span, window)] for process in processes]
+    lengths = sorted((span.end - span.begin for spans in shown for span in spans), reverse=True)
+    shortest = lengths[MOST_SPANS] if len(lengths) > MOST_SPANS else -1.0
+    kept = [[span for span in spans if span.end - span.begin > shortest] for spans in shown]
+    return {
+        "steps": sorted(spans_of_steps),
+        "step": step,
+        "seconds": window.end - window.begin,
+        "left_out": sum(map(len, shown)) - sum(map(len, kept)),
+        "processes": [
+            {"name": process.name, "rows": _rows(process, spans, window)}
+            for process, spans in zip(processes, kept, strict=True)
+            if spans
+        ],
+    }
+
+
+def _overlaps(span: DoneSpan, window: DoneSpan) -> bool:
+    return span.begin < window.end and span.end > window.begin
+
+
+def _rows(process: ProcessTimeline, spans: Sequence[DoneSpan], window: DoneSpan) -> list[list[list[Any]]]:
+    rows: list[list[list[Any]]] = []
+    for thread in dict.fromkeys(span.thread for span in process.spans):
+        for lane in nested_lanes(span for span in spans if span.thread == thread):
+            below: list[list[list[Any]]] = []
+            ends: list[float] = []  # of the spans around the current one
+            for span in lane:
+                while ends and ends[-1] <= span.begin:
+                    ends.pop()
+                if len(ends) == len(below):
+                    below.append([])
+                begin, end = max(span.begin, window.begin), min(span.end, window.end)
+                below[len(ends)].append([span.what, begin - window.begin, end - window.begin, span.waits])
+                ends.append(span.end)
+            rows += below
+    return rows
+
+
+SHOWN = 200
+
+
+def reward_config(named: str) -> RewardConfig:
+    """Return the configuration of a reward ``FILE:NAME`` that `hone view --reward` names."""
+    file, _, name = named.strip().rpartition(":")
+    path = Path(file).expanduser()
+    if not file or not path.is_file():
+        raise HoneError(f"no file '{file}'", fix="--reward FILE:NAME of a function", code="E-view-reward")
+    return RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path.resolve()), name=name))
+
+
+def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> dict[str, Any]:
+    """Score all stored answers again, as `hone reward diff stored REWARD` does, by one of ``named`` or a built-in scorer.
+
+    ``episodes``, ``groups``, shares of what would be different, and ``differences``, the largest change first.
+    """
+    from hone.apps.lab.rewards.comparison import compare, rescore_run
+    from hone.rewards.scorers import SCORERS
+
+    config = RewardConfig(scorer=reward) if reward in SCORERS else named.get(reward)
+    if config is None:
+        raise HoneError(
+            f"'{reward}' is not a built-in scorer, and the viewer was not started with it",
+            why="a caller that has the link could run any file of this machine",
+            fix="start it with hone view --reward FILE:NAME",
+            code="E-view-reward",
+        )
+    comparison = compare(rescore_run(str(run.path), run.path.parent, None, config))
+    differences = [difference.as_json() for difference in comparison.differences[:SHOWN]]
+    counts = {"episodes": comparison.episodes, "groups": comparison.groups}
+    return plain({**counts, **comparison.shares(), "changed": len(comparison.differences), "differences": differences})
+
 
 _SLOW = ("pid", "plan", "downloads", "agent_contract")
 """Entries of ``run.json`` that the page does not show as facts."""

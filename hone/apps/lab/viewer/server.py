@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from hone.apps.lab.viewer.api import READS, WRITES, Workspace
-from hone.apps.lab.viewer.images import Picture
+from hone.apps.lab.viewer.episodes import Picture
 from hone.apps.lab.viewer.selections import Download
 from hone.errors import HoneError
 

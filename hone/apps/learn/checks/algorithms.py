@@ -9,8 +9,7 @@ from statistics import mean
 from typing import Any
 
 from hone.apps.lab.compare import Run, config_differences
-from hone.apps.lab.confidence import compare_pair
-from hone.apps.lab.run_scores import scores_in_common
+from hone.apps.lab.confidence import compare_pair, scores_in_common
 from hone.apps.lab.sweeps import TrialResult, read_sweep
 from hone.apps.learn.work import CHECKS, Work
 

@@ -53,9 +53,8 @@ def scores(work: Work, file: str, answers: Sequence[tuple[str, str]]) -> list[di
 def signature(work: Work) -> str:
     """A graded reward that passes the bench of `hone reward test`, with acc and pred."""
     from hone.config.reward import CustomRewardConfig, RewardConfig
-    from hone.data.scored_rows import scored_rows
-    from hone.rewards.bench import run_bench
-    from hone.rewards.bench_findings import bench_findings
+    from hone.data.prompts import scored_rows
+    from hone.rewards.bench import bench_findings, run_bench
 
     answers = [
         ("490", "490"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hone.apps.lab.comparison.arms import IDENTITY_KEYS, split_arms, training_differences
+from hone.apps.lab.compare import IDENTITY_KEYS, split_arms, training_differences
 from hone.config.keys import documentation
 from hone.config.trees import TREES
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from hone.apps.lab.comparison.paired import (
+from hone.apps.lab.paired import (
     Verdict,
     bootstrap_interval,
     compare_paired,

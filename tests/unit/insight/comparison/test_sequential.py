@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.apps.lab.comparison.sequential import Outcome, SequentialTest, SignBets, decide, forecast_pairs
+from hone.apps.lab.paired import Outcome, SequentialTest, SignBets, decide, forecast_pairs
 
 
 def capitals(differences):

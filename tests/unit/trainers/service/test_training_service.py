@@ -27,14 +27,22 @@ from tinker.types import Datum as TinkerDatum
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest, ModelInput
 
 from hone.apps.tinker import app as service_app
-from hone.apps.tinker import futures, wire
 from hone.apps.tinker import service as service_module
-from hone.apps.tinker.adapters import AdamSettings, AdapterSet, AdapterShape, Datum, Passed, adam_settings
+from hone.apps.tinker import service as tinker_service
+from hone.apps.tinker import wire
+from hone.apps.tinker.adapters import (
+    LOSSES,
+    AdamSettings,
+    AdapterSet,
+    AdapterShape,
+    Datum,
+    Passed,
+    adam_settings,
+    loss_named,
+)
 from hone.apps.tinker.app import TrainingEndpoint
-from hone.apps.tinker.futures import Failure, Result
-from hone.apps.tinker.losses import LOSSES, loss_named
 from hone.apps.tinker.sampling import Sampler
-from hone.apps.tinker.service import ServiceLimits, TrainingService
+from hone.apps.tinker.service import Failure, Result, ServiceLimits, TrainingService
 from hone.errors import HoneError, RequestError
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import GenerationRequest, SamplingParams
@@ -657,7 +665,7 @@ def test_what_clients_leave_behind_is_bounded(tmp_path: Path, monkeypatch: pytes
         assert isinstance(await result(service, service.optim_step(model, 1, RATES["one"])), Result)
         assert isinstance(await result(service, f"{model}:9"), Result)
 
-    monkeypatch.setattr(futures, "KEPT_BYTES", 20_000)
+    monkeypatch.setattr(tinker_service, "KEPT_BYTES", 20_000)
     for name in ("_MOST_SESSIONS", "_MOST_WAITING"):
         monkeypatch.setattr(service_module, name, 8)
     asyncio.run(play())
@@ -665,7 +673,7 @@ def test_what_clients_leave_behind_is_bounded(tmp_path: Path, monkeypatch: pytes
 
 def test_results_that_were_fetched_make_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
-        kept = futures.Futures()
+        kept = tinker_service.Futures()
 
         async def large() -> Result:
             return Result(protobuf=b"x" * 10_000)
@@ -679,7 +687,7 @@ def test_results_that_were_fetched_make_room_first(monkeypatch: pytest.MonkeyPat
             number % 2 == 0 or number == 11 for number in range(12)
         ]
 
-    monkeypatch.setattr(futures, "KEPT_BYTES", 90_000)
+    monkeypatch.setattr(tinker_service, "KEPT_BYTES", 90_000)
     asyncio.run(play())
 
 

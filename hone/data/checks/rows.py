@@ -1,0 +1,583 @@
+"""Checks of the rows of a dataset: images, lengths of prompts, repetitions, ground truths, and the roles of messages.
+
+Measure prompts in tokens, without tokenizing those that cannot be too long.
+
+A token covers at least one byte of text (byte-level and byte-fallback tokenizers alike). A prompt whose rendered bytes
+do not exceed the limit is therefore not too long. Only the others are rendered and tokenized, the longest first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.data.chat import render_texts, token_counts
+from hone.data.files import Row
+from hone.data.media import KINDS, media_error, media_of
+from hone.data.messages import check_messages, plain, unwrapped
+from hone.data.row_images import PlaceError, RowImages
+from hone.errors import DataError, Finding, did_you_mean
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kind of problem of rows: its code, why it matters, the fix, and whether it stops a run."""
+
+    code: str
+    what: str
+    why: str
+    fix: str
+    stops: bool = True
+
+
+@dataclass
+class Tally:
+    """Rows with problems, by kind.
+
+    >>> tally = Tally(3)
+    >>> tally.add(Row("a:1", "a.jsonl, row 1", {}), Problem("R44", "ground_truth is ''", "why", "fix"))
+    >>> [finding.error.what for finding in tally.findings()]
+    ["1 of 3 rows: ground_truth is ''"]
+    """
+
+    total: int
+    counts: dict[Problem, int] = field(default_factory=dict)
+    first: dict[Problem, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, row: Row, problem: Problem, detail: str = "") -> None:
+        """Count ``row`` under ``problem``; ``detail`` is shown for the first such row."""
+        self.counts[problem] = self.counts.get(problem, 0) + 1
+        self.first.setdefault(problem, (row.where, detail))
+
+    def findings(self, least: int = 1) -> Iterator[Finding]:
+        """Yield one finding per problem that at least ``least`` rows have, the most frequent first."""
+        for problem, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            if count >= least:
+                where, detail = self.first[problem]
+                what = f"{count} of {self.total} rows: {problem.what}" + (f" (first: {detail})" if detail else "")
+                error = DataError(what, why=problem.why, fix=problem.fix, where=where, code=problem.code)
+                yield Finding(error, problem.stops)
+
+
+@dataclass
+class ImageCheck:
+    """Images of the rows of a dataset."""
+
+    rows: int = 0
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of each image, in pixels
+    tokens: list[int] = field(default_factory=list)  # tokens of each image; empty without a model
+    misplaced: list[DataError] = field(default_factory=list)  # errors of rows with another number of places than images
+    unreadable: list[DataError] = field(default_factory=list)  # errors of rows with an image that cannot be read
+    # messages with a part at the place of each image, by row number
+    placed: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    # tokens that a row's images take besides their placeholders, by row number
+    extra_tokens: dict[int, int] = field(default_factory=dict)
+
+    def measured(self) -> dict[str, list[int]]:
+        """Return width, height and tokens of the images, by name; without what is not known."""
+        widths, heights = [width for width, _ in self.sizes], [height for _, height in self.sizes]
+        values = {"image_width": widths, "image_height": heights, "tokens_per_image": self.tokens}
+        return {name: numbers for name, numbers in values.items() if numbers}
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield one finding for each kind of problem; each stops a run."""
+        for what, problems in (
+            ("have other numbers of places than images", self.misplaced),
+            ("have an image that cannot be read", self.unreadable),
+        ):
+            if problems:
+                first = problems[0]
+                yield Finding(
+                    DataError(
+                        f"{len(problems)} of {self.rows} rows with images {what}; the first: {first.what}",
+                        why=first.why,
+                        fix=first.fix,
+                        where=first.where,
+                        code=PlaceError.code,
+                    ),
+                    stops=True,
+                )
+
+
+def check_images(rows: Sequence[Row], columns: Sequence[str], images: RowImages) -> ImageCheck:
+    """Read the images of all rows that have some. ``columns``: columns of messages, in which places are counted
+    together.
+    """
+    check = ImageCheck()
+    for number, row in enumerate(rows):
+        messages = _messages_of_columns(row.values, columns)
+        if messages is None or not (media_of(row.values)["image"] or plain(row.values.get(images.key))):
+            continue
+        check.rows += 1
+        try:
+            check.placed[number], shown = images.place(messages, row)
+            check.sizes += [image.open().size for image in shown]
+        except PlaceError as problem:
+            check.misplaced.append(problem)
+        except DataError as problem:
+            check.unreadable.append(DataError(problem.what, why=problem.why, fix=problem.fix, where=row.where))
+        else:
+            if images.processor is not None:
+                tokens = [len(images.processor.tokens(image)) for image in shown]
+                check.tokens += tokens
+                check.extra_tokens[number] = sum(tokens) - len(tokens)
+    return check
+
+
+def _messages_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Return the messages of the columns; None if a column has malformed ones, which another check reports."""
+    messages: list[dict[str, Any]] = []
+    try:
+        for column in columns:
+            value = plain(values.get(column))
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                messages += check_messages(value, where="", column=column)
+    except DataError:
+        return None
+    return messages or None
+
+
+def media(rows: Sequence[Row], refused: Collection[str] = KINDS) -> Iterator[Finding]:
+    """Yield one finding for all rows with media of the refused kinds."""
+    counted = [(row.where, media_of(row.values)) for row in rows]
+    kept = [(where, Counter({kind: n for kind, n in kinds.items() if kind in refused})) for where, kinds in counted]
+    with_media = [(where, kinds) for where, kinds in kept if kinds]
+    if with_media:
+        total = sum((kinds for _, kinds in with_media), Counter[str]())
+        yield Finding(media_error(total, with_media[0][0], f"{len(with_media)} of {len(rows)} rows have"), stops=True)
+
+
+MOST_TOKENIZED = 4000  # largest number of rows that are tokenized
+_MESSAGE_BYTES = 64  # bytes that a chat template may add per message, in addition to those of an empty conversation
+
+
+@dataclass
+class PromptLengths:
+    """Measured lengths of prompts."""
+
+    rows: int
+    limit: int
+    overlong: list[int] = field(default_factory=list)  # token lengths of rows over the limit, longest first
+    exact: bool = True  # whether all rows that could exceed it were tokenized
+    longest: str = ""  # place of the longest row
+    with_system: int = 0  # number of overlong rows that begin with a system message
+    refused: list[tuple[str, str]] = field(default_factory=list)  # errors of the chat template, with the row
+
+    @property
+    def p99(self) -> int | None:
+        rank = max(0, self.rows // 100 - 1)
+        return self.overlong[rank] if rank < len(self.overlong) else None
+
+    def describe(self) -> str:
+        """Return, for example, ``412 of 7473 prompts are longer than 512 tokens (longest 701, 99th percentile 640)``."""
+        at_least = "" if self.exact else "at least "
+        p99 = f", 99th percentile {self.p99}" if self.p99 else ""
+        return (
+            f"{at_least}{len(self.overlong)} of {self.rows} prompts are longer than {self.limit} tokens "
+            f"(longest {self.overlong[0]}{p99})"
+        )
+
+
+def prompt_lengths(
+    rows: Sequence[Row],
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    extra: Sequence[int] | None = None,
+) -> PromptLengths:
+    """Measure the prompts in column ``key`` against ``limit`` tokens, with their chat template.
+
+    ``extra`` are the tokens that each row's images take besides their placeholders.
+    """
+    extra = extra or [0] * len(rows)
+    lengths = PromptLengths(len(rows), limit)
+    frame = _frame(tokenizer, chat_template_kwargs)
+    bounds = [(_bytes(row.values.get(key), frame) + extra[number], number) for number, row in enumerate(rows)]
+    candidates = sorted((bound, number) for bound, number in bounds if bound > limit)[::-1]
+    lengths.exact = len(candidates) <= MOST_TOKENIZED
+    numbers = [number for _, number in candidates[:MOST_TOKENIZED]]
+    chosen = [rows[number] for number in numbers]
+    texts = _lengths(chosen, key, tokenizer, chat_template_kwargs, lengths)
+    measured = []
+    for number, row, length in zip(numbers, chosen, texts, strict=True):
+        if length is not None and length + extra[number] > limit:
+            measured.append((length + extra[number], row))
+    measured.sort(key=lambda pair: -pair[0])
+    lengths.overlong = [length for length, _ in measured]
+    lengths.longest = measured[0][1].where if measured else ""
+    lengths.with_system = sum(_has_system(row.values.get(key)) for _, row in measured)
+    return lengths
+
+
+def overlong_prompts(lengths: PromptLengths, policy: str) -> Iterator[Finding]:
+    """Report the effect of ``data.truncation`` on prompts over the limit (R45), and lost system messages (R36)."""
+    if not lengths.overlong:
+        return
+    share = len(lengths.overlong) / lengths.rows
+    fix = f"data.max_prompt_length={lengths.overlong[0]}"
+    if policy == "error":
+        yield _finding("R45", lengths, "the run stops when it reads them", f"{fix}, or data.truncation=drop", True)
+    elif policy in ("truncate", "left") and lengths.with_system:
+        why = f"{lengths.with_system} of them begin with a system message, and truncation removes the beginning"
+        yield _finding("R36", lengths, why, f"{fix}, or data.truncation=drop", True)
+    elif share > 0.05:
+        effect = "dropped" if policy == "drop" else f"truncated ({policy})"
+        yield _finding("R45", lengths, f"{share:.0%} of the data are {effect}", fix, False)
+
+
+def _finding(code: str, lengths: PromptLengths, why: str, fix: str, stops: bool) -> Finding:
+    return Finding(DataError(lengths.describe(), why=why, fix=fix, where=lengths.longest, code=code), stops)
+
+
+def _frame(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> int:
+    """Return the bytes that the template adds to a short conversation, including generation prompt and system message."""
+    try:
+        (text,) = render_texts(tokenizer, [[{"role": "user", "content": "x"}]], True, kwargs)
+    except DataError:
+        return 0
+    return len(text.encode())
+
+
+def _bytes(value: Any, frame: int) -> int:
+    """Return an upper bound on the tokens of a prompt."""
+    if isinstance(value, str):
+        return _size(value) + 2
+    if not isinstance(value, list):
+        return 0
+    if value and isinstance(value[0], int):
+        return len(value)
+    return frame + sum(_message_bytes(message) + _MESSAGE_BYTES for message in value)
+
+
+def _message_bytes(message: Any) -> int:
+    if isinstance(message, dict) and all(type(part) is str for part in message.values()):
+        return sum(map(_size, message.values()))
+    return _size(str(message))
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _lengths(
+    rows: Sequence[Row],
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: dict[str, Any] | None,
+    lengths: PromptLengths,
+) -> list[int | None]:
+    """Return the tokens of each prompt, None where the template refuses it."""
+    values = [unwrapped(row.values[key]) for row in rows]
+    texts: list[str | None] = [value if isinstance(value, str) else None for value in values]
+    for number, (row, value) in enumerate(zip(rows, values, strict=True)):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            try:
+                texts[number] = render_texts(tokenizer, [value], True, kwargs)[0]
+            except DataError as error:
+                lengths.refused.append((row.where, error.what))
+    rendered = [text for text in texts if text is not None]
+    counts = iter(token_counts(tokenizer, rendered))
+    return [
+        next(counts) if text is not None else len(value) if value and isinstance(value[0], int) else None
+        for text, value in zip(texts, values, strict=True)
+    ]
+
+
+def _has_system(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and value[0].get("role") == "system"
+
+
+MANY_DUPLICATES = 0.05  # share of repeated prompts above which a warning is given
+
+
+def duplicates(rows: Sequence[Row], key: str, image_key: str) -> Iterator[Finding]:
+    """Warn when more than 5 % of the prompts in column ``key``, with their images, repeat an earlier row."""
+    counts = Counter(_same(row, key, image_key) for row in rows)
+    repeated = len(rows) - len(counts)
+    if repeated > MANY_DUPLICATES * len(rows):
+        often = max(counts.values())
+        yield _warning(
+            f"{repeated} of {len(rows)} training prompts ({repeated / len(rows):.0%}) repeat an earlier one "
+            f"(one occurs {often} times)",
+            why="repeated prompts weigh more than others, and a pass over the data visits them several times",
+            fix="remove the repetitions",
+        )
+
+
+def overlap(train: Sequence[Row], val: Sequence[Row], key: str, image_key: str) -> Iterator[Finding]:
+    """Warn when prompts of the validation rows, with their images, occur in the training rows."""
+    train_keys = {_same(row, key, image_key) for row in train} if val else set()
+    repeated = [row for row in val if _same(row, key, image_key) in train_keys]
+    if repeated:
+        yield _warning(
+            f"{len(repeated)} of {len(val)} validation prompts ({len(repeated) / len(val):.0%}) occur in the training data",
+            why="validation would also measure memorization",
+            fix="remove them from one of the two",
+            where=repeated[0].where,
+        )
+
+
+def rare_sources(rows: Sequence[Row], key: str, batch_size: int) -> Iterator[Finding]:
+    """Warn about data sources that occur in a batch less than once in ten steps."""
+    counts = Counter(str(row.values.get(key)) for row in rows)
+    rare = {name: count for name, count in counts.items() if count * batch_size < 0.1 * len(rows)}
+    if rare:
+        shown = ", ".join(f"'{name}' ({count})" for name, count in sorted(rare.items(), key=lambda item: item[1])[:5])
+        yield _warning(
+            f"{len(rare)} of {len(counts)} data sources are rare among {len(rows)} rows: {shown}",
+            why=f"with {batch_size} prompts per step, the policy gets them less than once in ten steps",
+            fix="more rows of them, or leave them out",
+        )
+
+
+def text_of(value: Any) -> str:
+    """Return a prompt as text, equal for equal prompts."""
+    return value if isinstance(value, str) else json.dumps(plain(value), sort_keys=True, default=str)
+
+
+def _same(row: Row, key: str, image_key: str) -> int:
+    """Return a number that is equal for equal prompts with equal images; for messages, role and content count."""
+    value, images = row.values.get(key), plain(row.values.get(image_key))
+    if isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("content"), str) for item in value
+    ):
+        text = hash(tuple((item.get("role"), item["content"]) for item in value))
+    else:
+        text = hash(text_of(value))
+    return hash((text, _image_hash(images))) if images else text
+
+
+def _image_hash(value: Any) -> int:
+    if isinstance(value, dict):
+        return hash(tuple((name, _image_hash(value[name])) for name in sorted(value)))
+    return hash(tuple(map(_image_hash, value)) if isinstance(value, list) else value)
+
+
+def _warning(what: str, *, why: str, fix: str, where: str = "") -> Finding:
+    return Finding(DataError(what, why=why, fix=fix, where=where, code="R47"), stops=False)
+
+
+_NO_SOURCE = Problem(
+    "R42",
+    "the kind of problem is not a string",
+    "it selects the scorer and groups the validation metrics",
+    "write data_source as a string",
+)
+_NO_OBJECT = Problem(
+    "R42",
+    "reward_model or extra_info is not an object",
+    "the scorer does not receive the ground truth",
+    'write {"style": "rule", "ground_truth": "42"}',
+)
+_NO_TRUTH = Problem(
+    "R44",
+    "reward_model.ground_truth is missing or empty",
+    "answers to these prompts cannot be scored as right or wrong",
+    "fill it in, or remove the rows",
+)
+_SOME_TRUTH = Problem(
+    "R44",
+    "reward_model.ground_truth is missing or empty, and other rows have one",
+    "a reward function that compares with it would fail on these rows",
+    "fill it in, or remove the rows",
+    stops=False,
+)
+
+
+def source_names(rows: Sequence[Row], key: str) -> Iterator[Finding]:
+    """Check that column ``key`` names the kind of problem, and that reward_model and extra_info are objects."""
+    tally = Tally(len(rows))
+    for row in rows:
+        if not isinstance(row.values.get(key), str):
+            tally.add(row, _NO_SOURCE, f"{row.values.get(key)!r}")
+        for name in ("reward_model", "extra_info"):
+            value = row.values.get(name)
+            if value is not None and not isinstance(value, dict):
+                tally.add(row, _NO_OBJECT, f"{name} is a {type(value).__name__}")
+    yield from tally.findings()
+
+
+def unknown_sources(
+    rows: Sequence[Row], key: str, is_known: Callable[[str], bool], known: Collection[str]
+) -> Iterator[Finding]:
+    """Report data sources without a scorer; ``known`` are the names to suggest."""
+    counts = Counter(str(row.values.get(key)) for row in rows if isinstance(row.values.get(key), str))
+    for source, count in counts.most_common():
+        if not is_known(source):
+            what = f"data_source '{source}' ({count} rows) has no reward. {did_you_mean(source, known)}"
+            yield Finding(
+                DataError(
+                    what,
+                    why="answers to these rows cannot be scored",
+                    fix="rewrite the column, or reward.scorer=NAME for all rows, or "
+                    "reward.custom_reward_function.path=FILE.py",
+                    where=key,
+                    code="R43",
+                ),
+                stops=True,
+            )
+
+
+def ground_truths(
+    rows: Sequence[Row], required: bool, complaint: Callable[[Row, Any], str | None] = lambda row, truth: None
+) -> Iterator[Finding]:
+    """Report rows without a ground truth, or with one that the scorer cannot read.
+
+    Args:
+        required: whether every row needs one (true for built-in scorers; a custom function may not need it).
+        complaint: returns the problem with the ground truth of a row, or None.
+    """
+    tally = Tally(len(rows))
+    for row in rows:
+        reward = row.values.get("reward_model")
+        truth = unwrapped(reward.get("ground_truth")) if isinstance(reward, dict) else None
+        if is_missing(truth):
+            tally.add(row, _NO_TRUTH if required else _SOME_TRUTH)
+        elif reason := complaint(row, truth):
+            unread = Problem(
+                "R44",
+                "the scorer cannot read reward_model.ground_truth",
+                "every answer to these rows would count as an error",
+                "write it as the scorer expects it",
+            )
+            tally.add(row, unread, f"{str(truth)[:60]!r}: {reason}")
+    if not required and tally.counts.get(_SOME_TRUTH, 0) == len(rows):
+        return
+    yield from tally.findings()
+
+
+def is_missing(truth: Any) -> bool:
+    """Return whether a ground truth is empty: null, NaN, an empty string or list."""
+    return (
+        truth is None
+        or truth != truth
+        or (isinstance(truth, str | list | dict) and not (truth.strip() if isinstance(truth, str) else truth))
+    )
+
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython"})
+_TOOL_ROLES = frozenset({"tool", "function", "observation", "ipython"})
+_FORM = 'write messages as [{"role": "user", "content": "..."}, ...]'
+
+_NO_PROMPT = Problem("R42", "the prompt is null or empty", "the model has nothing to answer", "remove these rows")
+_NO_MESSAGES = Problem("R42", "the messages are malformed", "they cannot be rendered", _FORM)
+_NO_FORM = Problem(
+    "R42",
+    "the prompt is neither messages, nor a string, nor token ids",
+    "it cannot be tokenized",
+    f"{_FORM}, or one string per row",
+)
+_ROLE = Problem(
+    "R42",
+    "a message has a role that no chat template supports",
+    "it is dropped or refused when the prompt is rendered",
+    f"use one of {', '.join(sorted(ROLES - {'observation', 'ipython'}))}",
+)
+_SYSTEM = Problem(
+    "R42",
+    "a system message is not the first message",
+    "many chat templates refuse it or move it to the front",
+    "put it first",
+    stops=False,
+)
+_ANSWERED = Problem(
+    "R42",
+    "the prompt ends with an assistant message",
+    "the model would have to answer its own finished answer",
+    "end the prompt with a user or tool message",
+    stops=False,
+)
+_TWO_USERS = Problem(
+    "R42",
+    "two user messages follow each other",
+    "chat templates that require alternating turns refuse them",
+    "join them into one message",
+    stops=False,
+)
+_ORPHAN = Problem(
+    "R42",
+    "a tool message follows no tool call",
+    "the model would read a result without a call",
+    "put the assistant message with its tool_calls before it",
+    stops=False,
+)
+_EMPTY = Problem(
+    "R42", "a user message is empty", "the model has nothing to answer", "fill it in, or remove the row", stops=False
+)
+_NO_ANSWER = Problem(
+    "R42",
+    "no assistant message",
+    "there is no answer to train on",
+    "add the answer as an assistant message, or remove the row",
+)
+_OPEN_END = Problem(
+    "R42",
+    "the conversation does not end with an assistant message",
+    "messages after the last answer never contribute to the loss",
+    "end each row with the answer",
+    stops=False,
+)
+
+
+def prompts(rows: Sequence[Row], key: str) -> Iterator[Finding]:
+    """Check the prompts in column ``key``: a string, token ids, or messages in a valid order."""
+    tally = Tally(len(rows))
+    for row in rows:
+        value = unwrapped(row.values.get(key))
+        if value is None or value in ("", []) or (isinstance(value, str) and not value.strip()):
+            tally.add(row, _NO_PROMPT)
+        elif not isinstance(value, str | list):
+            tally.add(row, _NO_FORM, f"a {type(value).__name__}")
+        elif isinstance(value, list) and not all(type(item) is int for item in value):
+            messages = _messages(tally, row, value, key)
+            if messages and messages[-1]["role"] == "assistant":
+                tally.add(row, _ANSWERED)
+    yield from tally.findings()
+
+
+def conversations(rows: Sequence[Row], key: str) -> Iterator[Finding]:
+    """Check the conversations in column ``key``, which need an assistant message."""
+    tally = Tally(len(rows))
+    for row in rows:
+        messages = _messages(tally, row, unwrapped(row.values.get(key)), key)
+        if messages and all(message["role"] != "assistant" for message in messages):
+            tally.add(row, _NO_ANSWER)
+        elif messages and messages[-1]["role"] != "assistant":
+            tally.add(row, _OPEN_END)
+    yield from tally.findings()
+
+
+def _messages(tally: Tally, row: Row, value: Any, key: str) -> list[dict[str, Any]]:
+    """Return the messages of a row, none if they are malformed, and count their problems."""
+    try:
+        messages = check_messages(value, where=row.where, column=key)
+    except DataError as error:
+        tally.add(row, _NO_MESSAGES, error.what)
+        return []
+    for problem, detail in dict(_problems(messages)).items():
+        tally.add(row, problem, detail)
+    return messages
+
+
+def _problems(messages: list[dict[str, Any]]) -> Iterator[tuple[Problem, str]]:
+    called = False
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES:
+            yield _ROLE, f"message {index} has the role '{role}'"
+        if role in ("system", "developer") and index > 0 and messages[index - 1]["role"] not in ("system", "developer"):
+            yield _SYSTEM, f"message {index}"
+        if role == "user" and index > 0 and messages[index - 1]["role"] == "user":
+            yield _TWO_USERS, f"messages {index - 1} and {index}"
+        if role == "user" and isinstance(message["content"], str) and not message["content"].strip():
+            yield _EMPTY, f"message {index}"
+        if role == "assistant":
+            called = bool(message.get("tool_calls")) or "call" in str(message["content"]).lower()
+        if role in _TOOL_ROLES and not called:
+            yield _ORPHAN, f"message {index}"
