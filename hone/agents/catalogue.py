@@ -1,4 +1,4 @@
-"""The built-in agent loops beside the tool agent, and the default for rows without ``agent_name``."""
+"""The built-in agent loops next to the tool agent, and the default for rows without ``agent_name``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy is told of its tools: their schemas in prompts, and the contract of an agent.
+"""Tool schemas in the prompts of dataset rows, and the contract of a policy that was trained as an agent.
 
 Agent contract: what a policy that was trained as an agent expects of the program that runs it.
 

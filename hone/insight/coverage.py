@@ -7,7 +7,7 @@
 A *draw* is one row taken from the sampler. Every draw ends in exactly one fate, or is still open: waiting, in flight or finished.
 So the fates and the open draws always add up to the number of draws.
 
-:mod:`.ledger` records them in ``coverage.jsonl`` of the run directory, :mod:`.reading` reads the file and checks it;
+:class:`CoverageLedger` records them in ``coverage.jsonl`` of the run directory, :func:`read_coverage` reads the file and checks it;
 :mod:`hone.apps.lab.coverage` compares dropped with trained prompts, and shows the result.
 """
 

@@ -1,4 +1,4 @@
-"""What the APIs share whose requests become a chat and whose answers are encodings of its reply: fields, the call, events."""
+"""Common parts of the APIs whose requests become a chat, and whose answers encode its reply: fields, the call, events."""
 
 from __future__ import annotations
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from hone.config.comparing import differences
@@ -44,8 +44,9 @@ class Run:
     def status(self) -> str:
         """Return the recorded status; ``dead`` if it is ``running`` but the process, on this machine, does not exist."""
         status = str(self.record.get("status", "unknown"))
-        here = self.record.get("host") == platform.node()
-        return "dead" if status == "running" and here and not _alive(self.record.get("pid")) else status
+        here, pid = self.record.get("host") == platform.node(), self.record.get("pid")
+        gone = here and isinstance(pid, int) and not psutil.pid_exists(pid)
+        return "dead" if status == "running" and gone else status
 
     @property
     def steps(self) -> int:
@@ -72,19 +73,6 @@ class Run:
         """Return the latest value of a metric, None if it has none."""
         curve = points(self.metrics, metric)
         return curve[-1][1] if curve else None
-
-
-def _alive(pid: Any) -> bool:
-    """Return whether the process may still run; a process of another user counts as running."""
-    if not isinstance(pid, int):
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def read_whole_run(path: Path, name: str = "") -> Run:

@@ -33,61 +33,39 @@ class Bucket(StrEnum):
 
 
 class Kind(StrEnum):
-    """Kind of failure."""
+    """Kind of failure, with the part that it points to and its meaning; those that hide the others first.
 
-    SCORER_DOWN = "scorer_down"
-    EPISODE_ERROR = "episode_error"
-    TOOL_ERROR = "tool_error"
-    TOOL_TIMEOUT = "tool_timeout"
-    TIME_LIMIT = "time_limit"
-    SCORER_ERROR = "scorer_error"
-    HACKED = "hacked"
-    RIGHT_REJECTED = "right_rejected"
-    NO_GROUND_TRUTH = "no_ground_truth"
-    HALLUCINATED_TOOL = "hallucinated_tool"
-    INVALID_ARGUMENTS = "invalid_arguments"
-    MALFORMED_CALL = "malformed_call"
-    REPEATED_CALL = "repeated_call"
-    TOO_MANY_CALLS = "too_many_calls"
-    CUT = "cut"
-    TURN_LIMIT = "turn_limit"
-    EMPTY = "empty"
-    NO_TOOL_CALL = "no_tool_call"
-    WRONG_FORMAT = "wrong_format"
-    WRONG_CONTENT = "wrong_content"
+    The order decides between failures of the same turn.
+    """
 
+    bucket: Bucket
+    meaning: str
 
-@dataclass(frozen=True)
-class About:
-    """Bucket and meaning of a kind of failure."""
+    def __new__(cls, name: str, bucket: Bucket, meaning: str) -> Kind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.bucket, kind.meaning = name, bucket, meaning
+        return kind
 
-    bucket: Bucket  # part of the run that it points to
-    meaning: str  # what was seen, in a few words
-
-
-KINDS: dict[Kind, About] = {
-    Kind.SCORER_DOWN: About(Bucket.RUNTIME, "no verdict: the scorer, its service or the sandbox did not answer"),
-    Kind.EPISODE_ERROR: About(Bucket.RUNTIME, "the environment, the agent loop or the engine failed"),
-    Kind.TOOL_ERROR: About(Bucket.RUNTIME, "a tool raised an error"),
-    Kind.TOOL_TIMEOUT: About(Bucket.RUNTIME, "a tool took too long"),
-    Kind.TIME_LIMIT: About(Bucket.RUNTIME, "the episode ran out of time"),
-    Kind.SCORER_ERROR: About(Bucket.REWARD, "no verdict: the reward function raised or returned no usable score"),
-    Kind.HACKED: About(Bucket.REWARD, "a high reward for a wrong answer"),
-    Kind.RIGHT_REJECTED: About(Bucket.REWARD, "the answer ends with the expected text, and the reward is low"),
-    Kind.NO_GROUND_TRUTH: About(Bucket.DATA, "the row has no expected answer, others of its source have one"),
-    Kind.HALLUCINATED_TOOL: About(Bucket.DATA, "a call of a tool that does not exist"),
-    Kind.INVALID_ARGUMENTS: About(Bucket.DATA, "arguments that do not fit the tool's schema"),
-    Kind.MALFORMED_CALL: About(Bucket.CONFIG, "a call that cannot be read"),
-    Kind.REPEATED_CALL: About(Bucket.CONFIG, "the same call again and again"),
-    Kind.TOO_MANY_CALLS: About(Bucket.CONFIG, "more calls than a limit allows"),
-    Kind.CUT: About(Bucket.CONFIG, "cut at the limit of tokens"),
-    Kind.TURN_LIMIT: About(Bucket.CONFIG, "ended by a limit of turns"),
-    Kind.EMPTY: About(Bucket.CONFIG, "an answer without text"),
-    Kind.NO_TOOL_CALL: About(Bucket.DATA, "no call, and most right answers of the task have one"),
-    Kind.WRONG_FORMAT: About(Bucket.DATA, "an answer in which the scorer finds none"),
-    Kind.WRONG_CONTENT: About(Bucket.DATA, "the right form, and a wrong answer"),
-}
-"""Every kind, those that hide the others first: the order decides between failures of the same turn."""
+    SCORER_DOWN = "scorer_down", Bucket.RUNTIME, "no verdict: the scorer, its service or the sandbox did not answer"
+    EPISODE_ERROR = "episode_error", Bucket.RUNTIME, "the environment, the agent loop or the engine failed"
+    TOOL_ERROR = "tool_error", Bucket.RUNTIME, "a tool raised an error"
+    TOOL_TIMEOUT = "tool_timeout", Bucket.RUNTIME, "a tool took too long"
+    TIME_LIMIT = "time_limit", Bucket.RUNTIME, "the episode ran out of time"
+    SCORER_ERROR = "scorer_error", Bucket.REWARD, "no verdict: the reward function raised or returned no usable score"
+    HACKED = "hacked", Bucket.REWARD, "a high reward for a wrong answer"
+    RIGHT_REJECTED = "right_rejected", Bucket.REWARD, "the answer ends with the expected text, and the reward is low"
+    NO_GROUND_TRUTH = "no_ground_truth", Bucket.DATA, "the row has no expected answer, others of its source have one"
+    HALLUCINATED_TOOL = "hallucinated_tool", Bucket.DATA, "a call of a tool that does not exist"
+    INVALID_ARGUMENTS = "invalid_arguments", Bucket.DATA, "arguments that do not fit the tool's schema"
+    MALFORMED_CALL = "malformed_call", Bucket.CONFIG, "a call that cannot be read"
+    REPEATED_CALL = "repeated_call", Bucket.CONFIG, "the same call again and again"
+    TOO_MANY_CALLS = "too_many_calls", Bucket.CONFIG, "more calls than a limit allows"
+    CUT = "cut", Bucket.CONFIG, "cut at the limit of tokens"
+    TURN_LIMIT = "turn_limit", Bucket.CONFIG, "ended by a limit of turns"
+    EMPTY = "empty", Bucket.CONFIG, "an answer without text"
+    NO_TOOL_CALL = "no_tool_call", Bucket.DATA, "no call, and most right answers of the task have one"
+    WRONG_FORMAT = "wrong_format", Bucket.DATA, "an answer in which the scorer finds none"
+    WRONG_CONTENT = "wrong_content", Bucket.DATA, "the right form, and a wrong answer"
 
 
 COLUMNS = (
@@ -139,7 +117,7 @@ class Failure:
     detail: str = ""
 
     def record(self) -> dict[str, Any]:
-        return {"kind": self.kind.value, "bucket": KINDS[self.kind].bucket.value} | {
+        return {"kind": self.kind.value, "bucket": self.kind.bucket.value} | {
             name: value for name, value in vars(self).items() if name != "kind"
         }
 
@@ -172,13 +150,13 @@ def has_failed(record: Mapping[str, Any], bar: Bar) -> bool:
 def first_failure(record: Mapping[str, Any], bar: Bar) -> Failure:
     """Return what failed first in a failed episode.
 
-    The earliest failing turn decides. Of the failures of one turn, the one that comes first in :data:`KINDS` decides. A missing
+    The earliest failing turn decides. Of the failures of one turn, the one that comes first in :class:`Kind` decides. A missing
     verdict of the scorer comes before all: without it nothing of the episode was judged.
     """
     episode = record["episode"] or {}
     texts = _texts(record)
     last = max(len(texts), 1)
-    order = list(KINDS)
+    order = list(Kind)
     first = min(_failures(record, episode, last, bar), key=lambda each: (each[1], order.index(each[0])))
     kind, turn, evidence, detail = first
     return Failure(
@@ -451,7 +429,7 @@ class Triage:
 
     def record(self) -> dict[str, Any]:
         kinds = Counter(failure.kind for failure in self.failures)
-        buckets = Counter(KINDS[failure.kind].bucket for failure in self.failures)
+        buckets = Counter(failure.kind.bucket for failure in self.failures)
         return {
             "run": self.run,
             "steps": self.steps,
@@ -541,7 +519,7 @@ def _decisive(failures: Sequence[Failure]) -> Kind | None:
         return None
     counts = Counter(failure.kind for failure in failures)
     others = {kind: number for kind, number in counts.items() if kind not in LEARNED}
-    most = max(others, key=lambda kind: (others[kind], -list(KINDS).index(kind)), default=Kind.WRONG_CONTENT)
+    most = max(others, key=lambda kind: (others[kind], -list(Kind).index(kind)), default=Kind.WRONG_CONTENT)
     return most if others.get(most, 0) >= OFTEN * len(failures) else counts.most_common(1)[0][0]
 
 
@@ -568,11 +546,11 @@ def markdown(result: Triage) -> str:
     counts = data["kinds"]
     lines += ["", "| Bucket | Kind | Episodes | Share | First failing turn | What |", "|---|---|---|---|---|---|"]
     for bucket in Bucket:
-        for kind in (Kind(name) for name in counts if KINDS[Kind(name)].bucket is bucket):
+        for kind in (Kind(name) for name in counts if Kind(name).bucket is bucket):
             turns = [failure.turn for failure in result.failures if failure.kind is kind]
             where = f"{median(turns):g} (median)"
             share = len(turns) / data["sorted"]
-            lines.append(f"| {bucket} | `{kind}` | {len(turns)} | {share:.0%} | {where} | {KINDS[kind].meaning} |")
+            lines.append(f"| {bucket} | `{kind}` | {len(turns)} | {share:.0%} | {where} | {kind.meaning} |")
     lines += ["", f"**Change one thing:** {result.change}", "", f"Because `{result.because}` is {_share(result)}."]
     for task in result.tasks:
         lines += ["", f"## {task.name}", ""]
@@ -581,7 +559,7 @@ def markdown(result: Triage) -> str:
         )
         kinds = Counter(failure.kind for failure in task.failures)
         for kind, number in kinds.most_common():
-            lines += ["", f"`{kind}` ({KINDS[kind].bucket}), {number}:", ""]
+            lines += ["", f"`{kind}` ({kind.bucket}), {number}:", ""]
             lines += [_example(one) for one in [each for each in task.failures if each.kind is kind][:EXAMPLES]]
     return "\n".join(lines) + "\n"
 

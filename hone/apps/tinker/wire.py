@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from hone.apps.tinker.adapters import Datum, Passed
 from hone.errors import RequestError
+from hone.text import read_yaml
 
 PROTOBUF = "application/x-protobuf"
 _FIELD = descriptor_pb2.FieldDescriptorProto
@@ -19,43 +21,10 @@ _PACKAGE = "hone_training"
 _FLOAT32, _INT64 = 1, 2
 _NUMPY = {_FLOAT32: np.float32, _INT64: np.int64}
 
-_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
-    "Text": {"tokens": (1, "bytes")},
-    "Chunk": {"encoded_text": (1, "Text"), "image": (2, "bytes"), "dmel": (3, "bytes")},
-    "Sparse": {"values": (1, "bytes")},
-    "Tensor": {"dense": (1, "bytes"), "sparse_csr": (2, "Sparse"), "dtype": (3, "int32"), "shape": (4, "*int64")},
-    "NamedTensor": {"key": (1, "string"), "value": (2, "Tensor")},
-    "Datum": {"model_input": (1, "*Chunk"), "loss_fn_inputs": (2, "*NamedTensor")},
-    "NamedNumber": {"key": (1, "string"), "value": (2, "double")},
-    "Value": {"number": (1, "double"), "text": (2, "string")},
-    "NamedValue": {"key": (1, "string"), "value": (2, "Value")},
-    "ForwardBackwardRequest": {
-        "model_id": (1, "string"),
-        "seq_id": (2, "int32"),
-        "data": (3, "*Datum"),
-        "loss_fn": (4, "string"),
-        "loss_fn_config": (5, "*NamedNumber"),
-        "forward_only": (6, "bool"),
-        "loss_fn_config_v2": (7, "*NamedValue"),
-    },
-    "Column": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32")},
-    "NamedColumn": {"key": (1, "string"), "value": (2, "Column")},
-    "Records": {"type_tag": (1, "string"), "fields": (2, "*NamedColumn"), "num_datums": (3, "int64")},
-    "ForwardBackwardOutput": {
-        "loss_fn_output_type": (1, "string"),
-        "loss_fn_outputs": (2, "*Records"),
-        "metrics": (3, "*NamedNumber"),
-    },
-    "Likeliest": {"token_ids": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "uint32"), "length": (4, "uint32")},
-    "Sequence": {
-        "stop_reason": (1, "int32"),
-        "tokens": (2, "bytes"),
-        "logprobs": (3, "bytes"),
-        "topk_sampled_logprobs": (4, "Likeliest"),
-    },
-    "SampleResponse": {"sequences": (1, "*Sequence"), "prompt_logprobs": (2, "bytes")},
-}
-"""Fields of each message: name to number and type; ``*`` repeats. Maps are repeated pairs, and enums int32, as on the wire."""
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = read_yaml(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
+"""Fields of each message: name to number and type."""
 _SCALARS = {
     "bytes": _FIELD.TYPE_BYTES,
     "string": _FIELD.TYPE_STRING,

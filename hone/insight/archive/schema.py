@@ -15,7 +15,10 @@ fewer rows has only the prompts that are stored at every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hone.text import read_yaml
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,52 +44,11 @@ class Column:
         return self.kind in (IDS, INTS, FLOATS) and self.name != "prompt_ids"
 
 
-COLUMNS = (
-    Column("step", INT, "step that trained, or validated, the sequence", required=True),
-    Column("uid", TEXT, "prompt group: episodes with the same uid answer the same prompt", required=True),
-    Column("index", INT, "number within the group, from 0", required=True),
-    Column("part", INT, "segment of an episode whose history was rewritten, from 0", required=True),
-    Column("fate", TEXT, "`trained`, `filtered`, `failed` (no verdict), `too_old` or `validation`", required=True),
-    Column("data_source", TEXT, "name of the dataset that the prompt is of"),
-    Column("row", INT, "row of the dataset, from 0"),
-    Column("seed", TEXT, "seed of the episode's random draws, as a decimal number"),
-    Column("prompt", TEXT, "text of the prompt"),
-    Column("messages", JSON, "messages of the prompt in OpenAI form"),
-    Column("text", TEXT, "text of the policy: all its turns, without tool results", required=True),
-    Column("ground_truth", JSON, "expected answer"),
-    Column("stop_reason", TEXT, "why the last turn ended"),
-    Column("seconds", NUMBER, "wall time from admission to the last token"),
-    Column("score", NUMBER, "reward; null without a verdict"),
-    Column("unshaped", NUMBER, "reward before the trainer's length penalty; null without one"),
-    Column("baseline", NUMBER, "reward of the greedy response to the prompt"),
-    Column("turn_values", JSON, "value of each forked turn of the episode, by turn"),
-    Column("terms", JSON, "named numbers of the scorer"),
-    Column("extra", JSON, "other values of the scorer"),
-    Column("error", TEXT, "why there is no verdict"),
-    Column("cause", TEXT, "kind of that error"),
-    Column("episode", JSON, "turns, tool calls with input, output and seconds, end, sub-agents"),
-    Column("prompt_ids", IDS, "token ids of the prompt; those of images are below 0"),
-    Column("response_ids", IDS, "token ids of everything after the prompt"),
-    Column("response_mask", INTS, "1 on tokens that the policy sampled"),
-    Column("loss_mask", INTS, "1 on tokens that the update learned from"),
-    Column("token_versions", INTS, "weight version that sampled the token, -1 on others"),
-    Column("rollout_log_probs", FLOATS, "log-prob of the engine under the temperature"),
-    Column(
-        "sampling_log_probs",
-        FLOATS,
-        "log-prob under the distribution that was sampled from; null where that is the same",
-    ),
-    Column("old_log_probs", FLOATS, "log-prob of the trainer before the update"),
-    Column("new_log_probs", FLOATS, "log-prob of the trainer in the last update that saw the token"),
-    Column("ref_log_probs", FLOATS, "log-prob of the reference policy"),
-    Column("entropy", FLOATS, "entropy of the trainer's distribution in nats"),
-    Column("values", FLOATS, "value of the critic"),
-    Column("sum_pi_squared", FLOATS, "sum of the squared probabilities of the trainer's distribution"),
-    Column("token_rewards", FLOATS, "reward placed on the token, with the KL penalty where it is part of the reward"),
-    Column("token_scores", FLOATS, "the same without the KL penalty; null where that is the same"),
-    Column("advantages", FLOATS, "advantage"),
-    Column("returns", FLOATS, "target of the critic"),
-    Column("correction", FLOATS, "weight of the rollout correction"),
+COLUMNS = tuple(
+    Column(name, kind, about, bool(required))
+    for name, (kind, about, *required) in read_yaml(
+        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    ).items()
 )
 BY_NAME = {column.name: column for column in COLUMNS}
 

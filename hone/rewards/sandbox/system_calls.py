@@ -4,7 +4,8 @@ The supervisor, which imports nothing of the package, gets both as bytes, number
 filter. It closes what no other limit covers: memory that belongs to no process (files in memory, shared mappings without a file, queues, pages
 that pipes refer to, objects of the kernel without a limit), other processes and their memory, changes of the machine, and kernel
 interfaces that no program for a reward needs. Sockets are those within the program, of a kind whose buffers the supervisor can count:
-where a program has no network namespace of its own, pairs only. Numbers: the kernel's tables of system calls.
+where a program has no network namespace of its own, pairs only. Numbers are in
+``system_calls.txt``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import errno
 import platform
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
 _CREATE_RULESET, _VERSION = 444, 1  # number of the system call, and its flag to ask for the version
@@ -55,54 +57,35 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; t
 _X32 = 0x40000000  # first number of x86-64's second table
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Architecture as the kernel's audit constant, and its column below."""
-_REFUSED = {
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
-    "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "unshare": (272, 97), "setns": (308, 268),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "keyctl": (250, 219),
-    "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_register": (427, 427),
-    "open_by_handle_at": (304, 265), "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77),
-    "inotify_init": (253, 26), "inotify_init1": (294, 26), "io_setup": (206, 0),
-    "landlock_create_ruleset": (444, 444), "seccomp": (317, 277),
-    # what changes the machine, or other processes by their descriptors
-    "sethostname": (170, 161), "setdomainname": (171, 162), "acct": (163, 89), "settimeofday": (164, 170),
-    "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266), "reboot": (169, 142),
-    "swapon": (167, 224), "swapoff": (168, 225), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "quotactl": (179, 60),
-    "quotactl_fd": (443, 443), "syslog": (103, 116), "vhangup": (153, 58), "chroot": (161, 51),
-    "fanotify_init": (300, 262), "process_madvise": (440, 440), "process_mrelease": (448, 448),
-    "migrate_pages": (256, 238), "move_pages": (279, 239),
-}  # fmt: skip
+"""Architecture as the kernel's audit constant, and its place in the numbers of a call."""
+_LINES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+_TABLE = [line.split() for line in _LINES if not line.startswith("#")]
+_CALLS = {name: (int(x86), int(arm)) for name, x86, arm, _ in _TABLE}
+_REFUSED = [name for name, _, _, use in _TABLE if use == "refused"]
 _IS, _NOT = range(2)
 _ALL = 0xFFFFFFFF
 _OWN = ((_IS, 0, _ALL, 0),)  # a process: the caller itself
 _STREAMS = (_IS, 1, 2, 0)  # a datagram's receiver holds what senders left that are gone
 _ARGUMENTS = {
-    "prlimit64": ((302, 261), _OWN),
-    "sched_setaffinity": ((203, 122), _OWN),
-    "sched_setparam": ((142, 118), _OWN),
-    "sched_setscheduler": ((144, 119), _OWN),
-    "sched_setattr": ((314, 274), _OWN),
-    "get_robust_list": ((274, 100), _OWN),
-    "setpriority": ((141, 140), (*_OWN, (_IS, 1, _ALL, 0))),
-    "ioprio_set": ((251, 30), ((_IS, 0, _ALL, 1), (_IS, 1, _ALL, 0))),
+    "prlimit64": _OWN,
+    "sched_setaffinity": _OWN,
+    "sched_setparam": _OWN,
+    "sched_setscheduler": _OWN,
+    "sched_setattr": _OWN,
+    "get_robust_list": _OWN,
+    "setpriority": (*_OWN, (_IS, 1, _ALL, 0)),
+    "ioprio_set": ((_IS, 0, _ALL, 1), (_IS, 1, _ALL, 0)),
     # no CLONE_NEW flag, and open files are shared by threads alone
-    "clone": ((56, 220), ((_IS, 0, 0x7E020000, 0), (_NOT, 0, 0x10400, 0x400))),
-    "mmap": ((9, 222), ((_NOT, 3, 0x21, 0x21), (_IS, 3, 0x40000, 0))),  # MAP_SHARED|MAP_ANONYMOUS, MAP_HUGETLB
-    "fcntl": ((72, 25), tuple((_NOT, 1, _ALL, command) for command in (1031, 37, 38))),  # F_SETPIPE_SZ, F_OFD_SETLK
+    "clone": ((_IS, 0, 0x7E020000, 0), (_NOT, 0, 0x10400, 0x400)),
+    "mmap": ((_NOT, 3, 0x21, 0x21), (_IS, 3, 0x40000, 0)),  # MAP_SHARED|MAP_ANONYMOUS, MAP_HUGETLB
+    "fcntl": tuple((_NOT, 1, _ALL, command) for command in (1031, 37, 38)),  # F_SETPIPE_SZ, F_OFD_SETLK
     # PR_SET_DUMPABLE, which hides from the supervisor, PR_SET_SECCOMP, PR_SCHED_CORE of others
-    "prctl": ((157, 167), tuple((_NOT, 0, _ALL, option) for option in (4, 22, 62))),
-    "socketpair": ((53, 199), (_STREAMS,)),
+    "prctl": tuple((_NOT, 0, _ALL, option) for option in (4, 22, 62)),
+    "socketpair": (_STREAMS,),
     # buffers, filters, pages of others
-    "setsockopt": ((54, 208), tuple((_NOT, 2, _ALL, option) for option in (7, 8, 26, 32, 33, 50, 51, 52, 60))),
+    "setsockopt": tuple((_NOT, 2, _ALL, option) for option in (7, 8, 26, 32, 33, 50, 51, 52, 60)),
 }
 """Calls by the arguments with which they are allowed: of each, a test, the argument's place, a mask, and a value."""
-_SOCKET, _SENDFILE, _CLONE3 = (41, 198), (40, 71), (435, 435)
-_SENDMSG, _SENDMMSG = (46, 211), (307, 269)
 
 
 def system_call_filter(*, sockets: bool, machine: str | None = None) -> bytes | None:
@@ -118,16 +101,16 @@ def system_call_filter(*, sockets: bool, machine: str | None = None) -> bytes | 
     if machine == "x86_64":
         steps += [(_AT_LEAST, 0, 1, _X32), refuse]
     # outside of a network namespace open files could hide in messages
-    others = [] if sockets else [_SOCKET, _SENDMSG, _SENDMMSG]
-    for numbers in (*_REFUSED.values(), *others):
-        steps += [(_EQUAL, 0, 1, numbers[column]), refuse]
+    others = [] if sockets else ["socket", "sendmsg", "sendmmsg"]
+    for name in (*_REFUSED, *others):
+        steps += [(_EQUAL, 0, 1, _CALLS[name][column]), refuse]
     # the C library falls back to clone, whose flags the filter can read, and Python to reading and writing
-    for numbers, error in ((_CLONE3, errno.ENOSYS), (_SENDFILE, errno.ENOTSOCK)):
-        steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSE | error)]
-    local = {"socket": (_SOCKET, ((_IS, 0, _ALL, socket.AF_UNIX), _STREAMS))} if sockets else {}
-    for numbers, tests in (_ARGUMENTS | local).values():
+    for name, error in (("clone3", errno.ENOSYS), ("sendfile", errno.ENOTSOCK)):
+        steps += [(_EQUAL, 0, 1, _CALLS[name][column]), (_RETURN, 0, 0, _REFUSE | error)]
+    local = {"socket": ((_IS, 0, _ALL, socket.AF_UNIX), _STREAMS)} if sockets else {}
+    for name, tests in (_ARGUMENTS | local).items():
         checks = [step for test in tests for step in (*_check(*test), refuse)]
-        steps += [(_EQUAL, 0, len(checks) + 1, numbers[column]), *checks, (_RETURN, 0, 0, _ALLOW)]
+        steps += [(_EQUAL, 0, len(checks) + 1, _CALLS[name][column]), *checks, (_RETURN, 0, 0, _ALLOW)]
     steps += [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 

@@ -9,7 +9,7 @@ import pytest
 from support.archives import archive
 
 from hone.apps.lab.compare import Run
-from hone.apps.lab.triage import KINDS, Bar, Bucket, Kind, Triage, first_failure, has_failed, markdown, triage
+from hone.apps.lab.triage import Bar, Bucket, Kind, Triage, first_failure, has_failed, markdown, triage
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SETTINGS = {
@@ -109,8 +109,8 @@ def triaged(folder: Path, *records: Record, settings: Record | None = None) -> T
 
 
 def test_there_is_a_case_for_every_kind() -> None:
-    assert set(CASES) == {kind.value for kind in Kind} == {kind.value for kind in KINDS}
-    assert {about.bucket for about in KINDS.values()} == set(Bucket)
+    assert set(CASES) == {kind.value for kind in Kind}
+    assert {kind.bucket for kind in Kind} == set(Bucket)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,7 +125,7 @@ def test_the_kind_and_its_turn_are_found_and_one_change_proposed(name: str, tmp_
         assert failure.text == f"turn {turn}"
     assert result.because == Kind(name) and result.change is not None and change in result.change
     data = result.record()
-    assert data["failed"] == 1 and data["episodes"] == 2 and data["buckets"] == {KINDS[Kind(name)].bucket.value: 1}
+    assert data["failed"] == 1 and data["episodes"] == 2 and data["buckets"] == {Kind(name).bucket.value: 1}
     page = markdown(result)
     assert f"`{name}`" in page and result.change in page and f"step 1, uid train:0, episode 0, turn {turn}" in page
 
