@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ from hone.data.media import KINDS, media_error, media_of
 from hone.data.messages import check_messages, plain, unwrapped
 from hone.data.row_images import PlaceError, RowImages
 from hone.errors import DataError, Finding, did_you_mean
+from hone.text import read_yaml
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,15 @@ class Problem:
     why: str
     fix: str
     stops: bool = True
+
+
+def problems_of(section: str) -> dict[str, Problem]:
+    """Return a section of ``problems.yaml``, problems by name."""
+    table = read_yaml(Path(__file__).with_name("problems.yaml").read_text(encoding="utf-8"))[section]
+    return {name: Problem(*texts[:4], stops=len(texts) == 4) for name, texts in table.items()}
+
+
+PROBLEMS = problems_of("rows")
 
 
 @dataclass
@@ -363,43 +374,16 @@ def _warning(what: str, *, why: str, fix: str, where: str = "") -> Finding:
     return Finding(DataError(what, why=why, fix=fix, where=where, code="R47"), stops=False)
 
 
-_NO_SOURCE = Problem(
-    "R42",
-    "the kind of problem is not a string",
-    "it selects the scorer and groups the validation metrics",
-    "write data_source as a string",
-)
-_NO_OBJECT = Problem(
-    "R42",
-    "reward_model or extra_info is not an object",
-    "the scorer does not receive the ground truth",
-    'write {"style": "rule", "ground_truth": "42"}',
-)
-_NO_TRUTH = Problem(
-    "R44",
-    "reward_model.ground_truth is missing or empty",
-    "answers to these prompts cannot be scored as right or wrong",
-    "fill it in, or remove the rows",
-)
-_SOME_TRUTH = Problem(
-    "R44",
-    "reward_model.ground_truth is missing or empty, and other rows have one",
-    "a reward function that compares with it would fail on these rows",
-    "fill it in, or remove the rows",
-    stops=False,
-)
-
-
 def source_names(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     """Check that column ``key`` names the kind of problem, and that reward_model and extra_info are objects."""
     tally = Tally(len(rows))
     for row in rows:
         if not isinstance(row.values.get(key), str):
-            tally.add(row, _NO_SOURCE, f"{row.values.get(key)!r}")
+            tally.add(row, PROBLEMS["no_source"], f"{row.values.get(key)!r}")
         for name in ("reward_model", "extra_info"):
             value = row.values.get(name)
             if value is not None and not isinstance(value, dict):
-                tally.add(row, _NO_OBJECT, f"{name} is a {type(value).__name__}")
+                tally.add(row, PROBLEMS["no_object"], f"{name} is a {type(value).__name__}")
     yield from tally.findings()
 
 
@@ -438,7 +422,7 @@ def ground_truths(
         reward = row.values.get("reward_model")
         truth = unwrapped(reward.get("ground_truth")) if isinstance(reward, dict) else None
         if is_missing(truth):
-            tally.add(row, _NO_TRUTH if required else _SOME_TRUTH)
+            tally.add(row, PROBLEMS["no_truth"] if required else PROBLEMS["some_truth"])
         elif reason := complaint(row, truth):
             unread = Problem(
                 "R44",
@@ -447,7 +431,7 @@ def ground_truths(
                 "write it as the scorer expects it",
             )
             tally.add(row, unread, f"{str(truth)[:60]!r}: {reason}")
-    if not required and tally.counts.get(_SOME_TRUTH, 0) == len(rows):
+    if not required and tally.counts.get(PROBLEMS["some_truth"], 0) == len(rows):
         return
     yield from tally.findings()
 
@@ -465,63 +449,11 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 _TOOL_ROLES = frozenset({"tool", "function", "observation", "ipython"})
 _FORM = 'write messages as [{"role": "user", "content": "..."}, ...]'
 
-_NO_PROMPT = Problem("R42", "the prompt is null or empty", "the model has nothing to answer", "remove these rows")
-_NO_MESSAGES = Problem("R42", "the messages are malformed", "they cannot be rendered", _FORM)
-_NO_FORM = Problem(
-    "R42",
-    "the prompt is neither messages, nor a string, nor token ids",
-    "it cannot be tokenized",
-    f"{_FORM}, or one string per row",
-)
 _ROLE = Problem(
     "R42",
     "a message has a role that no chat template supports",
     "it is dropped or refused when the prompt is rendered",
     f"use one of {', '.join(sorted(ROLES - {'observation', 'ipython'}))}",
-)
-_SYSTEM = Problem(
-    "R42",
-    "a system message is not the first message",
-    "many chat templates refuse it or move it to the front",
-    "put it first",
-    stops=False,
-)
-_ANSWERED = Problem(
-    "R42",
-    "the prompt ends with an assistant message",
-    "the model would have to answer its own finished answer",
-    "end the prompt with a user or tool message",
-    stops=False,
-)
-_TWO_USERS = Problem(
-    "R42",
-    "two user messages follow each other",
-    "chat templates that require alternating turns refuse them",
-    "join them into one message",
-    stops=False,
-)
-_ORPHAN = Problem(
-    "R42",
-    "a tool message follows no tool call",
-    "the model would read a result without a call",
-    "put the assistant message with its tool_calls before it",
-    stops=False,
-)
-_EMPTY = Problem(
-    "R42", "a user message is empty", "the model has nothing to answer", "fill it in, or remove the row", stops=False
-)
-_NO_ANSWER = Problem(
-    "R42",
-    "no assistant message",
-    "there is no answer to train on",
-    "add the answer as an assistant message, or remove the row",
-)
-_OPEN_END = Problem(
-    "R42",
-    "the conversation does not end with an assistant message",
-    "messages after the last answer never contribute to the loss",
-    "end each row with the answer",
-    stops=False,
 )
 
 
@@ -531,13 +463,13 @@ def prompts(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     for row in rows:
         value = unwrapped(row.values.get(key))
         if value is None or value in ("", []) or (isinstance(value, str) and not value.strip()):
-            tally.add(row, _NO_PROMPT)
+            tally.add(row, PROBLEMS["no_prompt"])
         elif not isinstance(value, str | list):
-            tally.add(row, _NO_FORM, f"a {type(value).__name__}")
+            tally.add(row, PROBLEMS["no_form"], f"a {type(value).__name__}")
         elif isinstance(value, list) and not all(type(item) is int for item in value):
             messages = _messages(tally, row, value, key)
             if messages and messages[-1]["role"] == "assistant":
-                tally.add(row, _ANSWERED)
+                tally.add(row, PROBLEMS["answered"])
     yield from tally.findings()
 
 
@@ -547,9 +479,9 @@ def conversations(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     for row in rows:
         messages = _messages(tally, row, unwrapped(row.values.get(key)), key)
         if messages and all(message["role"] != "assistant" for message in messages):
-            tally.add(row, _NO_ANSWER)
+            tally.add(row, PROBLEMS["no_answer"])
         elif messages and messages[-1]["role"] != "assistant":
-            tally.add(row, _OPEN_END)
+            tally.add(row, PROBLEMS["open_end"])
     yield from tally.findings()
 
 
@@ -558,7 +490,7 @@ def _messages(tally: Tally, row: Row, value: Any, key: str) -> list[dict[str, An
     try:
         messages = check_messages(value, where=row.where, column=key)
     except DataError as error:
-        tally.add(row, _NO_MESSAGES, error.what)
+        tally.add(row, PROBLEMS["no_messages"], error.what)
         return []
     for problem, detail in dict(_problems(messages)).items():
         tally.add(row, problem, detail)
@@ -572,12 +504,12 @@ def _problems(messages: list[dict[str, Any]]) -> Iterator[tuple[Problem, str]]:
         if role not in ROLES:
             yield _ROLE, f"message {index} has the role '{role}'"
         if role in ("system", "developer") and index > 0 and messages[index - 1]["role"] not in ("system", "developer"):
-            yield _SYSTEM, f"message {index}"
+            yield PROBLEMS["system"], f"message {index}"
         if role == "user" and index > 0 and messages[index - 1]["role"] == "user":
-            yield _TWO_USERS, f"messages {index - 1} and {index}"
+            yield PROBLEMS["two_users"], f"messages {index - 1} and {index}"
         if role == "user" and isinstance(message["content"], str) and not message["content"].strip():
-            yield _EMPTY, f"message {index}"
+            yield PROBLEMS["empty"], f"message {index}"
         if role == "assistant":
             called = bool(message.get("tool_calls")) or "call" in str(message["content"]).lower()
         if role in _TOOL_ROLES and not called:
-            yield _ORPHAN, f"message {index}"
+            yield PROBLEMS["orphan"], f"message {index}"

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import token_counts
-from hone.data.checks.rows import MOST_TOKENIZED, Problem, Tally
+from hone.data.checks.rows import MOST_TOKENIZED, Problem, Tally, problems_of
 from hone.data.files import Row
 from hone.data.messages import unwrapped
 from hone.errors import ConfigError, DataError, Finding, did_you_mean
@@ -22,45 +22,8 @@ from hone.text import is_valid
 LOOP = 3  # equal calls in succession that are a loop
 NO_LIMIT = 10**9  # limit of tool results where none is known
 SHORTEST_DESCRIPTION = 12  # characters of a tool's description from which on it says something
-PROBLEMS: dict[str, Problem] = {
-    "unreadable_arguments": Problem(
-        "R81", "arguments of a tool call are not a JSON object", "the model learns calls that no parser reads",
-        "write the arguments as a JSON object, or as its text",
-    ),
-    "unknown_tool": Problem(
-        "R81", "a call names a tool that the row's tools do not have", "the model learns to call what does not exist",
-        "add the tool to the column tools, or remove the row",
-    ),
-    "unfit_arguments": Problem(
-        "R81", "arguments of a call do not fit the tool's schema", "the model learns calls that the tool refuses",
-        "correct the arguments or the schema",
-    ),
-    "result_without_call": Problem(
-        "R81", "a tool message answers no call", "the model reads results that come from nowhere",
-        "give it the tool_call_id of a call before it, or remove it",
-    ),
-    "call_without_result": Problem(
-        "R81", "a call has no result, and the conversation continues", "the model learns to make up results",
-        "add the tool message, or end the conversation with the call",
-    ),
-    "loop": Problem(
-        "R38", "the same tool call is repeated three times or more in succession", "the model may never stop calling",
-        "shorten these rows, and limit the turns of an episode",
-    ),
-    "long_result": Problem(
-        "R37", "a tool result is longer than the limit", "it would be cut, and the model would read half a result",
-        "shorten the results, or raise the limit",
-    ),
-    "different_prompts": Problem(
-        "R81", "chosen and rejected do not answer the same messages", "the comparison is between two tasks, not two answers",
-        "begin both with the same messages, up to the first answer",
-    ),
-    "mute_tool": Problem(
-        "R81", f"a tool has no description, or one of less than {SHORTEST_DESCRIPTION} characters", "the model cannot know when to call it",
-        "describe in a sentence what the tool does", stops=False,
-    ),
-}  # fmt: skip
-"""Kinds of defects."""
+PROBLEMS, _ROWS = problems_of("calls"), problems_of("rows")
+"""Kinds of defects of calls; and problems of rows."""
 GATES = {
     "parse": ("unreadable_arguments",),
     "tool": ("unknown_tool",),
@@ -271,21 +234,6 @@ def _validator(schema: str) -> Any:
     return kind(parsed)
 
 
-_SCHEMA = Problem(
-    "R35",
-    "the column tools is not a list of function schemas",
-    "the chat template cannot show the tools to the model",
-    'write [{"type": "function", "function": {"name": ..., "parameters": {...}}}] or its JSON text',
-)
-_PASTED = Problem(
-    "R36",
-    "a message other than the first contains tool schemas",
-    "the chat template puts tools into the first system message; elsewhere they are removed or read as conversation",
-    "move them into the column tools, or into a first system message",
-    stops=False,
-)
-
-
 def agent_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]:
     """Report names in the column ``agent_name`` that are not agent loops."""
     counts = Counter(row.values["agent_name"] for row in rows if row.values.get("agent_name") is not None)
@@ -328,12 +276,12 @@ def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     tally = Tally(len(rows))
     for row in rows:
         if any(name is None for name, _ in schemas_of_row(row)):
-            tally.add(row, _SCHEMA)
+            tally.add(row, _ROWS["schema"])
         value = unwrapped(row.values.get(key))
         for index, message in enumerate(value if isinstance(value, list) else []):
             content = message.get("content") if isinstance(message, dict) else None
             if index and isinstance(content, str) and '"parameters"' in content and '"function"' in content:
-                tally.add(row, _PASTED, f"message {index}")
+                tally.add(row, _ROWS["pasted"], f"message {index}")
                 break
     yield from tally.findings()
 
