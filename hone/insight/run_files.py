@@ -1,9 +1,4 @@
-"""Read the files of a run directory, encode numbers that JSON lacks, and report disk errors.
-
-Append-only file of JSON lines by step, such as ``metrics.jsonl`` and ``coverage.jsonl``.
-
-All lines of a step are written and flushed together. A half line that a kill left is dropped when the file is opened again.
-"""
+"""Read the files of a run directory, encode numbers that JSON lacks, and report disk errors."""
 
 from __future__ import annotations
 
@@ -27,7 +22,10 @@ from hone.text import valid_text
 
 
 class StepLines:
-    """Writer of one such file. The file is created by the first step."""
+    """Append-only file of JSON lines by step, such as ``metrics.jsonl`` and ``coverage.jsonl``; created by the first step.
+
+    All lines of a step are written and flushed together. A half line that a kill left is dropped when the file is opened again.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
