@@ -76,7 +76,7 @@ def _print_rules(as_json: bool) -> None:
     import dataclasses
     import json
 
-    from hone.preflight.codes import index
+    from hone.preflight.rules import index
 
     entries = index()
     if as_json:

@@ -39,7 +39,7 @@ def checked_config(
 def announce(config: AnyConfig) -> None:
     """Print the plan of the run's batches, and the dtype that it computes in."""
     from hone.preflight import batch_plan, training_rows
-    from hone.preflight.device import describe_dtype, on_cpu
+    from hone.preflight.environment import describe_dtype, on_cpu
 
     typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
     typer.echo(f"dtype: {describe_dtype(config)}")

@@ -6,71 +6,22 @@ codes. Every training command calls :func:`check`; :func:`examine` returns the s
 
 from __future__ import annotations
 
-from hone.preflight import (
+from hone.preflight import (  # noqa: F401 - they register their rules
     agents,
-    algorithm,
-    asynchronous,
-    batches,
-    checkpoints,
-    cluster,
-    device,
     distillation,
     effectless,
     engines,
     environment,
     files,
-    images,
     layouts,
-    learning,
     lifecycle,
-    megatron,
     methods,
-    names,
-    optimizers,
-    preference,
-    rewards,
     rows,
-    speculative,
     template,
+    training,
 )
 from hone.preflight.evidence import Evidence
 from hone.preflight.plan.batch import batch_plan, training_rows
-from hone.preflight.report import Report, check, examine
-from hone.preflight.rules import RULES, Stage, findings
+from hone.preflight.rules import RULES, Report, Stage, check, examine, findings
 
-__all__ = [
-    "RULES",
-    "Evidence",
-    "Report",
-    "Stage",
-    "agents",
-    "algorithm",
-    "asynchronous",
-    "batch_plan",
-    "batches",
-    "check",
-    "checkpoints",
-    "cluster",
-    "device",
-    "distillation",
-    "effectless",
-    "engines",
-    "environment",
-    "examine",
-    "files",
-    "images",
-    "findings",
-    "layouts",
-    "learning",
-    "lifecycle",
-    "megatron",
-    "methods",
-    "names",
-    "optimizers",
-    "preference",
-    "rewards",
-    "rows",
-    "speculative",
-    "template",
-    "training_rows",
-]
+__all__ = ["RULES", "Evidence", "Report", "Stage", "batch_plan", "check", "examine", "findings", "training_rows"]

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.agents.chat import compaction_reserve
 from hone.config.tree import RLConfig
 from hone.data.files import Row
-from hone.errors import DataError, Finding, HoneError
+from hone.errors import DataError, HoneError
 from hone.preflight.evidence import Evidence
-from hone.preflight.rules import Stage, error, rule, warning
+from hone.preflight.rules import Findings, Stage, error, error_of, rule, warning
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SINGLE = ("single_turn", "single_turn_agent")
 
 
-@rule("R38", RLConfig)
-def episodes_are_bounded(config: RLConfig) -> Iterator[Finding]:
+@rule("R38")
+def episodes_are_bounded(config: RLConfig) -> Findings:
     """Multi-turn episodes have a limit besides their tokens."""
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     bounds = (
@@ -37,8 +37,8 @@ def episodes_are_bounded(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R80", RLConfig)
-def sandboxes_outlive_episodes(config: RLConfig) -> Iterator[Finding]:
+@rule("R80")
+def sandboxes_outlive_episodes(config: RLConfig) -> Findings:
     """The program or sandbox of an episode lives longer than the episode and its scoring."""
     rollout = config.actor_rollout_ref.rollout
     episode, agent = rollout.multi_turn.max_episode_seconds, rollout.agent
@@ -54,8 +54,8 @@ def sandboxes_outlive_episodes(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R33", RLConfig, stage=Stage.FILES)
-def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R33", Stage.FILES)
+def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Findings:
     """Configured tools and users are used by the loops of the rows, and rows that need tools get them."""
     multi_turn, rows = config.actor_rollout_ref.rollout.multi_turn, evidence.train_rows
     files = [
@@ -109,8 +109,8 @@ def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Iterator[F
         )
 
 
-@rule("R34", RLConfig, stage=Stage.FILES)
-def conversations_begin_with_messages(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R34", Stage.FILES)
+def conversations_begin_with_messages(config: RLConfig, evidence: Evidence) -> Findings:
     """Prompts of multi-turn episodes are lists of messages."""
     rows = [*evidence.train_rows, *evidence.val_rows]
     flat = [row for row in rows if _is_flat(row.values[config.data.prompt_key]) and _needs_messages(evidence, row)]
@@ -123,8 +123,8 @@ def conversations_begin_with_messages(config: RLConfig, evidence: Evidence) -> I
         )
 
 
-@rule("R48", RLConfig, stage=Stage.FILES)
-def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R48", Stage.FILES)
+def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Findings:
     """Agent loops, tools, users and environments named in rows exist, and their files can be read."""
     from hone.agents.catalogue import AGENT_LOOPS
     from hone.data import checks
@@ -133,25 +133,18 @@ def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Fin
     imported = {str(row.values["agent_name"]) for row in rows if ":" in str(row.values.get("agent_name"))}
     default = config.actor_rollout_ref.rollout.agent.default_agent_loop
     for name in sorted(imported | ({default} if default else set())):
-        try:
-            AGENT_LOOPS.get(name)
-        except HoneError as problem:
-            yield Finding(problem, stops=True)
+        yield from error_of(AGENT_LOOPS.get, name)
     yield from checks.agent_names(rows, {*AGENT_LOOPS.names(), *imported})
-    try:
-        known_tools = set(evidence.setting.toolbox) if evidence.setting is not None else set()
-        if evidence.setting is not None and "interaction" in set(map(evidence.loops.name, rows)):
-            assert evidence.setting.interactions
-    except HoneError as problem:
-        yield Finding(problem, stops=True)
-        return
+    known_tools = set(evidence.setting.toolbox) if evidence.setting is not None else set()
+    if evidence.setting is not None and "interaction" in set(map(evidence.loops.name, rows)):
+        assert evidence.setting.interactions
     yield from checks.tool_names(rows, known_tools)
-    yield from _noise(rows)
     yield from _environments(rows)
+    _check_noise(rows)
 
 
-def _noise(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report the first row whose noise of a tool is not valid."""
+def _check_noise(rows: Sequence[Row]) -> None:
+    """Raise the error of the first row whose noise of a tool is not valid."""
     from hone.agents.tools.toolbox import noise_of_row
 
     for row in rows:
@@ -162,13 +155,12 @@ def _noise(rows: Sequence[Row]) -> Iterator[Finding]:
                 try:
                     noise_of_row(str(name), entry["noise"])
                 except DataError as problem:
-                    where = f"{row.where}, {problem.where}"
-                    yield Finding(DataError(problem.what, fix=problem.fix, where=where, code="R48"), stops=True)
-                    return
+                    problem.where = f"{row.where}, {problem.where}"
+                    raise
 
 
-@rule("R35", RLConfig, stage=Stage.TEMPLATE)
-def tools_are_shown(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R35", Stage.TEMPLATE)
+def tools_are_shown(config: RLConfig, evidence: Evidence) -> None:
     """The chat template shows the tools to the model and can render further turns."""
     setting = evidence.setting
     chats = [row for row in evidence.train_rows[:1] if _needs_messages(evidence, row)]
@@ -178,14 +170,11 @@ def tools_are_shown(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         schemas = setting.toolbox.schemas()
     except HoneError:
         return  # R48 reports it
-    try:
-        setting.renderer.prompt([{"role": "user", "content": "What is 1 + 1?"}], schemas or None)
-    except HoneError as problem:
-        yield Finding(problem, stops=True)
+    setting.renderer.prompt([{"role": "user", "content": "What is 1 + 1?"}], schemas or None)
 
 
-@rule("R37", RLConfig)
-def tool_results_fit(config: RLConfig) -> Iterator[Finding]:
+@rule("R37")
+def tool_results_fit(config: RLConfig) -> Findings:
     """A single tool result leaves tokens for the other turns."""
     multi_turn, response_length = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
     if multi_turn.enable and (multi_turn.tool_config_path or multi_turn.function_tool_path):
@@ -200,8 +189,8 @@ def tool_results_fit(config: RLConfig) -> Iterator[Finding]:
             )
 
 
-@rule("R37", RLConfig)
-def conversations_fit(config: RLConfig) -> Iterator[Finding]:
+@rule("R37")
+def conversations_fit(config: RLConfig) -> Findings:
     """A conversation that is rewritten has space for its prompt, a turn, the results of its calls, and the summary."""
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     compaction, turn, where = multi_turn.compaction, multi_turn.max_tokens_per_turn, f"{MULTI_TURN}.compaction"
@@ -229,8 +218,8 @@ def conversations_fit(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R37", RLConfig, stage=Stage.TEMPLATE)
-def tool_limits_cover_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R37", Stage.TEMPLATE)
+def tool_limits_cover_the_prompts(config: RLConfig, evidence: Evidence) -> Findings:
     """The limits on tool results and calls allow what the prompts show."""
     from hone.data.checks import tool_result_lengths, tool_turns
 
@@ -268,7 +257,7 @@ def _is_flat(prompt: Any) -> bool:
     return not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict))
 
 
-def _environments(rows: list[Row]) -> Iterator[Finding]:
+def _environments(rows: list[Row]) -> Findings:
     """Yield the errors of environments named in rows that cannot be built."""
     from hone.agents.environments.base import make_environment
 
@@ -278,7 +267,4 @@ def _environments(rows: list[Row]) -> Iterator[Finding]:
         if not isinstance(spec, dict) or (key := repr((spec.get("name"), spec.get("options")))) in seen:
             continue
         seen.add(key)
-        try:
-            make_environment(str(spec.get("name")), spec.get("options") or {})
-        except HoneError as problem:
-            yield Finding(problem, stops=True)
+        yield from error_of(make_environment, str(spec.get("name")), spec.get("options") or {})

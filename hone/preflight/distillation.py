@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import model_block
 from hone.errors import HoneError
 from hone.preflight.evidence import Evidence
-from hone.preflight.rules import Finding, Stage, error, rule, warning
+from hone.preflight.rules import Findings, Stage, error, rule, warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,8 +31,8 @@ SINGLE_TURN = "single_turn"
 _PATIENCE = 60.0  # most seconds that a teacher's server may take for a check
 
 
-@rule("R84", RLConfig)
-def teachers_can_teach(config: RLConfig) -> Iterator[Finding]:
+@rule("R84")
+def teachers_can_teach(config: RLConfig) -> Findings:
     """The settings of distillation fit together and the rest of the run."""
     settings = config.distillation
     if not settings.enable:
@@ -86,7 +85,7 @@ def teachers_can_teach(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-def _modes(settings: DistillationConfig) -> Iterator[Finding]:
+def _modes(settings: DistillationConfig) -> Findings:
     mode, key = settings.loss_mode, f"{BLOCK}.use_policy_gradient"
     if settings.by_advantage and mode not in SAMPLED_MODES:
         yield error(
@@ -104,7 +103,7 @@ def _modes(settings: DistillationConfig) -> Iterator[Finding]:
         )
 
 
-def _divergence(settings: TeacherConfig) -> Iterator[Finding]:
+def _divergence(settings: TeacherConfig) -> Findings:
     mode = settings.loss_mode
     if not settings.tail_bucket and mode != "forward_kl_topk":
         yield error(
@@ -121,8 +120,8 @@ def _divergence(settings: TeacherConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R84", SFTConfig)
-def stored_answers_have_a_teacher(config: SFTConfig) -> Iterator[Finding]:
+@rule("R84")
+def stored_answers_have_a_teacher(config: SFTConfig) -> Findings:
     """Distillation on stored answers has a teacher, whose distances exist."""
     settings = config.distillation
     if not settings.enable:
@@ -138,8 +137,8 @@ def stored_answers_have_a_teacher(config: SFTConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R84", RLConfig, SFTConfig, stage=Stage.FILES)
-def teachers_share_the_tokenizer(config: RLConfig | SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R84", Stage.FILES)
+def teachers_share_the_tokenizer(config: RLConfig | SFTConfig, evidence: Evidence) -> Findings:
     """Every teacher has the tokenizer of the policy, or the distance compares spans of text."""
     settings = config.distillation
     if not settings.enable or evidence.tokenizer is None:
@@ -176,8 +175,8 @@ def teachers_share_the_tokenizer(config: RLConfig | SFTConfig, evidence: Evidenc
         )
 
 
-@rule("R84", RLConfig, stage=Stage.FILES)
-def spans_of_text_can_be_compared(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R84", Stage.FILES)
+def spans_of_text_can_be_compared(config: RLConfig, evidence: Evidence) -> Findings:
     """A teacher with another tokenizer scores single answers in text, at temperature 1."""
     settings, rollout = config.distillation, config.actor_rollout_ref.rollout
     if not settings.enable or settings.loss_mode not in SAMPLED_MODES or evidence.tokenizer is None:
@@ -240,8 +239,8 @@ def spans_of_text_can_be_compared(config: RLConfig, evidence: Evidence) -> Itera
                 )
 
 
-@rule("R84", RLConfig)
-def served_teachers_fit(config: RLConfig) -> Iterator[Finding]:
+@rule("R84")
+def served_teachers_fit(config: RLConfig) -> Findings:
     """A teacher behind a server gives what the distance compares."""
     settings, rollout = config.distillation, config.actor_rollout_ref.rollout
     if not settings.enable or not settings.addresses:
@@ -265,7 +264,7 @@ def served_teachers_fit(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-def _whole_distributions(settings: TeacherConfig) -> Iterator[Finding]:
+def _whole_distributions(settings: TeacherConfig) -> Findings:
     mode = settings.loss_mode
     if mode in WHOLE_MODES and settings.addresses:
         yield error(
@@ -276,8 +275,8 @@ def _whole_distributions(settings: TeacherConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R84", RLConfig, SFTConfig, stage=Stage.FILES)
-def served_teachers_answer(config: RLConfig | SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R84", Stage.FILES)
+def served_teachers_answer(config: RLConfig | SFTConfig, evidence: Evidence) -> Findings:
     """The server of every teacher answers, with enough log-probs, for the policy's tokens."""
     settings = config.distillation
     if not settings.enable or not settings.addresses or evidence.tokenizer is None:
@@ -304,8 +303,8 @@ def served_teachers_answer(config: RLConfig | SFTConfig, evidence: Evidence) -> 
             yield error(problem.what, why=problem.why, fix=problem.fix, where=where)
 
 
-@rule("R84", RLConfig, stage=Stage.FILES)
-def every_row_has_a_teacher(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R84", Stage.FILES)
+def every_row_has_a_teacher(config: RLConfig, evidence: Evidence) -> Findings:
     """Every data source has a teacher, and every row the fields of the teacher's prompt."""
     settings = config.distillation
     if not settings.enable:
@@ -335,7 +334,7 @@ def _key_of(config: RLConfig | SFTConfig, path: str) -> str:
     return f"{BLOCK}.teachers" if path in map(str, teachers) else f"{BLOCK}.path"
 
 
-def _prompt_fields(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+def _prompt_fields(config: RLConfig, evidence: Evidence) -> Findings:
     from hone.data.teacher_prompt import KEY, fields_of, fields_of_row
 
     try:

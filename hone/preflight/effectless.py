@@ -1,4 +1,4 @@
-"""Rules about keys that have no effect because the feature that they belong to is off or not selected."""
+"""The rule about keys that have no effect because the feature that they belong to is off or not selected."""
 
 from __future__ import annotations
 
@@ -9,419 +9,215 @@ from hone.config.check import yaml_value
 from hone.config.derived import RunSpec
 from hone.config.distillation import TOP_K_MODES
 from hone.config.keys import documentation, leaf_values
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.migration.entries import expand
 from hone.config.tree import RLConfig
-from hone.config.trees import AnyConfig
-from hone.preflight.rules import Finding, error, rule, warning
+from hone.config.trees import AnyConfig, model_block
+from hone.preflight.rules import Findings, error, rule, warning
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 class Switch(NamedTuple):
-    """Keys that have an effect only when a feature is on; ``on`` is the override that switches it on."""
+    """Keys that have an effect only when a feature is on."""
 
-    keys: tuple[str, ...]
-    is_on: bool
-    reason: str
-    on: str
+    keys: str  # pattern with braces; a block stands for its keys
+    on: str = ""  # overrides that switch the feature on
+    is_on: bool | None = None  # None: if the configuration has the values of ``on``
+    reason: str = ""  # why the keys have no effect; by default the present values of the keys in ``on``
     stops: bool = False
 
 
-@rule("R23", RLConfig)
-def effectless_keys(config: RLConfig) -> Iterator[Finding]:
+@rule("R23")
+def effectless_keys(config: AnyConfig) -> Findings:
     """A key that differs from its default has an effect."""
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    name, spec = algorithm.adv_estimator, RunSpec(config)
-    switches = [
-        Switch(
-            ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.kl_loss_type"),
-            actor.use_kl_loss,
-            "actor_rollout_ref.actor.use_kl_loss=false",
-            "actor_rollout_ref.actor.use_kl_loss=true",
-            stops=True,
-        ),
-        Switch(
-            ("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type"),
-            algorithm.use_kl_in_reward,
-            "algorithm.use_kl_in_reward=false",
-            "algorithm.use_kl_in_reward=true",
-            stops=True,
-        ),
-        Switch(
-            ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
-            algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive",
-            "the KL coefficient is not adaptive",
-            "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive",
-        ),
-        Switch(
-            (f"{ACTOR}.recompute_old_log_probs",),
-            not spec.bypass,
-            "the old log-probs come from the engine (bypass_mode=true)",
-            "algorithm.rollout_correction.bypass_mode=false",
-        ),
-        *_estimator_switches(config),
-        *_loss_switches(config),
-        *_sampling_switches(config),
-        *_engine_switches(config),
-        *_speculative_switches(config),
-        Switch(
-            ("actor_rollout_ref.actor.loss_scale_factor",),
-            actor.loss_agg_mode == "seq-mean-token-sum-norm",
-            f"loss_agg_mode={actor.loss_agg_mode} has no divisor",
-            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
-        ),
-        Switch(
-            tuple(
-                key.path for key in documentation(RLConfig) if key.path.startswith("critic.") and key.last != "enable"
-            ),
-            spec.critic.value,
-            f"no critic is trained (adv_estimator={name})",
-            "critic.enable=true",
-        ),
-        Switch(("trainer.critic_warmup",), spec.critic.value, "no critic is trained", "algorithm.adv_estimator=gae"),
-        *_order_switches(config),
-        *_runtime_switches(config),
-        *_reward_switches(config),
-        *_distillation_switches(config),
-        *_shared_switches(config, "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"),
-    ]
-    yield from _switched_off_keys(config, switches)
-
-
-@rule("R23", SFTConfig, PreferenceConfig, RewardModelConfig)
-def effectless_sft_keys(config: SFTConfig | PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
-    """A key that differs from its default has an effect."""
-    yield from _switched_off_keys(config, [_ray_switch(config), *_shared_switches(config, "model", "optim")])
-
-
-def _estimator_switches(config: RLConfig) -> Iterator[Switch]:
-    """Yield the keys under ``algorithm`` that are options of other estimators than the chosen one."""
-    from hone.algorithms import advantage_estimators
-
-    chosen = advantage_estimators.get(config.algorithm.adv_estimator)
-    options_of_all = {option for name in advantage_estimators for option in advantage_estimators.get(name).options}
-    for option in sorted(options_of_all & set(vars(config.algorithm))):
-        reason = f"adv_estimator={config.algorithm.adv_estimator} has no such option"
-        yield Switch((f"algorithm.{option}",), option in chosen.options, reason, "")
-
-
-def _loss_switches(config: RLConfig) -> Iterator[Switch]:
-    """Yield the keys under ``actor`` and ``actor.policy_loss`` that are options of other losses than the chosen one."""
-    from hone.algorithms import policy_losses
-
-    actor, chosen = config.actor_rollout_ref.actor, policy_losses.get(RunSpec(config).policy_loss)
-    options_of_all = {option for name in policy_losses for option in policy_losses.get(name).options}
-    reason = f"loss_mode={actor.policy_loss.loss_mode} has no such option"
-    for block, owner in ((ACTOR, actor), (f"{ACTOR}.policy_loss", actor.policy_loss)):
-        for option in sorted(options_of_all & set(vars(owner))):
-            yield Switch((f"{block}.{option}",), option in chosen.options, reason, "")
-    clips = {"clip_ratio_low", "clip_ratio_high"}
-    yield Switch((f"{ACTOR}.clip_ratio",), bool(clips & chosen.options), reason, "")
-    if clips <= chosen.options:
-        left = actor.clip_ratio_low is None or actor.clip_ratio_high is None
-        yield Switch((f"{ACTOR}.clip_ratio",), left, "clip_ratio_low and clip_ratio_high are both set", "")
-
-
-def _engine_switches(config: RLConfig) -> list[Switch]:
-    from hone.config.engines import EngineConfig
-    from hone.config.ray import OwnPoolConfig
-    from hone.generation import SERVED, is_served
-
-    rollout, block = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    started = is_served(rollout) and rollout.engine_url is None
-    reason = "the engine at engine_url is already running"
-    switch_on = f"{block}.engine_url=null"
-    if not is_served(rollout):
-        reason, switch_on = f"engine '{rollout.name}' runs in Hone's own process", f"{block}.name=vllm"
-    elif rollout.name not in SERVED:
-        reason, switch_on = f"engine '{rollout.name}' has no such key", f"{block}.name=vllm"
-    every_engine = {"num_replicas", "server_pool", "engine_url", "engine_start_seconds", "checkpoint_engine"}
-    every_engine |= {"devices", "free_cache_engine"}
-    local = config.trainer.runtime == "local"
-    turns = RunSpec(config).engines_take_turns
-    memory, of_served = "gpu_memory_utilization", started and rollout.name in SERVED
-    has_pages = rollout.name == "native" and not is_served(rollout) and config.trainer.device != "cpu"
-    external = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - every_engine
-    pool = [key.path for key in documentation(RLConfig) if key.path.startswith(f"{block}.server_pool.")]
-    return [
-        Switch(tuple(f"{block}.{key}" for key in sorted(external - {memory})), of_served, reason, switch_on),
-        Switch((f"{block}.{memory}",), of_served or has_pages, reason, switch_on),
-        Switch((f"{block}.engine_start_seconds",), started, reason, switch_on),
-        Switch(
-            (f"{block}.devices",),
-            started and local,
-            reason if local else "on Ray every engine has the GPUs of its workers",
-            f"{block}.devices=[]",
-        ),
-        Switch(
-            (f"{block}.free_cache_engine",),
-            turns and rollout.engine_url is None,
-            reason if turns else "engines generate while the policy trains, or have GPUs of their own",
-            f"{block}.free_cache_engine=null",
-        ),
-        Switch(
-            (f"{block}.checkpoint_engine.between_workers",),
-            not local and rollout.enable_resource_pool,
-            "engines have the actor's devices" if not local else "trainer.runtime=local has no other workers",
-            f"trainer.runtime=ray {block}.enable_resource_pool=true" if local else f"{block}.enable_resource_pool=true",
-        ),
-        Switch(
-            (f"{block}.engine_url", f"{block}.checkpoint_engine.backend", f"{block}.checkpoint_engine.delta", *pool),
-            is_served(rollout),
-            reason,
-            f"{block}.num_replicas=1",
-        ),
-    ]
-
-
-def _speculative_switches(config: RLConfig) -> list[Switch]:
-    """Return the keys of speculative decoding by its method, and those that only the native engine has."""
-    rollout, block = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.speculative"
-    method, native = rollout.speculative.method, rollout.name == "native"
-    reason = f"{block}.method={yaml_value(method)}"
-    return [
-        Switch((f"{block}.num_speculative_tokens",), method is not None, reason, f"{block}.method=ngram"),
-        Switch(
-            (f"{block}.prompt_lookup_min", f"{block}.prompt_lookup_max"),
-            method == "ngram",
-            reason,
-            f"{block}.method=ngram",
-        ),
-        Switch((f"{block}.model", f"{block}.draft_lr"), method == "draft_model", reason, f"{block}.method=draft_model"),
-        Switch(
-            (f"{block}.disable_by_batch_size",),
-            method is not None and native,
-            reason if method is None else f"engine '{rollout.name}' has no such limit",
-            f"{block}.method=ngram" if method is None else "actor_rollout_ref.rollout.name=native",
-        ),
-    ]
-
-
-def _sampling_switches(config: RLConfig) -> list[Switch]:
-    """Return the keys that select and weight the training samples."""
-    settings = RunSpec(config).correction
-    algorithm, overlong = config.algorithm, config.reward.overlong_buffer
-    filtering, drawing, buffer = "algorithm.filter_groups", "algorithm.pf_ppo", "reward.overlong_buffer"
-    off = "{}=false".format
-    return [
-        Switch(
-            (f"{filtering}.metric", f"{filtering}.max_num_gen_batches"),
-            algorithm.filter_groups.enable,
-            off(f"{filtering}.enable"),
-            f"{filtering}.enable=true",
-            stops=True,
-        ),
-        Switch(
-            (f"{drawing}.reweight_method", f"{drawing}.weight_pow"),
-            algorithm.use_pf_ppo,
-            off("algorithm.use_pf_ppo"),
-            "algorithm.use_pf_ppo=true",
-            stops=True,
-        ),
-        Switch(
-            (f"{drawing}.weight_pow",),
-            not algorithm.use_pf_ppo or algorithm.pf_ppo.reweight_method == "pow",
-            f"{drawing}.reweight_method={algorithm.pf_ppo.reweight_method}",
-            f"{drawing}.reweight_method=pow",
-        ),
-        Switch(
-            ("algorithm.rollout_correction.rollout_is_threshold",),
-            settings["rollout_is"] is not None,
-            "rollout_is=null, so there are no importance weights",
-            "algorithm.rollout_correction.rollout_is=token",
-            stops=True,
-        ),
-        Switch(
-            (f"{buffer}.len", f"{buffer}.penalty_factor", f"{buffer}.log"),
-            overlong.enable or config.reward.reward_manager == "dapo",
-            off(f"{buffer}.enable"),
-            f"{buffer}.enable=true",
-            stops=True,
-        ),
-    ]
-
-
-def _order_switches(config: RLConfig) -> list[Switch]:
-    """Return the keys of the order of prompts; a sampler class of the user receives all of them."""
-    if config.data.sampler.class_path is not None:
-        return []
-    name, key = config.data.sampler.name, "data.sampler"
-    reason = f"{key}.name={name}"
-    by_level = name == "difficulty" or (name == "pass_rate" and config.data.sampler.pass_rate_of == "difficulty")
-    return [
-        Switch((f"{key}.class_name",), False, f"{key}.class_path=null", f"{key}.class_path=FILE.py", stops=True),
-        Switch((f"{key}.weights",), name == "mixture", reason, f"{key}.name=mixture", stops=True),
-        Switch((f"{key}.difficulty_key",), by_level, reason, f"{key}.name=difficulty", stops=True),
-        Switch((f"{key}.pass_rate_of",), name == "pass_rate", reason, f"{key}.name=pass_rate", stops=True),
-        Switch((f"{key}.stages", f"{key}.keep_earlier"), name == "stages", reason, f"{key}.name=stages", stops=True),
-        Switch(("data.shuffle",), name == "epoch", f"{reason} has its own order", f"{key}.name=epoch"),
-    ]
-
-
-def _runtime_switches(config: RLConfig) -> list[Switch]:
-    """Keys of Ray without Ray, of asynchronous training without it, and of validation without validation rows."""
-    asynchronous, block = RunSpec(config).asynchronous, "trainer.async_training"
-    keys = [key.path for key in documentation(RLConfig)]
-    sampling = tuple(path for path in keys if path.startswith("actor_rollout_ref.rollout.val_kwargs."))
-    validation = (*sampling, "trainer.log_val_generations", "data.val_batch_size")
-    if asynchronous:
-        validation += (f"{block}.validation_share",)
-    return [
-        _ray_switch(config),
-        Switch(
-            (f"{block}.stream",),
-            config.trainer.async_training.max_staleness == 0,
-            f"{block}.max_staleness={config.trainer.async_training.max_staleness} overlaps whole batches",
-            f"{block}.max_staleness=0",
-        ),
-        Switch(
-            (f"{block}.partial_rollouts",),
-            config.trainer.async_training.max_staleness > 0,
-            f"{block}.max_staleness=0 leaves no response under way",
-            f"{block}.max_staleness=1",
-        ),
-        Switch(
-            (f"{block}.interrupted_cache",),
-            config.trainer.async_training.partial_rollouts,
-            f"{block}.partial_rollouts=false interrupts no response",
-            f"{block}.partial_rollouts=true",
-        ),
-        Switch(
-            (f"{block}.order", f"{block}.engine_threads", f"{block}.validation_share"),
-            asynchronous,
-            f"{block}.max_staleness=0 takes turns",
-            f"{block}.max_staleness=1",
-        ),
-        Switch(
-            (f"{block}.engine_threads",),
-            not asynchronous or config.trainer.runtime == "local",
-            "on Ray an engine process takes the cores of its worker",
-            "trainer.runtime=local",
-        ),
-        Switch(validation, bool(config.data.val_files), "data.val_files=null", "data.val_files=FILE"),
-    ]
-
-
-def _distillation_switches(config: RLConfig) -> list[Switch]:
-    settings, block = config.distillation, "distillation"
-    topk, itself = settings.loss_mode in TOP_K_MODES, settings.path is None and not settings.teachers
-    keys = tuple(
-        f"{block}.{name}"
-        for name in ("path", "teachers", "teacher_prompt", "loss_mode", "use_policy_gradient", "coef", "task_weight")
-    )
-    return [
-        Switch(keys, settings.enable, f"{block}.enable=false", f"{block}.enable=true", stops=True),
-        Switch(
-            (f"{block}.topk", f"{block}.tail_bucket"),
-            topk,
-            f"{block}.loss_mode={settings.loss_mode}",
-            f"{block}.loss_mode=reverse_kl_topk",
-        ),
-        Switch(
-            (f"{block}.beta",),
-            settings.loss_mode.startswith("jsd"),
-            f"{block}.loss_mode={settings.loss_mode}",
-            f"{block}.loss_mode=jsd",
-        ),
-        Switch(
-            (f"{block}.enable_resource_pool", f"{block}.log_prob_max_token_len_per_gpu"),
-            settings.has_local,
-            "every teacher is behind a server",
-            f"{block}.path=DIR",
-        ),
-        Switch(
-            tuple(f"{block}.server.{name}" for name in ("api_key_env", "max_concurrent", "timeout", "retries")),
-            bool(settings.addresses),
-            "no teacher is behind a server",
-            f"{block}.path=http://HOST:PORT/v1",
-        ),
-        Switch((f"{block}.self_teacher",), itself, "the policy is not its own teacher", f"{block}.path=null"),
-    ]
-
-
-def _reward_switches(config: RLConfig) -> list[Switch]:
-    custom = config.reward.custom_reward_function.path is not None
-    block = "reward.custom_reward_function"
-    return [
-        Switch(
-            (f"{block}.name", f"{block}.reward_kwargs"),
-            custom,
-            f"{block}.path=null",
-            f"{block}.path=FILE.py",
-            stops=True,
-        ),
-        Switch(
-            ("reward.scorer_kwargs",),
-            not custom,
-            "a custom reward function replaces the built-in scorer",
-            f"{block}.path=null",
-        ),
-    ]
-
-
-def _ray_switch(config: AnyConfig) -> Switch:
-    keys = tuple(key.path for key in documentation(type(config)) if key.path.startswith("ray."))
-    runtime = config.trainer.runtime
-    return Switch(keys, runtime == "ray", f"trainer.runtime={runtime} starts no Ray", "trainer.runtime=ray")
-
-
-def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> list[Switch]:
-    rl = isinstance(config, RLConfig)
-    model = config.actor_rollout_ref.model if rl else config.model
-    optim = config.actor_rollout_ref.actor.optim if rl else config.optim
-    return [
-        Switch(
-            (f"{model_block}.lora_alpha", f"{model_block}.target_modules"),
-            model.lora_rank > 0 and model.lora_adapter_path is None,
-            "no new LoRA adapter is created",
-            f"{model_block}.lora_rank=32",
-        ),
-        Switch(
-            (f"{optim_block}.min_lr_ratio",),
-            optim.lr_scheduler_type != "constant",
-            f"{optim_block}.lr_scheduler_type={optim.lr_scheduler_type}",
-            f"{optim_block}.lr_scheduler_type=cosine",
-        ),
-        Switch(
-            tuple(f"{optim_block}.lr_wsd_decay_{name}" for name in ("style", "steps", "steps_ratio")),
-            optim.lr_scheduler_type == "wsd",
-            f"{optim_block}.lr_scheduler_type={optim.lr_scheduler_type}",
-            f"{optim_block}.lr_scheduler_type=wsd",
-        ),
-        Switch(
-            (f"{optim_block}.lr_wsd_decay_steps_ratio",),
-            optim.lr_wsd_decay_steps < 0 or optim.lr_scheduler_type != "wsd",
-            f"{optim_block}.lr_wsd_decay_steps={optim.lr_wsd_decay_steps} takes precedence",
-            f"{optim_block}.lr_wsd_decay_steps=-1",
-        ),
-        Switch(
-            (f"{optim_block}.lr_warmup_steps_ratio",),
-            optim.lr_warmup_steps < 0,
-            f"{optim_block}.lr_warmup_steps={optim.lr_warmup_steps} takes precedence",
-            f"{optim_block}.lr_warmup_steps=-1",
-        ),
-        Switch(
-            ("trainer.resume_from_path",),
-            config.trainer.resume_mode == "resume_path",
-            f"trainer.resume_mode={config.trainer.resume_mode}",
-            "trainer.resume_mode=resume_path",
-            stops=True,
-        ),
-    ]
-
-
-def _switched_off_keys(config: AnyConfig, switches: list[Switch]) -> Iterator[Finding]:
-    defaults = {key.path: key.default for key in documentation(type(config))}
-    values = dict(leaf_values(config))
-    for switch in switches:
-        for key in () if switch.is_on else switch.keys:
+    defaults, values = {key.path: key.default for key in documentation(type(config))}, dict(leaf_values(config))
+    switches = [*_shared(config), *(_rl(config) if isinstance(config, RLConfig) else ())]
+    for keys, on, is_on, reason, stops in switches:
+        wanted = [word.split("=", 1) for word in on.split()]
+        missing = [f"{key}={yaml_value(values[key])}" for key, value in wanted if yaml_value(values[key]) != value]
+        if not missing if is_on is None else is_on:
+            continue
+        blocks = expand(keys)
+        for key in [key for key in values if any(f"{key}.".startswith(f"{block}.") for block in blocks)]:
             if values[key] != defaults[key]:
-                severity = error if switch.stops else warning
                 back = f"{key}={yaml_value(defaults[key])}"
-                yield severity(
-                    f"{key.rpartition('.')[2]}={yaml_value(values[key])} has no effect: {switch.reason}",
+                yield (error if stops else warning)(
+                    f"{key.rpartition('.')[2]}={yaml_value(values[key])} has no effect: {reason or ', '.join(missing)}",
                     why="the run would not do what its configuration says",
-                    fix=f"{switch.on}, or {back} (the default)" if switch.on else f"{back} (the default)",
+                    fix=f"{on}, or {back} (the default)" if on else f"{back} (the default)",
                     where=key,
                 )
+
+
+def _shared(config: AnyConfig) -> Iterator[Switch]:
+    path, model = model_block(config)
+    rl = isinstance(config, RLConfig)
+    optim, block = (config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim") if rl else (config.optim, "optim")
+    scheduler = optim.lr_scheduler_type
+    yield Switch(
+        f"{path}.{{lora_alpha,target_modules}}",
+        f"{path}.lora_rank=32",
+        model.lora_rank > 0 and model.lora_adapter_path is None,
+        "no new LoRA adapter is created",
+    )
+    yield Switch(f"{block}.min_lr_ratio", f"{block}.lr_scheduler_type=cosine", scheduler != "constant")
+    yield Switch(f"{block}.lr_wsd_decay_{{style,steps,steps_ratio}}", f"{block}.lr_scheduler_type=wsd")
+    decays = optim.lr_wsd_decay_steps >= 0 and scheduler == "wsd"
+    yield Switch(f"{block}.lr_wsd_decay_steps_ratio", f"{block}.lr_wsd_decay_steps=-1", not decays)
+    yield Switch(f"{block}.lr_warmup_steps_ratio", f"{block}.lr_warmup_steps=-1", optim.lr_warmup_steps < 0)
+    yield Switch("trainer.resume_from_path", "trainer.resume_mode=resume_path", stops=True)
+    yield Switch("ray", "trainer.runtime=ray")
+
+
+def _rl(config: RLConfig) -> Iterator[Switch]:
+    algorithm, reward, spec = config.algorithm, config.reward, RunSpec(config)
+    name, correction = algorithm.adv_estimator, "algorithm.rollout_correction"
+    yield Switch("actor_rollout_ref.actor.{kl_loss_coef,kl_loss_type}", f"{ACTOR}.use_kl_loss=true", stops=True)
+    in_reward = "algorithm.use_kl_in_reward=true"
+    yield Switch("algorithm.{kl_penalty,kl_ctrl.kl_coef,kl_ctrl.type}", in_reward, stops=True)
+    yield Switch("algorithm.kl_ctrl.{target_kl,horizon}", f"{in_reward} algorithm.kl_ctrl.type=adaptive")
+    bypass = "the old log-probs come from the engine (bypass_mode=true)"
+    yield Switch(f"{ACTOR}.recompute_old_log_probs", f"{correction}.bypass_mode=false", not spec.bypass, bypass)
+    yield from _methods(config)
+    yield Switch(
+        "algorithm.filter_groups.{metric,max_num_gen_batches}", "algorithm.filter_groups.enable=true", stops=True
+    )
+    yield Switch("algorithm.pf_ppo", "algorithm.use_pf_ppo=true", stops=True)
+    if algorithm.use_pf_ppo:
+        yield Switch("algorithm.pf_ppo.weight_pow", "algorithm.pf_ppo.reweight_method=pow")
+    yield Switch(
+        f"{correction}.rollout_is_threshold",
+        f"{correction}.rollout_is=token",
+        spec.correction["rollout_is"] is not None,
+        stops=True,
+    )
+    overlong = reward.overlong_buffer.enable or reward.reward_manager == "dapo"
+    yield Switch(
+        "reward.overlong_buffer.{len,penalty_factor,log}", "reward.overlong_buffer.enable=true", overlong, stops=True
+    )
+    yield from _engines(config)
+    block = f"{ROLLOUT}.speculative"
+    method, native = config.actor_rollout_ref.rollout.speculative.method, f"{ROLLOUT}.name=native"
+    yield Switch(f"{block}.num_speculative_tokens", f"{block}.method=ngram", method is not None)
+    yield Switch(f"{block}.prompt_lookup_{{min,max}}", f"{block}.method=ngram")
+    yield Switch(f"{block}.{{model,draft_lr}}", f"{block}.method=draft_model")
+    yield Switch(f"{block}.disable_by_batch_size", f"{block}.method=ngram" if method is None else native)
+    yield Switch(f"{ACTOR}.loss_scale_factor", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm")
+    without_critic = f"no critic is trained (adv_estimator={name})"
+    others = ",".join(vars(config.critic).keys() - {"enable"})
+    yield Switch(f"critic.{{{others}}}", "critic.enable=true", spec.critic.value, without_critic)
+    yield Switch("trainer.critic_warmup", "algorithm.adv_estimator=gae", spec.critic.value, without_critic)
+    yield from _order(config)
+    yield from _asynchronous(config, asynchronous=spec.asynchronous)
+    custom = "reward.custom_reward_function"
+    is_custom = reward.custom_reward_function.path is not None
+    yield Switch(f"{custom}.{{name,reward_kwargs}}", f"{custom}.path=FILE.py", is_custom, stops=True)
+    yield Switch("reward.scorer_kwargs", f"{custom}.path=null")
+    yield Switch("reward.reward_model", "reward.reward_model.enable=true", stops=True)
+    yield from _distillation(config)
+
+
+def _methods(config: RLConfig) -> Iterator[Switch]:
+    """Yield the keys that are options of other estimators and losses than the chosen ones."""
+    from hone.algorithms import advantage_estimators, policy_losses
+
+    actor, name = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
+    loss = policy_losses.get(RunSpec(config).policy_loss)
+    of_loss = f"loss_mode={actor.policy_loss.loss_mode}"
+    for block, owner, chosen, registry, method in (
+        ("algorithm", config.algorithm, advantage_estimators.get(name), advantage_estimators, f"adv_estimator={name}"),
+        (ACTOR, actor, loss, policy_losses, of_loss),
+        (f"{ACTOR}.policy_loss", actor.policy_loss, loss, policy_losses, of_loss),
+    ):
+        of_any = {option for other in registry for option in registry.get(other).options}
+        for option in sorted(of_any & set(vars(owner)) - chosen.options):
+            yield Switch(f"{block}.{option}", is_on=False, reason=f"{method} has no such option")
+    clips = {"clip_ratio_low", "clip_ratio_high"} & loss.options
+    if not clips:
+        yield Switch(f"{ACTOR}.clip_ratio", is_on=False, reason=f"{of_loss} has no such option")
+    elif len(clips) == 2 and actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+        yield Switch(f"{ACTOR}.clip_ratio", is_on=False, reason="clip_ratio_low and clip_ratio_high are both set")
+
+
+def _engines(config: RLConfig) -> Iterator[Switch]:
+    from hone.generation import SERVED, is_served
+
+    rollout, local = config.actor_rollout_ref.rollout, config.trainer.runtime == "local"
+    served, attached, turns = is_served(rollout), rollout.engine_url is not None, RunSpec(config).engines_take_turns
+    reason, on = "the engine at engine_url is already running", f"{ROLLOUT}.engine_url=null"
+    if not served:
+        reason, on = f"engine '{rollout.name}' runs in Hone's own process", f"{ROLLOUT}.name=vllm"
+    elif rollout.name not in SERVED:
+        reason, on = f"engine '{rollout.name}' has no such key", f"{ROLLOUT}.name=vllm"
+    started = served and not attached
+    external = started and rollout.name in SERVED
+    has_pages = rollout.name == "native" and not served and config.trainer.device != "cpu"
+    yield Switch(
+        "actor_rollout_ref.rollout.{engine_env,engine_kwargs,merge_lora,tensor_model_parallel_size,data_parallel_size,"
+        "expert_parallel_size,max_num_batched_tokens,enforce_eager,enable_chunked_prefill,enable_prefix_caching}",
+        *(on, external, reason),
+    )
+    yield Switch(f"{ROLLOUT}.gpu_memory_utilization", on, external or has_pages, reason)
+    yield Switch(f"{ROLLOUT}.engine_start_seconds", on, started, reason)
+    of_workers = reason if local else "on Ray every engine has the GPUs of its workers"
+    yield Switch(f"{ROLLOUT}.devices", "", started and local, of_workers)
+    at_work = reason if turns else "engines generate while the policy trains, or have GPUs of their own"
+    yield Switch(f"{ROLLOUT}.free_cache_engine", "", turns and not attached, at_work)
+    pool = f"{ROLLOUT}.enable_resource_pool=true"
+    on_ray = pool if not local else f"trainer.runtime=ray {pool}"
+    on_pool = not local and rollout.enable_resource_pool
+    yield Switch(f"{ROLLOUT}.checkpoint_engine.between_workers", on_ray, on_pool)
+    copies = "actor_rollout_ref.rollout.{engine_url,checkpoint_engine.backend,checkpoint_engine.delta,server_pool}"
+    yield Switch(copies, f"{ROLLOUT}.num_replicas=1", served, reason)
+
+
+def _order(config: RLConfig) -> Iterator[Switch]:
+    """Yield the keys of the order of prompts; a sampler class of the user receives all of them."""
+    sampler, key = config.data.sampler, "data.sampler"
+    if sampler.class_path is not None:
+        return
+    by_level = sampler.name == "difficulty" or (sampler.name, sampler.pass_rate_of) == ("pass_rate", "difficulty")
+    yield Switch(f"{key}.class_name", f"{key}.class_path=FILE.py", stops=True)
+    yield Switch(f"{key}.weights", f"{key}.name=mixture", stops=True)
+    yield Switch(f"{key}.difficulty_key", f"{key}.name=difficulty", by_level, stops=True)
+    yield Switch(f"{key}.pass_rate_of", f"{key}.name=pass_rate", stops=True)
+    yield Switch(f"{key}.{{stages,keep_earlier}}", f"{key}.name=stages", stops=True)
+    yield Switch("data.shuffle", f"{key}.name=epoch")
+
+
+def _asynchronous(config: RLConfig, *, asynchronous: bool) -> Iterator[Switch]:
+    """Yield the keys of asynchronous training without it, and of validation without validation rows."""
+    block = "trainer.async_training"
+    stale, turns = config.trainer.async_training.max_staleness > 0, f"{block}.max_staleness=0 takes turns"
+    yield Switch(f"{block}.stream", f"{block}.max_staleness=0")
+    yield Switch(f"{block}.partial_rollouts", f"{block}.max_staleness=1", stale)
+    yield Switch(f"{block}.interrupted_cache", f"{block}.partial_rollouts=true")
+    yield Switch(
+        "trainer.async_training.{order,engine_threads,validation_share}",
+        f"{block}.max_staleness=1",
+        asynchronous,
+        turns,
+    )
+    if asynchronous:
+        yield Switch(f"{block}.engine_threads", "trainer.runtime=local")
+    validation = [f"{ROLLOUT}.val_kwargs", "trainer.log_val_generations", "data.val_batch_size"]
+    validation += [f"{block}.validation_share"] * asynchronous
+    yield Switch(f"{{{','.join(validation)}}}", "data.val_files=FILE", bool(config.data.val_files))
+
+
+def _distillation(config: RLConfig) -> Iterator[Switch]:
+    settings, block = config.distillation, "distillation"
+    mode, itself = settings.loss_mode, settings.path is None and not settings.teachers
+    yield Switch(
+        "distillation.{path,teachers,teacher_prompt,loss_mode,use_policy_gradient,coef,task_weight}",
+        f"{block}.enable=true",
+        stops=True,
+    )
+    yield Switch(f"{block}.{{topk,tail_bucket}}", f"{block}.loss_mode=reverse_kl_topk", mode in TOP_K_MODES)
+    yield Switch(f"{block}.beta", f"{block}.loss_mode=jsd", mode.startswith("jsd"))
+    served = "every teacher is behind a server"
+    local_keys = f"{block}.{{enable_resource_pool,log_prob_max_token_len_per_gpu}}"
+    yield Switch(local_keys, f"{block}.path=DIR", settings.has_local, served)
+    address = f"{block}.path=http://HOST:PORT/v1"
+    yield Switch(f"{block}.server", address, bool(settings.addresses), "no teacher is behind a server")
+    yield Switch(f"{block}.self_teacher", f"{block}.path=null", itself, "the policy is not its own teacher")

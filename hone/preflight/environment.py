@@ -1,27 +1,104 @@
-"""Rules about the machine that a run starts on."""
+"""Rules about the machine that a run starts on, its device, and the dtype."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hone.config.trees import TREES, AnyConfig, model_block
-from hone.preflight.device import computes_bfloat16
+from hone.config.derived import dtype_line
+from hone.config.dtypes import dtype_keys
+from hone.config.trees import AnyConfig, model_block
+from hone.preflight import machine
 from hone.preflight.evidence import Evidence
 from hone.preflight.machine import GIB, free_disk
-from hone.preflight.rules import Finding, Stage, error, rule, warning
+from hone.preflight.rules import Findings, Stage, error, rule, warning
 
 _BUSY_SHARE = 0.05
 _OPEN_FILES = 65535
 _SHARED_MEMORY = 2 * GIB
 _LITTLE_DISK = 2 * GIB
+_SLOWER = 1.5  # ratio of the times of a bfloat16 and a float32 matmul above which the rule warns
 
 
-@rule("R01", *TREES.values(), stage=Stage.ENVIRONMENT)
-def packages_can_be_imported(config: AnyConfig) -> Iterator[Finding]:
+@rule("R02", Stage.ENVIRONMENT)
+def cuda_present(config: AnyConfig) -> Findings:
+    """The configured device exists."""
+    if config.trainer.device == "cuda" and not _cuda():
+        yield error(
+            "trainer.device=cuda, but torch finds no CUDA GPU",
+            fix="trainer.device=auto (uses a GPU when there is one) or trainer.device=cpu",
+            where="trainer.device",
+        )
+
+
+@rule("R07", Stage.ENVIRONMENT)
+def dtype_supported(config: AnyConfig) -> Findings:
+    """The GPU supports the configured dtypes."""
+    if config.trainer.device == "cpu" or not _cuda():
+        return
+    import torch
+
+    keys = _bfloat16_keys(config)
+    if keys and not computes_bfloat16(config):
+        yield error(
+            f"{torch.cuda.get_device_name()} does not support bfloat16",
+            fix=" ".join(f"{key}=float32" for key in keys),
+            where=keys[0],
+        )
+
+
+@rule("R07", Stage.ENVIRONMENT)
+def bfloat16_is_fast_here(config: AnyConfig) -> Findings:
+    """A CPU that computes in bfloat16 has instructions for it; without them float32 is several times faster."""
+    keys = _bfloat16_keys(config)
+    elsewhere = config.trainer.device != "cpu" and config.trainer.runtime == "ray"
+    if not keys or elsewhere or not on_cpu(config):
+        return
+    cost = machine.bfloat16_cost()
+    if cost > _SLOWER:
+        yield warning(
+            f"{' and '.join(f'{key}=bfloat16' for key in keys)}, but on this CPU a bfloat16 matmul takes {cost:.1f} times as long as "
+            "in float32 (measured)",
+            why="the CPU has no bfloat16 instructions, or slow ones; the update is slower, and its numbers less exact",
+            fix=" ".join(f"{key}=float32" for key in keys),
+            where=keys[0],
+        )
+
+
+def computes_bfloat16(config: AnyConfig) -> bool:
+    """Return whether the run's device is a GPU of this machine with instructions for bfloat16."""
+    from hone.models.devices import computes_bfloat16, run_device
+
+    return computes_bfloat16(run_device(config.trainer.device))
+
+
+def describe_dtype(config: AnyConfig) -> str:
+    """Return the compute dtype of the trained model and where it comes from; on a cluster each worker's device decides."""
+    if config.trainer.runtime == "ray" and config.ray.address is not None:
+        line = dtype_line(config)
+        return f"{line.value} ({line.reason})"
+    key, bfloat16 = dtype_keys(config)[0], computes_bfloat16(config)
+    return f"{key.resolved(bfloat16=bfloat16)} ({key.source(bfloat16=bfloat16)})"
+
+
+def _bfloat16_keys(config: AnyConfig) -> list[str]:
+    return [entry.key for entry in dtype_keys(config) if entry.value == "bfloat16"]
+
+
+def on_cpu(config: AnyConfig) -> bool:
+    return config.trainer.device == "cpu" or (config.trainer.device == "auto" and not _cuda())
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@rule("R01", Stage.ENVIRONMENT)
+def packages_can_be_imported(config: AnyConfig) -> Findings:
     """The packages that the run needs can be imported."""
     needed = ["torch", "transformers"]
     if model_block(config)[1].lora_rank > 0 or model_block(config)[1].lora_adapter_path:
@@ -38,8 +115,8 @@ def packages_can_be_imported(config: AnyConfig) -> Iterator[Finding]:
             )
 
 
-@rule("R03", *TREES.values(), stage=Stage.ENVIRONMENT)
-def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R03", Stage.ENVIRONMENT)
+def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Findings:
     """A run does not start more threads than it has cores."""
     machine = evidence.machine
     threads = config.trainer.num_threads or machine.omp_threads or machine.affinity
@@ -56,8 +133,8 @@ def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Fin
         )
 
 
-@rule("R04", *TREES.values(), stage=Stage.ENVIRONMENT)
-def limits_for_workers(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R04", Stage.ENVIRONMENT)
+def limits_for_workers(config: AnyConfig, evidence: Evidence) -> Findings:
     """Worker processes have enough shared memory and open files."""
     machine = evidence.machine
     if config.trainer.runtime != "ray":
@@ -78,8 +155,8 @@ def limits_for_workers(config: AnyConfig, evidence: Evidence) -> Iterator[Findin
         )
 
 
-@rule("R05", *TREES.values(), stage=Stage.ENVIRONMENT)
-def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R05", Stage.ENVIRONMENT)
+def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Findings:
     """No other process holds memory of the GPUs."""
     if config.trainer.device == "cpu":
         return
@@ -95,23 +172,23 @@ def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-@rule("R06", *TREES.values(), stage=Stage.ENVIRONMENT)
-def host_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R06", Stage.ENVIRONMENT)
+def host_memory_suffices(config: AnyConfig, evidence: Evidence) -> Findings:
     """On a CPU, every phase of a step fits into memory."""
     if not _on_gpu(config, evidence) and not _uses_ray(config):
         yield from _memory_findings(config, evidence, evidence.machine.memory, "memory of this machine", on_cpu=True)
 
 
-@rule("R31", *TREES.values(), stage=Stage.ENVIRONMENT)
-def device_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R31", Stage.ENVIRONMENT)
+def device_memory_suffices(config: AnyConfig, evidence: Evidence) -> Findings:
     """On one GPU, every phase of a step fits into its memory."""
     if _on_gpu(config, evidence) and not _uses_ray(config):
         smallest = min(gpu.total_gib for gpu in evidence.machine.gpus) * GIB
         yield from _memory_findings(config, evidence, smallest, "memory of the GPU", on_cpu=False)
 
 
-@rule("R57", *TREES.values(), stage=Stage.ENVIRONMENT)
-def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R57", Stage.ENVIRONMENT)
+def disk_suffices(config: AnyConfig, evidence: Evidence) -> Findings:
     """The checkpoints that are kept fit on the disk."""
     from hone.preflight.plan.memory import checkpoint_bytes
 
@@ -143,8 +220,8 @@ def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-@rule("R56", *TREES.values(), stage=Stage.ENVIRONMENT)
-def trackers_are_logged_in(config: AnyConfig) -> Iterator[Finding]:
+@rule("R56", Stage.ENVIRONMENT)
+def trackers_are_logged_in(config: AnyConfig) -> Findings:
     """A configured tracking service has credentials."""
     offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
     if "wandb" not in config.trainer.logger or importlib.util.find_spec("wandb") is None:
@@ -178,9 +255,7 @@ def _uses_ray(config: AnyConfig) -> bool:
     return config.trainer.runtime == "ray"
 
 
-def _memory_findings(
-    config: AnyConfig, evidence: Evidence, limit: float, what: str, *, on_cpu: bool
-) -> Iterator[Finding]:
+def _memory_findings(config: AnyConfig, evidence: Evidence, limit: float, what: str, *, on_cpu: bool) -> Findings:
     """Compare the peak phase with the memory: too much is an error on a GPU and a warning on a CPU, which can swap."""
     from hone.preflight.plan.fit import TIGHT, Fitter
     from hone.preflight.plan.local import bare_device

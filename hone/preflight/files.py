@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config.derived import RunSpec, longest_sequence
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-from hone.config.trees import TREES, AnyConfig, model_block
+from hone.config.trees import AnyConfig, model_block
 from hone.data.model_settings import decoder_settings, read_settings
 from hone.errors import HoneError, ModelError
 from hone.preflight.reading import file_list, read_json, read_model
-from hone.preflight.rules import Finding, Stage, error, rule
+from hone.preflight.rules import Finding, Findings, Stage, error, rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-@rule("R42", *TREES.values(), stage=Stage.FILES)
-def datasets(config: AnyConfig) -> Iterator[Finding]:
+@rule("R42", Stage.FILES)
+def datasets(config: AnyConfig) -> Findings:
     """Training files are given, and the first row of every file can be read and has the needed columns."""
     from hone.data.files import read_rows
 
@@ -43,8 +42,8 @@ def datasets(config: AnyConfig) -> Iterator[Finding]:
             yield Finding(problem, stops=True)
 
 
-@rule("R08", *TREES.values(), stage=Stage.FILES)
-def model_directory(config: AnyConfig) -> Iterator[Finding]:
+@rule("R08", Stage.FILES)
+def model_directory(config: AnyConfig) -> Findings:
     """The model directory holds config, weights and tokenizer; the adapter directory holds an adapter."""
     block, model = model_block(config)
     if model.path is None:
@@ -73,8 +72,8 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R08", *TREES.values(), stage=Stage.FILES)
-def overridden_settings(config: AnyConfig) -> Iterator[Finding]:
+@rule("R08", Stage.FILES)
+def overridden_settings(config: AnyConfig) -> Findings:
     """Every name in ``override_config`` is a setting of the model."""
     from hone.models.loading import require_known, saved_settings  # slow to import
 
@@ -92,15 +91,15 @@ def overridden_settings(config: AnyConfig) -> Iterator[Finding]:
         yield Finding(ModelError(unknown.what, why=unknown.why, fix=unknown.fix, where=where), stops=True)
 
 
-@rule("R08", RLConfig, stage=Stage.FILES)
-def critic_directory(config: RLConfig) -> Iterator[Finding]:
+@rule("R08", Stage.FILES)
+def critic_directory(config: RLConfig) -> Findings:
     """The critic's model directory holds config and weights."""
     if RunSpec(config).critic.value and config.critic.model.path is not None:
         yield from weights("critic.model.path", config.critic.model.path)
 
 
-@rule("R39", *TREES.values(), stage=Stage.FILES)
-def chat_template(config: AnyConfig) -> Iterator[Finding]:
+@rule("R39", Stage.FILES)
+def chat_template(config: AnyConfig) -> Findings:
     """Rows of messages have a chat template."""
     block, model = model_block(config)
     tokenizer = model.tokenizer_path or model.path
@@ -126,8 +125,8 @@ def chat_template(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R30", *TREES.values(), stage=Stage.FILES)
-def model_length(config: AnyConfig) -> Iterator[Finding]:
+@rule("R30", Stage.FILES)
+def model_length(config: AnyConfig) -> Findings:
     """The longest sequence is within the model's maximum number of positions."""
     block, model = model_block(config)
     file = Path(model.path or "") / "config.json"
@@ -150,8 +149,8 @@ def model_length(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R55", *TREES.values(), stage=Stage.FILES)
-def run_directory(config: AnyConfig) -> Iterator[Finding]:
+@rule("R55", Stage.FILES)
+def run_directory(config: AnyConfig) -> Findings:
     """The run directory can be written, and resume_mode=resume_path has a checkpoint."""
     trainer = config.trainer
     directory = Path(trainer.default_local_dir).expanduser().absolute()
@@ -177,7 +176,7 @@ def _adapter_fix(key: str, path: str) -> str:
     return f"{key}=BASE and {key.removesuffix('path')}lora_adapter_path={path}"
 
 
-def weights(key: str, path: str) -> Iterator[Finding]:
+def weights(key: str, path: str) -> Findings:
     """Yield a finding when a model directory lacks config.json or weights; nothing is loaded."""
     directory = Path(path)
     if not directory.is_dir():

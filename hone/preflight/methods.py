@@ -1,20 +1,129 @@
-"""Rules about the chosen estimator, loss and correction: their requirements, and how they combine."""
+"""Rules about estimators, losses, corrections and trackers: names that exist, and settings that require, exclude or ignore each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Collection
 
+from hone.config.check import yaml_value
 from hone.config.derived import RunSpec
+from hone.config.keys import documentation
+from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig
-from hone.errors import ConfigError, did_you_mean
-from hone.preflight.rules import Finding, error, rule
+from hone.config.trees import AnyConfig
+from hone.errors import ConfigError, HoneError, did_you_mean
+from hone.preflight.files import weights
+from hone.preflight.reading import file_list, read_model
+from hone.preflight.rules import Finding, Findings, error, error_of, rule, warning
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
+_TRACKER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")} | {
+    "otel": "opentelemetry"
+}
 
 
-@rule("R62", RLConfig)
-def known_options(config: RLConfig) -> Iterator[Finding]:
+@rule("R19")
+def groups_of_one(config: RLConfig) -> Findings:
+    """An estimator that compares the answers to one prompt gets at least two answers."""
+    from hone.algorithms import advantage_estimators
+
+    chosen, n = advantage_estimators.get(config.algorithm.adv_estimator), config.actor_rollout_ref.rollout.n
+    if "groups" in chosen.needs and n < 2:
+        yield error(
+            f"adv_estimator={config.algorithm.adv_estimator} compares the answers to one prompt, "
+            f"but actor_rollout_ref.rollout.n={n}",
+            why=f"in a group of one: {chosen.group_of_one or 'there is nothing to compare with'}",
+            fix="actor_rollout_ref.rollout.n=8 (4 to 16 are usual)",
+            where="actor_rollout_ref.rollout.n",
+        )
+
+
+@rule("R21")
+def critic_matches_estimator(config: RLConfig) -> Findings:
+    """A critic is trained exactly when the estimator needs values."""
+    needs_values, enabled = "values" in RunSpec(config).estimator.needs, config.critic.enable
+    name = config.algorithm.adv_estimator
+    if needs_values and enabled is False:
+        yield error(
+            f"adv_estimator={name} needs values, but critic.enable=false",
+            why="without a critic the advantages have no baseline",
+            fix="critic.enable=true, or algorithm.adv_estimator=grpo",
+            where="critic.enable",
+        )
+    if not needs_values and enabled:
+        yield warning(
+            f"critic.enable=true, but adv_estimator={name} does not use a critic",
+            why="the critic and its optimizer take memory and time without effect",
+            fix="critic.enable=null, or algorithm.adv_estimator=gae",
+            where="critic.enable",
+        )
+
+
+@rule("R22")
+def kl_twice(config: RLConfig) -> Findings:
+    """The KL penalty is in the reward or in the loss, not in both."""
+    coefficient, loss = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
+    if config.algorithm.use_kl_in_reward and loss.use_kl_loss:
+        yield warning(
+            f"the KL penalty is applied twice: {coefficient:g} in the reward and {loss.kl_loss_coef:g} in the loss",
+            why="the total penalty is larger than either coefficient",
+            fix="algorithm.use_kl_in_reward=false or actor_rollout_ref.actor.use_kl_loss=false",
+            where="algorithm.use_kl_in_reward",
+        )
+
+
+@rule("R32")
+def sampling(config: RLConfig) -> Findings:
+    """Training samples are random and drawn from the distribution that is trained."""
+    rollout = config.actor_rollout_ref.rollout
+    where = "actor_rollout_ref.rollout"
+    if rollout.temperature == 0:
+        yield error(
+            f"temperature=0 gives {rollout.n} identical answers per prompt"
+            if rollout.n > 1
+            else "temperature=0 always takes the most likely token",
+            why="reinforcement learning needs answers that differ",
+            fix=f"{where}.temperature=1.0",
+            where=f"{where}.temperature",
+        )
+    if rollout.val_kwargs.n > 1 and rollout.val_kwargs.temperature == 0:
+        yield error(
+            f"validation samples {rollout.val_kwargs.n} answers per prompt at temperature=0, which are all identical",
+            why="best@n and maj@n would equal the metric of one answer",
+            fix=f"{where}.val_kwargs.temperature=1.0 or {where}.val_kwargs.n=1",
+            where=f"{where}.val_kwargs.n",
+        )
+    changed = {
+        "top_k": rollout.top_k > 0,
+        "top_p": rollout.top_p < 1,
+        "min_p": rollout.min_p > 0,
+        "repetition_penalty": rollout.repetition_penalty != 1,
+    }
+    names = [name for name, is_changed in changed.items() if is_changed]
+    if rollout.constraint.kind is not None:
+        yield warning(
+            f"training samples are drawn with constraint.kind={rollout.constraint.kind}",
+            why="the trainer computes log-probs of the full distribution, so the ratio is biased where the constraint leaves few tokens",
+            fix=f"{where}.constraint={{kind: null, text: null, file: null}}, unless every answer has to follow the format",
+            where=f"{where}.constraint",
+        )
+    keeps = RunSpec(config).keeps_support
+    if names and not keeps.value:
+        yield (error if rollout.keep_support else warning)(
+            f"training samples are drawn with {', '.join(f'{name}={getattr(rollout, name):g}' for name in names)}",
+            why=f"the trainer computes log-probs of the full distribution, so the ratio is biased ({keeps.reason})",
+            fix=" ".join(f"{where}.{name}={_default(f'{where}.{name}')}" for name in names),
+            where=where,
+        )
+
+
+def _default(path: str) -> str:
+    return next(yaml_value(key.default) for key in documentation(RLConfig) if key.path == path)
+
+
+@rule("R62")
+def known_options(config: RLConfig) -> Findings:
     """Options in adv_kwargs and loss_kwargs exist in the chosen method."""
     from hone.algorithms import advantage_estimators, policy_losses
     from hone.algorithms.policy_losses.base import COMMON_OPTIONS
@@ -37,8 +146,8 @@ def known_options(config: RLConfig) -> Iterator[Finding]:
                 )
 
 
-@rule("R62", RLConfig)
-def sum_pi_squared(config: RLConfig) -> Iterator[Finding]:
+@rule("R62")
+def sum_pi_squared(config: RLConfig) -> Findings:
     """The sums of squared probabilities are computed when the estimator needs them."""
     spec = RunSpec(config)
     key = f"{ACTOR}.calculate_sum_pi_squared"
@@ -60,8 +169,8 @@ def sum_pi_squared(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R62", RLConfig)
-def reward_components(config: RLConfig) -> Iterator[Finding]:
+@rule("R62")
+def reward_components(config: RLConfig) -> Findings:
     """An estimator of reward components has their names and weights, and no KL penalty in the reward."""
     algorithm = config.algorithm
     if "reward_components" not in RunSpec(config).estimator.needs:
@@ -89,8 +198,8 @@ def reward_components(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R62", RLConfig)
-def turns_can_be_forked(config: RLConfig) -> Iterator[Finding]:
+@rule("R62")
+def turns_can_be_forked(config: RLConfig) -> Findings:
     """An estimator that forks turns has an engine with the weights that sampled, entropies, and episodes that can be replayed."""
     spec = RunSpec(config)
     if "turn_values" not in spec.estimator.needs:
@@ -133,8 +242,8 @@ def turns_can_be_forked(config: RLConfig) -> Iterator[Finding]:
             yield error(f"adv_estimator={name} cannot fork turns", why=why, fix=f"{key}={value}", where=key)
 
 
-@rule("R19", RLConfig)
-def large_enough_groups(config: RLConfig) -> Iterator[Finding]:
+@rule("R19")
+def large_enough_groups(config: RLConfig) -> Findings:
     """Groups are large enough for the estimator and for dynamic sampling."""
     from hone.algorithms import advantage_estimators
 
@@ -156,8 +265,8 @@ def large_enough_groups(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R26", RLConfig)
-def rollout_correction(config: RLConfig) -> Iterator[Finding]:
+@rule("R26")
+def rollout_correction(config: RLConfig) -> Findings:
     """The settings of the rollout correction are compatible with each other and the loss."""
     from hone.algorithms import check_rollout_correction
 
@@ -165,7 +274,7 @@ def rollout_correction(config: RLConfig) -> Iterator[Finding]:
     try:
         settings = spec.correction
         check_rollout_correction(**settings)
-    except ConfigError as problem:
+    except ConfigError as problem:  # also an unknown preset, which other rules leave to this one
         yield Finding(problem, stops=True)
         return
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -186,8 +295,8 @@ def rollout_correction(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R29", RLConfig)
-def overlong_buffer(config: RLConfig) -> Iterator[Finding]:
+@rule("R29")
+def overlong_buffer(config: RLConfig) -> Findings:
     """The buffer of the overlong penalty is not longer than a response."""
     overlong, longest = config.reward.overlong_buffer, config.data.max_response_length
     if overlong.enable and overlong.len > longest:
@@ -196,4 +305,280 @@ def overlong_buffer(config: RLConfig) -> Iterator[Finding]:
             why="even an empty response would be penalised",
             fix=f"reward.overlong_buffer.len={max(1, longest // 5)}",
             where="reward.overlong_buffer.len",
+        )
+
+
+@rule("R11")
+def registered_names(config: RLConfig) -> Findings:
+    """Estimator, loss, KL estimators, engine and scorer are registered."""
+    from hone.algorithms import KL_KINDS, advantage_estimators, policy_losses
+    from hone.generation import ENGINES, SERVED
+    from hone.rewards.scorers import SCORERS
+
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    chosen: list[tuple[str, str, str | None, Collection[str]]] = [
+        ("algorithm.adv_estimator", "advantage estimator", algorithm.adv_estimator, advantage_estimators.names()),
+        ("algorithm.kl_penalty", "KL estimator", algorithm.kl_penalty, KL_KINDS),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "policy loss",
+            actor.policy_loss.loss_mode,
+            policy_losses.names(),
+        ),
+        ("actor_rollout_ref.actor.kl_loss_type", "KL estimator", actor.kl_loss_type, KL_KINDS),
+        (
+            "actor_rollout_ref.rollout.name",
+            "engine",
+            config.actor_rollout_ref.rollout.name,
+            [*ENGINES.names(), *SERVED],
+        ),
+        ("reward.scorer", "scorer", config.reward.scorer, SCORERS.names()),
+    ]
+    for key, kind, name, known in chosen:
+        if name is not None and name not in known and not _is_import_path(name):
+            yield error(f"unknown {kind} '{name}'", where=key, fix=did_you_mean(name, known))
+
+
+@rule("R11")
+def reward_terms(config: RLConfig) -> Findings:
+    """The reward terms are valid, and their scorers are registered."""
+    from hone.rewards.scorers import SCORERS
+    from hone.rewards.terms import read_terms
+
+    for term in read_terms(config.reward.terms):
+        if term.scorer is not None:
+            yield from error_of(SCORERS.get, term.scorer)
+
+
+@rule("R11")
+def import_paths(config: RLConfig) -> Findings:
+    """A custom estimator or loss can be imported."""
+    from hone.algorithms import advantage_estimators, policy_losses
+
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    for registry, name in ((advantage_estimators, config.algorithm.adv_estimator), (policy_losses, loss_mode)):
+        if _is_import_path(name):
+            yield from error_of(registry.get, name)
+
+
+def _is_import_path(name: str) -> bool:
+    return ":" in name
+
+
+@rule("R56")
+def trackers(config: AnyConfig) -> Findings:
+    """Every tracker exists, and its package is installed."""
+    from hone.insight.trackers import TRACKERS
+
+    for name in config.trainer.logger:
+        package = _TRACKER_PACKAGES.get(name)
+        if name not in TRACKERS:
+            yield error(f"unknown tracker '{name}'", where="trainer.logger", fix=did_you_mean(name, TRACKERS))
+        elif package and importlib.util.find_spec(package) is None:
+            yield error(
+                f"tracker '{name}' needs the package {package}, which is not installed",
+                where="trainer.logger",
+                fix=f"pip install 'hone-rl[{name}]', or remove {name} from trainer.logger",
+            )
+
+
+@rule("R42")
+def preference_columns_exist(config: PreferenceConfig | RewardModelConfig) -> Findings:
+    """The first row of every file holds a pair, or a labelled response if the loss supports labels."""
+    from hone.algorithms import preference_losses
+    from hone.data.files import read_rows
+    from hone.data.preferences import holds_pairs, preference_columns
+
+    margin = config.loss.margin_key if isinstance(config, RewardModelConfig) else None
+    columns = preference_columns(config.data, margin)
+    name = config.loss.name if isinstance(config, PreferenceConfig) else None
+    for file in [*file_list(config.data.train_files), *file_list(config.data.val_files)]:
+        try:
+            (row,) = read_rows(
+                file,
+                required=(margin,) if margin else (),
+                optional=list(filter(None, vars(columns).values())),
+                max_rows=1,
+            )
+            paired = holds_pairs(row, columns)
+        except HoneError as problem:
+            yield Finding(problem, stops=True)
+            continue
+        if not paired and (
+            name is None or (name in preference_losses and "pairs" in preference_losses.get(name).needs)
+        ):
+            what = "a reward model" if name is None else f"loss.name={name}"
+            yield error(
+                f"'{file}' holds single labelled responses, but {what} needs pairs",
+                why="a comparison needs a chosen and a rejected response to the same prompt",
+                fix=("" if name is None else "loss.name=kto, or ") + "data with columns chosen and rejected",
+                where="data.train_files",
+            )
+
+
+@rule("R11")
+def preference_loss_options(config: PreferenceConfig) -> Findings:
+    """The loss is registered and has every option that is set."""
+    from hone.algorithms import preference_losses
+
+    if config.loss.name not in preference_losses:
+        yield error(
+            f"unknown preference loss '{config.loss.name}'",
+            where="loss.name",
+            fix=did_you_mean(config.loss.name, preference_losses),
+        )
+        return
+    loss = preference_losses.get(config.loss.name)
+    for option, value in vars(config.loss).items():
+        if option != "name" and value is not None and option not in loss.options:
+            names = [name for name in preference_losses if option in preference_losses.get(name).options]
+            yield error(
+                f"{option}={value} is set, but loss.name={config.loss.name} does not have this option",
+                why="it would have no effect",
+                fix=f"loss.{option}=null, or loss.name={' or '.join(names)}",
+                where=f"loss.{option}",
+            )
+
+
+@rule("R24")
+def reference_fits(config: PreferenceConfig) -> Findings:
+    """The mode of the reference is possible, and the loss uses a reference."""
+    from hone.algorithms import preference_losses
+
+    if config.loss.name not in preference_losses:
+        return
+    needs, ref = preference_losses.get(config.loss.name).needs, config.ref
+    if "reference" not in needs:
+        if ref.mode != "auto" or ref.model_path is not None:
+            yield warning(
+                f"a reference is configured, but loss.name={config.loss.name} does not use one",
+                why="the reference would not be loaded",
+                fix="ref.mode=auto ref.model_path=null, or loss.name=dpo",
+                where="ref.mode",
+            )
+        return
+    lora = config.model.lora_rank > 0 or config.model.lora_adapter_path is not None
+    if ref.mode == "adapter_off" and (not lora or ref.model_path is not None):
+        yield error(
+            "ref.mode=adapter_off needs a LoRA adapter to switch off, but model.lora_rank=0"
+            if not lora
+            else f"ref.mode=adapter_off uses the base model, but ref.model_path={ref.model_path} is set",
+            fix="model.lora_rank=32, or ref.mode=copy" if not lora else "ref.mode=copy, or ref.model_path=null",
+            where="ref.mode",
+        )
+    if ref.mode == "precompute" and "kl" in needs:
+        yield error(
+            f"ref.mode=precompute, but loss.name={config.loss.name} needs reference log-probs of responses to other prompts",
+            why="the pairing depends on the batch, so these log-probs cannot be precomputed",
+            fix="ref.mode=copy, or ref.mode=adapter_off with LoRA",
+            where="ref.mode",
+        )
+    if "kl" in needs and config.data.train_batch_size < 2:
+        yield error(
+            f"loss.name={config.loss.name} with data.train_batch_size=1",
+            why="it estimates a KL from responses after the prompts of other rows of the batch",
+            fix="data.train_batch_size=64",
+            where="data.train_batch_size",
+        )
+
+
+@rule("R11")
+def online_preference_loss(config: RLConfig) -> Findings:
+    """The preference loss of an RL run is registered, learns from pairs, and is the only loss of the update."""
+    from hone.algorithms import preference_losses
+
+    actor, block = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.preference_loss"
+    name = actor.preference_loss.loss_mode
+    if name is None:
+        for option, value in (("beta", actor.preference_loss.beta), ("margin", actor.preference_loss.margin or None)):
+            if value is not None:
+                yield error(
+                    f"{option}={value} is set, but {block}.loss_mode=null",
+                    why="the run trains on advantages and makes no pairs",
+                    fix=f"{block}.loss_mode=dpo, or remove {block}.{option}",
+                    where=f"{block}.{option}",
+                )
+        return
+    if name not in preference_losses:
+        yield error(
+            f"unknown preference loss '{name}'", where=f"{block}.loss_mode", fix=did_you_mean(name, preference_losses)
+        )
+        return
+    if "pairs" not in preference_losses.get(name).needs:
+        yield error(
+            f"{block}.loss_mode={name} learns from labels, but a run makes pairs of answers",
+            fix=f"{block}.loss_mode=dpo",
+            where=f"{block}.loss_mode",
+        )
+    if config.actor_rollout_ref.rollout.n < 2:
+        yield error(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}, but a pair needs 2 answers",
+            fix="actor_rollout_ref.rollout.n=8",
+            where="actor_rollout_ref.rollout.n",
+        )
+    correction = config.algorithm.rollout_correction
+    claims = {
+        "actor_rollout_ref.actor.entropy_coeff=0": actor.entropy_coeff > 0,
+        "actor_rollout_ref.actor.use_kl_loss=false": actor.use_kl_loss,
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": actor.policy_loss.loss_mode != "vanilla",
+        "algorithm.use_pf_ppo=false": config.algorithm.use_pf_ppo,
+        "algorithm.rollout_correction.preset=null": correction.preset is not None,
+        "algorithm.rollout_correction.rollout_is=null": correction.rollout_is is not None,
+        "algorithm.rollout_correction.rollout_rs=null": correction.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_token_veto_threshold=null": correction.rollout_token_veto_threshold
+        is not None,
+    }
+    for fix, claimed in claims.items():
+        if claimed:
+            yield error(
+                f"{fix.partition('=')[0]} is set, but {block}.loss_mode={name} replaces the policy loss",
+                why="it would have no effect, or split pairs",
+                fix=f"{fix}, or {block}.loss_mode=null",
+                where=fix.partition("=")[0],
+            )
+
+
+@rule("R08")
+def reward_model_directory(config: RLConfig) -> Findings:
+    """The reward model has a directory, the right kind, and positions for the longest sequence."""
+    settings = config.reward.reward_model
+    if not settings.enable:
+        return
+    key = "reward.reward_model.path"
+    if settings.path is None:
+        yield error(
+            f"reward.reward_model.enable=true, but {key} is not set",
+            fix=f"{key}=DIR, for example RUN/checkpoints/step_N/actor of `hone reward-model`",
+            where=key,
+        )
+        return
+    yield from weights(key, settings.path)
+    saved = read_model(settings.path)
+    kinds, judges = " ".join(saved.get("architectures") or []), settings.kind == "generative"
+    if saved and judges and "Classification" in kinds:
+        yield error(
+            f"'{settings.path}' holds a {kinds}, which cannot generate a judgement",
+            why="reward.reward_model.kind=generative reads the score from generated text",
+            fix="reward.reward_model.kind=discriminative, or the directory of a causal language model",
+            where=key,
+        )
+    elif saved and not judges and "Classification" not in kinds:
+        yield error(
+            f"'{settings.path}' holds a {kinds or 'model of unknown kind'}, not a scalar reward model",
+            why="its score would come from an untrained output layer",
+            fix=f"train one with `hone reward-model model.path={settings.path} data.train_files=PAIRS.parquet`; or "
+            "reward.reward_model.kind=generative",
+            where=key,
+        )
+    needed, positions = (
+        config.data.max_prompt_length + config.data.max_response_length,
+        saved.get("max_position_embeddings"),
+    )
+    if isinstance(positions, int) and positions < needed:
+        yield error(
+            f"data.max_prompt_length + data.max_response_length = {needed} tokens, but the reward model has "
+            f"max_position_embeddings={positions}",
+            why="scores are meaningless beyond the model's positions",
+            fix=f"shorter sequences, at most {positions} tokens in total, or another reward model",
+            where=key,
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hone.config.derived import RunSpec
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
@@ -38,6 +39,13 @@ def defaults(config: AnyConfig) -> dict[str, Any]:
     from hone.data.prompts import NO_SOURCE  # slow to import
 
     return {config.data.reward_fn_key: NO_SOURCE} if isinstance(config, RLConfig) else {}
+
+
+def mini_batches(config: RLConfig) -> dict[str, int]:
+    sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if RunSpec(config).critic.value and config.critic.ppo_mini_batch_size is not None:
+        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    return sizes
 
 
 def file_list(files: Any) -> list[str]:

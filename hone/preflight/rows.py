@@ -1,9 +1,8 @@
-"""Rules about all rows of the datasets: prompts, data sources, ground truths, duplicates."""
+"""Rules about all rows of the datasets: prompts, sources, truths, duplicates, images; and the reward, tried on a few rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,29 @@ from hone.config.derived import RunSpec
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-from hone.config.trees import TREES, AnyConfig
+from hone.config.trees import AnyConfig, model_block, parallel_block
 from hone.data.files import Row
 from hone.errors import ConfigError, DataError, Finding
+from hone.generation.options import sends_adapter
 from hone.preflight.evidence import Evidence
-from hone.preflight.rules import Stage, error, rule
+from hone.preflight.layouts import actor_processes
+from hone.preflight.rules import Check, Findings, Stage, error, rule
+from hone.training.backends.registry import BACKENDS, backend_of
 
 if TYPE_CHECKING:
     from hone.rewards.scorers import Scorer
+_ENGINES = ("native", "vllm")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "ulysses_sequence_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+)
 
 
-@rule("R42", RLConfig, stage=Stage.FILES)
-def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R42", Stage.FILES)
+def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Findings:
     """Every prompt is text, token ids or messages in order, and every row has a data source."""
     from hone.data import checks
 
@@ -31,8 +41,8 @@ def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]
         yield from checks.source_names(rows, config.data.reward_fn_key)
 
 
-@rule("R42", SFTConfig, stage=Stage.FILES)
-def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R42", Stage.FILES)
+def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Findings:
     """Every conversation is a list of messages in order, with an assistant message."""
     from hone.data import checks
 
@@ -40,8 +50,8 @@ def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[F
         yield from checks.conversations(rows, config.data.messages_key)
 
 
-@rule("R81", SFTConfig, stage=Stage.FILES)
-def tool_calls_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R81", Stage.FILES)
+def tool_calls_are_sound(config: SFTConfig, evidence: Evidence) -> Findings:
     """Tool calls in conversations can be read, fit their schemas and have results."""
     from hone.data import checks
     from hone.data.checks.tools import NO_LIMIT
@@ -60,43 +70,37 @@ def tool_calls_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[Find
             yield Finding(DataError(finding.error.what, fix=fix, **parts), finding.stops)
 
 
-@rule("R42", RLConfig, stage=Stage.FILES)
-def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R42", Stage.FILES)
+def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> None:
     """A mixture uses data sources of the rows, and a curriculum has a difficulty for every row."""
     from hone.data.curriculum import check_weights, difficulties
 
     rows, sampler = evidence.train_rows, config.data.sampler
     if not rows:
         return
-    try:
-        if sampler.name == "mixture":
-            check_weights(sampler.weights, {str(row.values.get(config.data.reward_fn_key)) for row in rows})
-        elif sampler.name == "difficulty" or (sampler.name, sampler.pass_rate_of) == ("pass_rate", "difficulty"):
-            difficulties([(row.uid, row.values.get("extra_info") or {}) for row in rows], sampler.difficulty_key)
-    except DataError as problem:
-        yield Finding(problem, stops=True)
+    if sampler.name == "mixture":
+        check_weights(sampler.weights, {str(row.values.get(config.data.reward_fn_key)) for row in rows})
+    elif sampler.name == "difficulty" or (sampler.name, sampler.pass_rate_of) == ("pass_rate", "difficulty"):
+        difficulties([(row.uid, row.values.get("extra_info") or {}) for row in rows], sampler.difficulty_key)
 
 
-@rule("R82", RLConfig, stage=Stage.FILES)
-def stages_have_gates_and_rows(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R82", Stage.FILES)
+def stages_have_gates_and_rows(config: RLConfig, evidence: Evidence) -> None:
     """The stages of a curriculum have gates with thresholds in range, and every stage has rows."""
     from hone.data.curriculum import RowFacts, read_stages, rows_of_stages
 
     sampler, key = config.data.sampler, config.data.reward_fn_key
     if sampler.name != "stages" or sampler.class_path is not None:
         return
-    try:
-        stages = read_stages(sampler.stages)
-        values = [row.values for row in evidence.train_rows]
-        facts = [RowFacts(row.get(key), row.get("agent_name"), row.get("extra_info") or {}) for row in values]
-        if facts:
-            rows_of_stages(stages, facts)
-    except (ConfigError, DataError) as problem:
-        yield Finding(problem, stops=True)
+    stages = read_stages(sampler.stages)
+    values = [row.values for row in evidence.train_rows]
+    facts = [RowFacts(row.get(key), row.get("agent_name"), row.get("extra_info") or {}) for row in values]
+    if facts:
+        rows_of_stages(stages, facts)
 
 
-@rule("R43", RLConfig, stage=Stage.FILES)
-def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R43", Stage.FILES)
+def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Findings:
     """Every data source has a scorer."""
     from hone.data import checks
     from hone.rewards.scorers import SCORERS, scorer_for
@@ -111,8 +115,8 @@ def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[
     )
 
 
-@rule("R44", RLConfig, stage=Stage.FILES)
-def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R44", Stage.FILES)
+def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Findings:
     """Rows that a scorer scores have a ground truth that it can read."""
     from hone.data import checks
 
@@ -127,8 +131,8 @@ def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterat
         )
 
 
-@rule("R46", *TREES.values(), stage=Stage.FILES)
-def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R46", Stage.FILES)
+def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Findings:
     """The rows fill at least one batch."""
     rows, batch = len(evidence.train_rows), config.data.train_batch_size
     if 0 < rows < batch:
@@ -140,8 +144,8 @@ def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Iterator[Findin
         )
 
 
-@rule("R47", RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig, stage=Stage.FILES)
-def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R47", Stage.FILES)
+def rows_differ(config: AnyConfig, evidence: Evidence) -> Findings:
     """Prompts are not duplicated, validation and training do not overlap, and no data source is too rare."""
     from hone.data import checks
 
@@ -199,3 +203,126 @@ def _ground_truth_problem(config: RLConfig) -> Any:
         return None
 
     return complaint
+
+
+@rule("R86", Stage.FILES)
+def rows_are_read_whole(config: AnyConfig, evidence: Evidence) -> Findings:
+    """Rows have no media that the model does not read, and as many images as places for them."""
+    yield from (Finding(problem, stops=True) for problem in evidence.media)
+
+
+@rule("R86", Stage.FILES)
+def frozen_tower_exists(config: AnyConfig, evidence: Evidence) -> Findings:
+    """A vision tower that is frozen exists."""
+    from hone.data.image_processor import reads_images
+
+    path, model = model_block(config)
+    kind = evidence.model_settings.get("model_type")
+    if model.freeze_vision_tower and kind is not None and not reads_images(evidence.model_settings):
+        yield error(
+            f"{path}.freeze_vision_tower=true, but a model of type {kind} has no vision tower that Hone trains",
+            why="nothing would be frozen",
+            fix=f"{path}.freeze_vision_tower=false",
+            where=f"{path}.freeze_vision_tower",
+        )
+
+
+@rule("R86", Stage.FILES)
+def run_reads_images(config: AnyConfig, evidence: Evidence) -> Findings:
+    """Engine and training backend read images, if rows have some."""
+    if evidence.has_images:
+        yield from image_limits(config, str(evidence.model_settings.get("model_type")))
+
+
+def _backend_limits(config: AnyConfig) -> Findings:
+    """Yield an error if the training backend or its layout does not read images."""
+    parallel, key = parallel_block(config), parallel_block(config).key
+    try:
+        entry = backend_of(parallel, actor_processes(config))
+    except ConfigError:
+        return  # R70 reports it
+    if entry not in (BACKENDS.get("local"), BACKENDS.get("fsdp2")):
+        yield error(
+            f"rows have images, but {key('strategy')}={parallel.strategy} does not read them",
+            why="only the backends local and fsdp2 have a vision tower",
+            fix=f"{key('strategy')}=fsdp2",
+            where=key("strategy"),
+        )
+        return
+    for name in _SIZES:
+        if (size := getattr(parallel, name)) > 1:
+            yield error(
+                f"rows have images, but {key(name)}={size} divides a row over processes, which is not supported with images",
+                why="the tokens of an image would be computed without its pixels",
+                fix=f"{key(name)}=1: FSDP2 divides the parameters over the same processes",
+                where=key(name),
+            )
+
+
+def image_limits(config: AnyConfig, kind: str = "qwen3_vl") -> Findings:
+    """Yield an error for each setting with which a run reads no images. ``kind``: ``model_type`` of the model."""
+    yield from _backend_limits(config)
+    if isinstance(config, RewardModelConfig):
+        yield error(
+            "rows have images, but reward models do not read them",
+            why="transformers has no scalar model of this kind",
+            fix="leave such rows out, or describe the images in the text",
+            where="model.path",
+        )
+    if isinstance(config, RLConfig):
+        yield from _engine_limits(config, kind)
+        if RunSpec(config).critic.value:
+            yield error(
+                "rows have images, but critics do not read them",
+                why="transformers has no value model of this kind",
+                fix="algorithm.adv_estimator=grpo, which needs no critic",
+                where="algorithm.adv_estimator",
+            )
+
+
+def _engine_limits(config: RLConfig, kind: str) -> Findings:
+    """Yield an error if the engine does not read images."""
+    rollout, block = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.name not in _ENGINES:
+        yield error(
+            f"rows have images, but the engine {rollout.name} does not get them",
+            why=f"Hone sends images to {' and '.join(_ENGINES)} only",
+            fix=f"{block}.name=native",
+            where=f"{block}.name",
+        )
+    elif rollout.name == "vllm" and not kind.startswith("qwen"):
+        yield error(
+            f"rows have images, but Hone does not send them to vLLM for a model of type {kind}",
+            why="only Qwen-VL models were compared with the trainer there",
+            fix=f"{block}.name=native",
+            where=f"{block}.name",
+        )
+    elif sends_adapter(config):
+        yield error(
+            f"rows have images, but {block}.merge_lora=false",
+            why="vLLM takes no adapter of a vision tower",
+            fix=f"{block}.merge_lora=true",
+            where=f"{block}.merge_lora",
+        )
+
+
+_QUESTIONS = {
+    "R49": "Correct answers score higher than garbage, and not all answers get the same reward.",
+    "R50": "The reward function can be loaded and called with the arguments of a run.",
+    "R51": "The reward function returns a finite number for every response, always with the same terms.",
+    "R52": "The reward function neither fails nor hangs in a worker process.",
+    "R53": "Scoring a step takes at most a minute.",
+    "R54": "Rewards have the magnitude that KL penalties and clip ranges assume.",
+}
+
+
+def _findings_with_code(code: str) -> Check:
+    def check(config: RLConfig, evidence: Evidence) -> Findings:
+        yield from (finding for finding in evidence.reward_findings if finding.error.code == code)
+
+    check.__doc__, check.__name__ = _QUESTIONS[code], f"reward_{code}"
+    return check
+
+
+for _code in _QUESTIONS:
+    rule(_code, Stage.REWARD)(_findings_with_code(_code))

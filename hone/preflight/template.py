@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from hone.config.preference import PreferenceConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-from hone.config.trees import TREES, AnyConfig, model_block
+from hone.config.trees import AnyConfig, model_block
 from hone.data.files import Row
-from hone.errors import DataError, Finding, HoneError
+from hone.errors import DataError, HoneError
 from hone.preflight.evidence import Evidence
 from hone.preflight.files import TOKENIZER_FILES
 from hone.preflight.reading import read_json
-from hone.preflight.rules import Stage, error, rule, warning
+from hone.preflight.rules import Findings, Stage, error, rule, warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,8 +29,8 @@ _FEW_TOKENS = 1024
 _QUESTION = [{"role": "user", "content": "What is 1 + 1?"}]
 
 
-@rule("R08", *TREES.values(), stage=Stage.TEMPLATE)
-def tokenizer_loads(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R08", Stage.TEMPLATE)
+def tokenizer_loads(config: AnyConfig, evidence: Evidence) -> Findings:
     """The tokenizer can be loaded and does not have more tokens than the model."""
     model = model_block(config)[1]
     path = model.tokenizer_path or model.path
@@ -42,7 +42,7 @@ def tokenizer_loads(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
         tokenizer = evidence.load_tokenizer()
     except HoneError as problem:
         if model.custom_chat_template is None or "chat template" not in problem.what:  # else R39 reports it
-            yield Finding(problem, stops=True)
+            raise
         return
     entries = evidence.model_settings.get("vocab_size")
     if isinstance(entries, int) and len(tokenizer) > entries:
@@ -54,20 +54,20 @@ def tokenizer_loads(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-@rule("R36", RLConfig, stage=Stage.TEMPLATE)
-def truncation_spares_the_system_message(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R36", Stage.TEMPLATE)
+def truncation_spares_the_system_message(config: RLConfig, evidence: Evidence) -> Findings:
     """Truncating long prompts does not remove their system message."""
     yield from _length_findings(config, evidence, "R36")
 
 
-@rule("R45", RLConfig, stage=Stage.TEMPLATE)
-def prompts_fit(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R45", Stage.TEMPLATE)
+def prompts_fit(config: RLConfig, evidence: Evidence) -> Findings:
     """Prompts with their chat template are not longer than the limit."""
     yield from _length_findings(config, evidence, "R45")
 
 
-@rule("R46", RLConfig, stage=Stage.TEMPLATE)
-def an_epoch_has_steps_after_dropping(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R46", Stage.TEMPLATE)
+def an_epoch_has_steps_after_dropping(config: RLConfig, evidence: Evidence) -> Findings:
     """The rows left after dropping long prompts fill at least one batch."""
     lengths, rows, batch = evidence.prompt_lengths, len(evidence.train_rows), config.data.train_batch_size
     if lengths is None or config.data.overlong_policy != "drop" or rows < batch:
@@ -83,8 +83,8 @@ def an_epoch_has_steps_after_dropping(config: RLConfig, evidence: Evidence) -> I
         )
 
 
-@rule("R39", RLConfig, stage=Stage.TEMPLATE)
-def template_takes_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R39", Stage.TEMPLATE)
+def template_takes_the_prompts(config: RLConfig, evidence: Evidence) -> Findings:
     """The chat template renders the first prompts and the long ones."""
     from hone.data.chat import render_prompt
     from hone.data.messages import plain
@@ -112,8 +112,8 @@ def template_takes_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator
         )
 
 
-@rule("R39", PreferenceConfig, stage=Stage.TEMPLATE)
-def template_takes_the_preferences(config: PreferenceConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R39", Stage.TEMPLATE)
+def template_takes_the_preferences(config: PreferenceConfig, evidence: Evidence) -> None:
     """The chat template shows the first preferences whole."""
     from hone.data.preferences import check_prompts, preference_columns, sides_of_row
     from hone.data.responses import render_sides
@@ -129,12 +129,12 @@ def template_takes_the_preferences(config: PreferenceConfig, evidence: Evidence)
         try:
             check_prompts(render_sides(sides, evidence.tokenizer, config.data.apply_chat_template_kwargs), row.where)
         except DataError as problem:
-            yield error(problem.what, why=problem.why, fix=problem.fix, where=row.where)
-            return
+            problem.where = row.where
+            raise
 
 
-@rule("R39", SFTConfig, stage=Stage.TEMPLATE)
-def template_only_appends(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R39", Stage.TEMPLATE)
+def template_only_appends(config: SFTConfig, evidence: Evidence) -> Findings:
     """The chat template shows the first conversations whole, without rewriting earlier turns."""
     from hone.data.assistant_mask import rewritten
 
@@ -145,8 +145,8 @@ def template_only_appends(config: SFTConfig, evidence: Evidence) -> Iterator[Fin
     rows = evidence.train_rows[:_LOOKED_AT]
     for tried in rendered(rows, tokenizer, data.messages_key, data.tools_key, data.apply_chat_template_kwargs):
         if tried.problem is not None:
-            yield error(tried.problem.what, why=tried.problem.why, fix=tried.problem.fix, where=tried.row.where)
-            return
+            tried.problem.where = tried.row.where
+            raise tried.problem
         if changed is None and (changed := rewritten(tokenizer, tried.messages, tried.kwargs)) is not None:
             number, at, alone, whole = changed
             yield warning(
@@ -194,8 +194,8 @@ def rendered(
             yield Tried(row, messages, its_kwargs, len(ids), None)
 
 
-@rule("R40", RLConfig, stage=Stage.TEMPLATE)
-def turns_can_end(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R40", Stage.TEMPLATE)
+def turns_can_end(config: RLConfig, evidence: Evidence) -> Findings:
     """The token that ends a turn in the chat template also ends generation."""
     from hone.data.assistant_mask import end_of_turn
 
@@ -216,8 +216,8 @@ def turns_can_end(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-@rule("R40", SFTConfig, PreferenceConfig, stage=Stage.TEMPLATE)
-def turns_end(config: SFTConfig | PreferenceConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R40", Stage.TEMPLATE)
+def turns_end(config: SFTConfig | PreferenceConfig, evidence: Evidence) -> Findings:
     """The chat template ends a turn with a token, so that the model learns to stop."""
     from hone.data.assistant_mask import end_of_turn
 
@@ -235,8 +235,8 @@ def turns_end(config: SFTConfig | PreferenceConfig, evidence: Evidence) -> Itera
         )
 
 
-@rule("R41", RLConfig, stage=Stage.TEMPLATE)
-def thinking_fits(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R41", Stage.TEMPLATE)
+def thinking_fits(config: RLConfig, evidence: Evidence) -> Findings:
     """A template that opens a thinking block leaves enough tokens for the answer."""
     from hone.data.chat import render_texts
 
@@ -261,8 +261,8 @@ def thinking_fits(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-@rule("R93", RLConfig, stage=Stage.TEMPLATE)
-def marks_of_answers_are_text(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+@rule("R93", Stage.TEMPLATE)
+def marks_of_answers_are_text(config: RLConfig, evidence: Evidence) -> Findings:
     """The marks that a reward looks for are text to the tokenizer, not special tokens, which are cut before scoring."""
     tokenizer = evidence.tokenizer
     if tokenizer is None:
@@ -321,7 +321,7 @@ def _asks_in_messages(config: RLConfig, evidence: Evidence) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
-def _length_findings(config: RLConfig, evidence: Evidence, code: str) -> Iterator[Finding]:
+def _length_findings(config: RLConfig, evidence: Evidence, code: str) -> Findings:
     from hone.data.checks import overlong_prompts
 
     lengths = evidence.prompt_lengths

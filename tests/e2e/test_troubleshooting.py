@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.launch import hone
 
-from hone.preflight.codes import index, index_page
+from hone.preflight.rules import index, index_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 TRANSCRIPT = re.compile(r"^```text\n\$ (?P<command>hone .+?[^\\])\n(?P<output>.*?)^```$", re.M | re.S)

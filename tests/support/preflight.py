@@ -7,7 +7,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from hone.preflight import RULES, Evidence
 from hone.preflight.machine import GIB, Machine
+from hone.preflight.rules import Finding
 
 SMALL_MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -66,3 +68,9 @@ def change(config: Any, changes: dict[str, Any]) -> Any:
         assert hasattr(owner, last), path
         setattr(owner, last, value)
     return config
+
+
+def findings_of(check: Any, config: Any, evidence: Evidence | None = None) -> list[Finding]:
+    """Return the findings of one rule, with its code."""
+    (entry,) = [entry for entry in RULES if entry.check is check]
+    return list(entry.run(config, evidence or Evidence(config)))

@@ -265,7 +265,7 @@ def _codes(name: str) -> Iterator[Explanation]:
             yield Explanation("error code", code, f"{meaning}\nPage: docs/troubleshooting.md", {"meaning": meaning})
     if not re.fullmatch(r"R\d+", name, re.IGNORECASE):
         return
-    from hone.preflight.codes import index
+    from hone.preflight.rules import index
 
     rules = [entry for entry in index() if entry.code == name.upper()]
     if rules:

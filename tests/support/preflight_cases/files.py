@@ -150,7 +150,7 @@ DIRECTORIES = [
         then="distillation.enable=true distillation.path=TMP/model",
     ),
     Case(
-        "R90 speculative.draft_model_shares_the_tokenizer",
+        "R90 engines.draft_model_shares_the_tokenizer",
         f"{ROLLOUT}.speculative.method=draft_model {ROLLOUT}.speculative.model=TMP/teacher",
         ("'teacher'", "1 tokens of the draft model"),
         advice="method=ngram",
@@ -187,7 +187,7 @@ DIRECTORIES = [
         given=GAE,
     ),
     Case(
-        "R08 preference.reward_model_directory",
+        "R08 methods.reward_model_directory",
         f"{JUDGE}.enable=true",
         ("reward_model.enable=true",),
         advice=f"{JUDGE}.path=DIR",
@@ -223,7 +223,7 @@ DIRECTORIES = [
         then="trainer.default_local_dir=TMP/run",
     ),
     Case(
-        "R55 checkpoints.checkpoint_of_this_model",
+        "R55 lifecycle.checkpoint_of_this_model",
         breaks=lambda world: checkpoint(world, hidden_size=64, vocab_size=512),
         says=("step_4", "vocab_size=512, not 300, hidden_size=64, not 32"),
         advice="trainer.experiment_name=",
@@ -286,7 +286,7 @@ ROWS = [
         given="data.sampler.name=stages",
     ),
     Case(
-        "R86 images.rows_are_read_whole",
+        "R86 rows.rows_are_read_whole",
         "",
         ("1 image", "train.jsonl, row 3"),
         advice="leave such rows out",
@@ -294,7 +294,7 @@ ROWS = [
         repairs=valid_rows,
     ),
     Case(
-        "R86 images.run_reads_images",
+        "R86 rows.run_reads_images",
         f"{ACTOR}.ulysses_sequence_parallel_size=2",
         ("ulysses_sequence_parallel_size=2", "with images"),
         given="trainer.runtime=ray trainer.n_gpus_per_node=2",
@@ -302,13 +302,13 @@ ROWS = [
         breaks=image_world,
     ),
     Case(
-        "R86 images.frozen_tower_exists",
+        "R86 rows.frozen_tower_exists",
         f"{MODEL}.freeze_vision_tower=true",
         ("freeze_vision_tower=true", "no vision tower"),
         fix=f"{MODEL}.freeze_vision_tower=false",
     ),
     Case(
-        "R42 preference.preference_columns_exist",
+        "R42 methods.preference_columns_exist",
         "data.chosen_key=better",
         ("'better' and 'rejected'",),
         advice="hone data pairs",
@@ -483,7 +483,7 @@ TEMPLATES = [
 
 REWARDS = [
     Case(
-        "R49 rewards.reward_R49",
+        "R49 rows.reward_R49",
         breaks=reward("return 0.0"),
         says=("3 rows",),
         advice="hone reward test",
@@ -491,7 +491,7 @@ REWARDS = [
         given=CUSTOM,
     ),
     Case(
-        "R50 rewards.reward_R50",
+        "R50 rows.reward_R50",
         breaks=lambda world: world.write("own.py", "def score(**kwargs): return 0.0\n"),
         says=("own.py", "'compute_score'"),
         advice="score",
@@ -499,7 +499,7 @@ REWARDS = [
         given=CUSTOM,
     ),
     Case(
-        "R51 rewards.reward_R51",
+        "R51 rows.reward_R51",
         breaks=reward("return float('inf')"),
         says=("inf",),
         advice="number",
@@ -507,7 +507,7 @@ REWARDS = [
         given=CUSTOM,
     ),
     Case(
-        "R52 rewards.reward_R52",
+        "R52 rows.reward_R52",
         breaks=reward("return float(int(solution_str))"),
         says=("ValueError",),
         advice="",
@@ -515,7 +515,7 @@ REWARDS = [
         given=CUSTOM,
     ),
     Case(
-        "R53 rewards.reward_R53",
+        "R53 rows.reward_R53",
         breaks=reward(f"import time; time.sleep(0.02)\n    return {GOLDEN}"),
         says=("8192 sequences / 1 workers",),
         advice="num_workers=",
@@ -524,7 +524,7 @@ REWARDS = [
         warns=True,
     ),
     Case(
-        "R54 rewards.reward_R54",
+        "R54 rows.reward_R54",
         breaks=reward(f"return 100 * {GOLDEN}"),
         says=("100",),
         advice="",

@@ -16,19 +16,19 @@ TOOLS = f"{MULTI}.enable=true {MULTI}.max_assistant_turns=4 {MULTI}.tool_config_
 
 BATCHES = [
     Case(
-        "R13 batches.mini_batch_not_larger",
+        "R13 training.mini_batch_not_larger",
         f"{ACTOR}.ppo_mini_batch_size=16",
         ("ppo_mini_batch_size=16 prompts", "data.train_batch_size=8"),
         fix=f"{ACTOR}.ppo_mini_batch_size=8",
     ),
     Case(
-        "R14 batches.mini_batch_divides",
+        "R14 training.mini_batch_divides",
         f"{ACTOR}.ppo_mini_batch_size=3",
         ("ppo_mini_batch_size=3", "data.train_batch_size=8", "2 prompts"),
         fix=f"{ACTOR}.ppo_mini_batch_size=4",
     ),
     Case(
-        "R15 batches.micro_batch_limits",
+        "R15 training.micro_batch_limits",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=33",
         ("ppo_micro_batch_size_per_gpu=33", "8 prompts x 4 = 32"),
         advice="32,",
@@ -36,14 +36,14 @@ BATCHES = [
         warns=True,
     ),
     Case(
-        "R17 batches.clip_without_effect",
+        "R17 training.clip_without_effect",
         f"{ACTOR}.clip_ratio_high=0.28",
         ("1 update per batch", "clip_ratio_high"),
         fix=f"{ACTOR}.ppo_mini_batch_size=2",
         warns=True,
     ),
     Case(
-        "R18 batches.many_updates",
+        "R18 training.many_updates",
         f"{ACTOR}.ppo_epochs=17",
         ("17 updates", "8 prompts / 8 x 17 epochs"),
         advice="16 updates",
@@ -51,13 +51,13 @@ BATCHES = [
         warns=True,
     ),
     Case(
-        "R29 batches.token_budgets",
+        "R29 training.token_budgets",
         f"{ACTOR}.ppo_max_token_len_per_gpu=1000",
         ("=1000 tokens", "=512", "= 1024"),
         fix=f"{ACTOR}.ppo_max_token_len_per_gpu=2048",
     ),
     Case(
-        "R29 batches.sft_token_budget",
+        "R29 training.sft_token_budget",
         "data.max_token_len_per_gpu=1000",
         ("=1000 tokens", "data.max_length=1024"),
         fix="data.max_token_len_per_gpu=2048",
@@ -70,27 +70,27 @@ BATCHES = [
         fix="reward.overlong_buffer.len=20",
     ),
     Case(
-        "R29 learning.budget_for_two_sequences",
+        "R29 training.budget_for_two_sequences",
         f"{ACTOR}.ppo_max_token_len_per_gpu=2047",
         ("=2047 tokens", "two sequences of 1024"),
         fix=f"{ACTOR}.ppo_max_token_len_per_gpu=2048",
         warns=True,
     ),
     Case(
-        "R56 batches.steps_and_saving",
+        "R56 training.steps_and_saving",
         f"trainer.total_training_steps=20 {ACTOR}.optim.lr_warmup_steps=20",
         ("20 steps", "total_training_steps=20"),
         fix=f"{ACTOR}.optim.lr_warmup_steps=2",
     ),
     Case(
-        "R85 optimizers.optimizer_settings",
+        "R85 training.optimizer_settings",
         f"{ACTOR}.optim.param_groups=[{{params:embed,lr:0.1}}]",
         ("'lr'",),
         advice="lr_mult",
         then=f"{ACTOR}.optim.param_groups=[{{params:embed,lr_mult:0.1}}]",
     ),
     Case(
-        "R85 optimizers.optimizer_of_this_model",
+        "R85 training.optimizer_of_this_model",
         "optim.param_groups=[{params:lm_heads,lr_mult:0.1}]",
         ("'lm_heads'",),
         advice="model.layers",
@@ -101,7 +101,7 @@ BATCHES = [
 
 METHODS = [
     Case(
-        "R19 algorithm.groups_of_one",
+        "R19 methods.groups_of_one",
         f"{ROLLOUT}.n=1",
         ("adv_estimator=grpo", "rollout.n=1"),
         fix=f"{ROLLOUT}.n=8",
@@ -113,14 +113,14 @@ METHODS = [
         fix=f"{ROLLOUT}.n=8",
     ),
     Case(
-        "R21 algorithm.critic_matches_estimator",
+        "R21 methods.critic_matches_estimator",
         "critic.enable=false",
         ("adv_estimator=gae", "critic.enable=false"),
         fix="critic.enable=true",
         given=GAE,
     ),
     Case(
-        "R22 algorithm.kl_twice",
+        "R22 methods.kl_twice",
         f"algorithm.use_kl_in_reward=true {ACTOR}.use_kl_loss=true algorithm.kl_ctrl.kl_coef=0.02",
         ("0.02", "0.001", "algorithm.use_kl_in_reward"),
         fix=f"{ACTOR}.use_kl_loss=false",
@@ -134,15 +134,7 @@ METHODS = [
         fix=f"{ACTOR}.use_kl_loss=true",
     ),
     Case(
-        "R23 effectless.effectless_sft_keys",
-        "optim.min_lr_ratio=0.5",
-        ("min_lr_ratio=0.5",),
-        fix="optim.lr_scheduler_type=cosine",
-        tree="sft",
-        warns=True,
-    ),
-    Case(
-        "R24 learning.reference_is_the_start",
+        "R24 training.reference_is_the_start",
         "",
         ("'/x/other'", "path=TMP/model"),
         advice=f"{MODEL}.path=/x/other, unless both are the same weights",
@@ -152,7 +144,7 @@ METHODS = [
         warns=True,
     ),
     Case(
-        "R25 learning.kl_in_its_usual_place",
+        "R25 training.kl_in_its_usual_place",
         "algorithm.use_kl_in_reward=true",
         ("grpo", "use_kl_in_reward=true"),
         fix=f"algorithm.use_kl_in_reward=false {ACTOR}.use_kl_loss=true",
@@ -165,21 +157,21 @@ METHODS = [
         fix=f"{CORRECTION}.bypass_mode=true",
     ),
     Case(
-        "R27 learning.engine_log_probs_match_the_update",
+        "R27 training.engine_log_probs_match_the_update",
         f"{ACTOR}.dtype=bfloat16 {CORRECTION}.bypass_mode=true",
         (f"{ACTOR}.dtype=bfloat16", "16384 tokens", "0.01"),
         fix=f"{CORRECTION}.bypass_mode=false",
         warns=True,
     ),
     Case(
-        "R27 learning.float16_on_both_sides",
+        "R27 training.float16_on_both_sides",
         f"{ROLLOUT}.dtype=float16",
         (f"{ROLLOUT}.dtype=float16", "float32"),
         fix=f"{ACTOR}.dtype=float16 {ROLLOUT}.dtype=auto",
         warns=True,
     ),
     Case(
-        "R27 learning.reference_log_probs_match_the_policy",
+        "R27 training.reference_log_probs_match_the_policy",
         f"{REF}.log_prob_max_token_len_per_gpu=2048",
         ("2048 tokens", "4096", "0.01"),
         fix=f"{REF}.log_prob_max_token_len_per_gpu=null",
@@ -188,13 +180,13 @@ METHODS = [
         warns=True,
     ),
     Case(
-        "R32 algorithm.sampling",
+        "R32 methods.sampling",
         f"{ROLLOUT}.temperature=0",
         ("temperature=0", "4 identical"),
         fix=f"{ROLLOUT}.temperature=1.0",
     ),
     Case(
-        "R60 learning.adapter_learning_rate",
+        "R60 training.adapter_learning_rate",
         f"{MODEL}.lora_rank=8",
         ("lr=1e-06", "10 times"),
         fix=f"{ACTOR}.optim.lr=1e-05",
@@ -222,7 +214,7 @@ METHODS = [
         given="algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a,b]",
     ),
     Case(
-        "R63 learning.reference_keeps_up",
+        "R63 training.reference_keeps_up",
         f"{REF}.log_prob_max_token_len_per_gpu=2048",
         ("=2048 tokens", "8 forward passes", "16384 tokens"),
         fix=f"{REF}.log_prob_max_token_len_per_gpu=16384",
@@ -272,28 +264,28 @@ METHODS = [
 
 NAMES = [
     Case(
-        "R11 names.registered_names",
+        "R11 methods.registered_names",
         "algorithm.adv_estimator=grop",
         ("'grop'", "algorithm.adv_estimator"),
         advice="grpo",
         then="algorithm.adv_estimator=grpo",
     ),
     Case(
-        "R11 names.reward_terms",
+        "R11 methods.reward_terms",
         "reward.terms=[{scorer:formatt}]",
         ("'formatt'",),
         advice="format",
         then="reward.terms=[{scorer:format}]",
     ),
     Case(
-        "R11 names.import_paths",
+        "R11 methods.import_paths",
         "algorithm.adv_estimator=nowhere_at_all:f",
         ("nowhere_at_all", "algorithm.adv_estimator"),
         advice="director",
         then="algorithm.adv_estimator=grpo",
     ),
     Case(
-        "R56 names.trackers",
+        "R56 methods.trackers",
         "trainer.logger=[console,wndb]",
         ("'wndb'", "trainer.logger"),
         advice="wandb",
@@ -330,7 +322,7 @@ NAMES = [
         also=("R32",),
     ),
     Case(
-        "R90 speculative.engine_drafts_as_configured",
+        "R90 engines.engine_drafts_as_configured",
         f"{ROLLOUT}.name=hf {ROLLOUT}.speculative.method=ngram",
         ("'hf'", "method=ngram", "native"),
         fix=f"{ROLLOUT}.name=native",
@@ -347,20 +339,20 @@ NAMES = [
 
 PROCESSES = [
     Case(
-        "R02 cluster.enough_processes",
+        "R02 layouts.enough_processes",
         "trainer.n_gpus_per_node=4",
         ("runtime=local", "4"),
         fix=RAY,
     ),
     Case(
-        "R12 cluster.rows_for_every_rank",
+        "R12 layouts.rows_for_every_rank",
         f"{ACTOR}.ppo_mini_batch_size=1",
         ("1 prompts x 4 = 4 sequences", "8 data-parallel ranks", "4 ranks"),
         fix=f"{ACTOR}.ppo_mini_batch_size=2",
         given=f"{RAY} trainer.n_gpus_per_node=8",
     ),
     Case(
-        "R12 cluster.offline_rows_for_every_rank",
+        "R12 layouts.offline_rows_for_every_rank",
         "data.train_batch_size=3",
         ("3 rows", "4 data-parallel ranks", "1 ranks"),
         fix="data.train_batch_size=4",
@@ -368,7 +360,7 @@ PROCESSES = [
         tree="prefer",
     ),
     Case(
-        "R15 cluster.micro_batch_of_a_rank",
+        "R15 layouts.micro_batch_of_a_rank",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=9",
         ("=9 sequences", "32", "4 ranks = 8"),
         advice="8,",
@@ -483,14 +475,14 @@ PROCESSES = [
 
 PREFERENCES = [
     Case(
-        "R11 preference.preference_loss_options",
+        "R11 methods.preference_loss_options",
         "loss.simpo_gamma=0.5",
         ("simpo_gamma=0.5", "loss.name=dpo"),
         fix="loss.simpo_gamma=null",
         tree="prefer",
     ),
     Case(
-        "R24 preference.reference_fits",
+        "R24 methods.reference_fits",
         "loss.name=kto data.train_batch_size=1",
         ("loss.name=kto", "data.train_batch_size=1"),
         advice="data.train_batch_size=64",
@@ -499,16 +491,10 @@ PREFERENCES = [
         tree="prefer",
     ),
     Case(
-        "R11 preference.online_preference_loss",
+        "R11 methods.online_preference_loss",
         f"{ONLINE}.beta=0.5",
         ("beta=0.5", "loss_mode=null"),
         fix=f"{ONLINE}.loss_mode=dpo",
-    ),
-    Case(
-        "R23 preference.reward_model_switched_off",
-        f"{JUDGE}.coef=2.0",
-        ("coef=2.0", "reward_model.enable=false"),
-        fix=f"{JUDGE}.coef=1",
     ),
 ]
 
@@ -524,21 +510,21 @@ def adapter_of(world, base: str) -> None:
 ASYNC = "trainer.async_training"
 ASYNCHRONOUS = [
     Case(
-        "R65 asynchronous.something_to_overlap",
+        "R65 engines.something_to_overlap",
         RAY,
         ("max_staleness=1", "'native'"),
         fix=f"{ROLLOUT}.enable_resource_pool=true {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1",
         given=f"{RAY} {ASYNC}.max_staleness=1",
     ),
     Case(
-        "R68 asynchronous.batch_can_stream",
+        "R68 engines.batch_can_stream",
         f"{ACTOR}.ppo_mini_batch_size=4",
         ("stream=true", "2 updates"),
         fix=f"{ASYNC}.stream=false",
         given=f"{ASYNC}.stream=true",
     ),
     Case(
-        "R66 asynchronous.age_is_corrected",
+        "R66 engines.age_is_corrected",
         f"{CORRECTION}.preset=disabled",
         ("max_staleness=2", "2 updates"),
         fix=f"{CORRECTION}.preset=decoupled_token_is",
@@ -546,14 +532,14 @@ ASYNCHRONOUS = [
         warns=True,
     ),
     Case(
-        "R67 asynchronous.responses_can_be_interrupted",
+        "R67 engines.responses_can_be_interrupted",
         f"{ASYNC}.partial_rollouts=true",
         ("partial_rollouts=true", "END"),
         fix=f"{ASYNC}.partial_rollouts=false",
         given=f"{ASYNC}.max_staleness=1 {ROLLOUT}.stop=[END]",
     ),
     Case(
-        "R77 asynchronous.cache_can_be_kept",
+        "R77 engines.cache_can_be_kept",
         f"{ASYNC}.interrupted_cache=keep",
         ("interrupted_cache=keep", "'vllm'"),
         fix=f"{ROLLOUT}.name=native",

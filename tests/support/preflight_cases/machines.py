@@ -71,7 +71,7 @@ MACHINE_CASES = [
         repairs=lambda world: world.monkeypatch.undo(),
     ),
     Case(
-        "R02 cluster.devices_present",
+        "R02 layouts.devices_present",
         "trainer.n_gpus_per_node=4",
         ("trainer.n_gpus_per_node=4 workers", "4 GPUs", "2"),
         fix="trainer.n_gpus_per_node=2",
@@ -79,7 +79,7 @@ MACHINE_CASES = [
         breaks=lambda world: world.gpus(2),
     ),
     Case(
-        "R02 cluster.ranks_have_their_own_gpu",
+        "R02 layouts.ranks_have_their_own_gpu",
         "ray.device_fraction=0.5",
         ("ray.device_fraction=0.5", "2 workers", "main"),
         fix="ray.device_fraction=1",
@@ -87,7 +87,7 @@ MACHINE_CASES = [
         breaks=lambda world: world.gpus(2),
     ),
     Case(
-        "R02 cluster.broadcast_between_separate_gpus",
+        "R02 layouts.broadcast_between_separate_gpus",
         f"{ROLLOUT}.checkpoint_engine.between_workers=broadcast",
         ("ray.device_fraction=0.5", "between_workers=broadcast", "2 workers"),
         fix=f"{ROLLOUT}.checkpoint_engine.between_workers=auto",
@@ -95,7 +95,7 @@ MACHINE_CASES = [
         breaks=lambda world: world.gpus(2),
     ),
     Case(
-        "R02 device.cuda_present",
+        "R02 environment.cuda_present",
         "trainer.device=cuda",
         ("trainer.device=cuda",),
         fix="trainer.device=cpu",
@@ -137,7 +137,7 @@ MACHINE_CASES = [
         warns=True,
     ),
     Case(
-        "R07 device.dtype_supported",
+        "R07 environment.dtype_supported",
         f"{ACTOR}.dtype=bfloat16",
         ("Tesla P40", "bfloat16"),
         fix=f"{ACTOR}.dtype=float32",
@@ -145,7 +145,7 @@ MACHINE_CASES = [
         breaks=lambda world: world.gpus(bfloat16=False),
     ),
     Case(
-        "R07 device.bfloat16_is_fast_here",
+        "R07 environment.bfloat16_is_fast_here",
         f"{ACTOR}.dtype=bfloat16",
         ("6.1 times",),
         fix=f"{ACTOR}.dtype=float32",
@@ -178,7 +178,7 @@ MACHINE_CASES = [
         warns=True,
     ),
     Case(
-        "R74 cluster.ray_answers",
+        "R74 layouts.ray_answers",
         f"ray.address=127.0.0.1:{UNUSED_PORT}",
         (f"127.0.0.1:{UNUSED_PORT}",),
         advice="ray start --head",
@@ -186,7 +186,7 @@ MACHINE_CASES = [
         given=RAY,
     ),
     Case(
-        "R75 checkpoints.storage_can_be_written",
+        "R75 lifecycle.storage_can_be_written",
         "trainer.checkpoint_dir=TMP/own.py/below",
         ("TMP/own.py/below",),
         fix="trainer.checkpoint_dir=null",

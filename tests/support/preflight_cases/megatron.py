@@ -18,7 +18,7 @@ def usual_activation(world: World) -> None:
 
 MEGATRON_CASES = [
     Case(
-        "R88 megatron.megatron_supports_the_settings",
+        "R88 layouts.megatron_supports_the_settings",
         f"{ACTOR}.ulysses_sequence_parallel_size=2",
         ("ulysses_sequence_parallel_size=2", "Transformer Engine"),
         advice=f"{ACTOR}.ulysses_sequence_parallel_size=1, or {ACTOR}.strategy=fsdp2",
@@ -26,7 +26,7 @@ MEGATRON_CASES = [
         given=f"{ACTOR}.strategy=megatron {RAY} trainer.n_gpus_per_node=2",
     ),
     Case(
-        "R89 megatron.megatron_supports_the_models",
+        "R89 layouts.megatron_supports_the_models",
         says=("hidden_act=gelu",),
         advice=f"{ACTOR}.strategy=fsdp2",
         breaks=softer_activation,
@@ -34,4 +34,4 @@ MEGATRON_CASES = [
         given=f"{ACTOR}.strategy=megatron {RAY} trainer.n_gpus_per_node=2",
     ),
 ]
-"""Cases of ``hone/preflight/megatron.py``."""
+"""Cases of the rules about Megatron in ``hone/preflight/layouts.py``."""

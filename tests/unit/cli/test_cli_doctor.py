@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from hone.cli.doctor import app
 from hone.preflight import doctor, machine
-from hone.preflight.codes import BEGIN, ELSEWHERE, END, index, index_page
 from hone.preflight.doctor import Check, diagnose, import_error
 from hone.preflight.machine import GIB, GpuUser, Machine
-from hone.preflight.rules import RULES
+from hone.preflight.rules import BEGIN, ELSEWHERE, END, RULES, index, index_page
 
 SOUND = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8 * GIB, open_files=1 << 20)
 

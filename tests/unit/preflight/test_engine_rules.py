@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from support.messages import check_message
-from support.preflight import change
+from support.preflight import change, findings_of
 
 from hone.config import RLConfig
 from hone.models import registry
 from hone.models.attention.cache import KVLayerCache
-from hone.preflight import Stage, engines, findings, speculative
+from hone.preflight import Stage, engines, findings
 from hone.preflight.evidence import Evidence
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -26,7 +26,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def missing(config: RLConfig) -> list[str]:
-    return [finding.error.render() for finding in engines.engine_is_installed(config)]
+    return [finding.error.render() for finding in findings_of(engines.engine_is_installed, config)]
 
 
 def test_an_engine_that_is_not_installed_is_a_warning_with_its_install_command(rl: RLConfig, nothing_installed: Path):
@@ -100,9 +100,9 @@ def test_keys_of_absent_replicas_have_no_effect(rl: RLConfig):
 
 def test_an_engine_in_the_trainer_has_no_replicas(rl: RLConfig):
     change(rl, {f"{ROLLOUT}.num_replicas": 2})
-    assert list(engines.engine_has_replicas(rl)) == []
+    assert findings_of(engines.engine_has_replicas, rl) == []
     change(rl, {f"{ROLLOUT}.name": "hf"})
-    (finding,) = engines.engine_has_replicas(rl)
+    (finding,) = findings_of(engines.engine_has_replicas, rl)
     assert finding.stops and "rollout.num_replicas=2" in finding.error.what
 
 
@@ -125,7 +125,7 @@ def test_a_separate_adapter_needs_an_engine_that_computes_with_it(
     rl: RLConfig, changes: dict[str, Any], message: str | None
 ):
     change(rl, {f"{ROLLOUT}.merge_lora": False, **changes})
-    finding = [finding.error.render() for finding in engines.engine_takes_the_adapter(rl)]
+    finding = [finding.error.render() for finding in findings_of(engines.engine_takes_the_adapter, rl)]
     assert len(finding) == (message is not None) and (message is None or message in finding[0])
 
 
@@ -146,7 +146,7 @@ def test_keys_of_speculative_decoding_fit_each_other(
     rl: RLConfig, changes: dict[str, Any], key: str, mentions: tuple[str, ...]
 ):
     change(rl, {f"{ROLLOUT}.{name}": value for name, value in changes.items()})
-    (finding,) = speculative.engine_drafts_as_configured(rl)
+    (finding,) = findings_of(engines.engine_drafts_as_configured, rl)
     assert finding.stops and finding.error.where == f"{ROLLOUT}.{key}"
     check_message(finding.error, *mentions)
 
@@ -186,8 +186,8 @@ def test_a_model_with_one_state_a_sequence_has_no_drafts(rl: RLConfig, monkeypat
     change(rl, {f"{ROLLOUT}.speculative.method": "ngram"})
     evidence = Evidence(rl)
     evidence.model_settings = {"model_type": "qwen3", "num_hidden_layers": 2}
-    assert list(speculative.draft_model_shares_the_tokenizer(rl, evidence)) == []
+    assert findings_of(engines.draft_model_shares_the_tokenizer, rl, evidence) == []
     family = dataclasses.replace(registry.family_of("qwen3"), layer_cache=lambda config, layer: StateCache())
     monkeypatch.setattr(registry, "family_of", lambda model_type: family)
-    (finding,) = speculative.draft_model_shares_the_tokenizer(rl, evidence)
+    (finding,) = findings_of(engines.draft_model_shares_the_tokenizer, rl, evidence)
     assert finding.stops and finding.error.where == f"{ROLLOUT}.speculative.method"

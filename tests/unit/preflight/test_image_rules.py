@@ -12,7 +12,7 @@ from hone.config.preference import RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.data.image_processor import load_image_processor, reads_images
-from hone.preflight.images import image_limits
+from hone.preflight.rows import image_limits
 
 
 def rl(**changes: Any) -> RLConfig:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hone.config import RLConfig
 from hone.preflight import machine
-from hone.preflight.device import describe_dtype
+from hone.preflight.environment import describe_dtype
 from hone.preflight.rules import findings
 
 measured = machine.bfloat16_cost  # before the fixture of all these tests replaces it

@@ -153,7 +153,7 @@ def test_reward_model_rules(scalar, changes: dict[str, Any], code: str, words: l
         ({f"{JUDGE}.enable": True}, "R08", [f"{JUDGE}.path=DIR"]),
         ({f"{JUDGE}.enable": True, f"{JUDGE}.path": "nowhere"}, "R08", ["'nowhere'"]),
         ({f"{JUDGE}.path": "x"}, "R23", [f"{JUDGE}.enable=true"]),
-        ({f"{JUDGE}.coef": 2.0}, "R23", ["coef=2.0"]),
+        ({f"{JUDGE}.coef": 2.0}, "R23", ["coef=2", "reward_model.enable=false", "coef=1 "]),
     ],
 )
 def test_rl_rules(rl: RLConfig, changes: dict[str, Any], code: str, words: list[str]) -> None:

@@ -19,8 +19,8 @@ from hone.config import RLConfig, SFTConfig
 from hone.config.check import ConfigProblems
 from hone.errors import ConfigError, HoneError
 from hone.preflight import RULES, batch_plan, check, examine, findings, training_rows
-from hone.preflight.batches import nearest_divisor
 from hone.preflight.rules import Finding
+from hone.preflight.training import nearest_divisor
 
 
 def only_finding(config: RLConfig | SFTConfig) -> Finding:

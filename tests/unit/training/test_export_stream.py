@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.families import make_engine, model_of, serve, tiny_config
 from support.messages import raises
+from support.preflight import findings_of
 
 from hone.config.load import load_config
 from hone.config.tree import RLConfig
@@ -106,5 +107,5 @@ def test_an_engine_that_ties_the_head_is_refused_at_the_start(tmp_path, targets,
     parts = tied and targets in (["lm_head"], ["embed_tokens"])
     assert needs_untied_head(run("native")) == parts
     for engine in ("vllm", "sglang", "trtllm"):
-        found = list(engine_takes_the_adapter(run(engine)))
+        found = findings_of(engine_takes_the_adapter, run(engine))
         assert [finding.error.where for finding in found] == ["actor_rollout_ref.model.target_modules"] * parts
