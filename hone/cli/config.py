@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset, Trust
+from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset, Trust, new_group
+from hone.cli.output import print_json
 
 if TYPE_CHECKING:
     from hone.apps.verl.importing import Translation
 
+app = new_group("Show and explain configuration keys.")
 
 Sources = Annotated[
     list[str],
@@ -25,6 +27,7 @@ Sources = Annotated[
 ]
 
 
+@app.command("import")
 def import_(
     sources: Sources,
     out: Annotated[Path | None, typer.Option("--out", help="write the configuration to this YAML file")] = None,
@@ -47,12 +50,11 @@ def import_(
     Prints the configuration as YAML, with the differences as comments. Exit code 0 when every line was translated or reported,
     2 when some were not understood.
     """
-    import json
 
     translation = _translate(sources, argument or [], launch, _variables(variables or []))
     _leave_out_effectless(translation)
     if as_json:
-        typer.echo(json.dumps(_as_json(translation), indent=2))
+        print_json(_as_json(translation))
     text = "".join(f"# {line}".rstrip() + "\n" for line in _report(translation)) + "\n" + _yaml(translation.tree())
     if out is not None:
         _write(out, text)
@@ -117,7 +119,7 @@ def _leave_out_effectless(translation: Translation) -> None:
         return  # `hone config check` reports invalid values
     for rule in RULES:
         if rule.code == "R23" and type(config) in rule.trees:
-            for finding in rule.check(config):
+            for finding in rule.check(config) or ():
                 translation.leave_out(finding.error.where, finding.error.what.partition(": ")[2] or finding.error.what)
 
 
@@ -211,6 +213,7 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"'{path}' cannot be written: {error.strerror}", fix="--out FILE", where="--out") from error
 
 
+@app.command()
 def check(
     overrides: Overrides = None,
     preset: Preset = None,
@@ -227,7 +230,6 @@ def check(
 
     Prints every finding, errors first. Exit code 0 when a run could start, 2 when not.
     """
-    import json
 
     from hone.cli.programs import local_config
     from hone.config import TREES, load_config
@@ -242,21 +244,13 @@ def check(
         config, _ = local_config(tree, overrides, preset, config_path, config_name)
     report = examine(config, (Stage.ARITHMETIC,) if keys_only else tuple(Stage))
     if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2))
+        print_json(report.as_json())
     else:
         errors, warnings = len(report.errors), len(report.warnings)
         counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
         typer.echo("\n".join(part for part in (report.render(), counts) if part))
     if report.stops:
         raise typer.Exit(2)
-
-
-app = typer.Typer(add_completion=False, no_args_is_help=True)
-
-
-@app.callback()
-def group() -> None:
-    """Show and explain configuration keys."""
 
 
 @app.command("show")
@@ -280,10 +274,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print the configuration that a run with these arguments would have."""
-    import json
-
-    from omegaconf import OmegaConf
-
     from hone.config import load_with_provenance
     from hone.config.environment import written_tree
     from hone.config.layers import explained
@@ -300,7 +290,7 @@ def show(
         return
     if not why and not changed:
         tree = redact_tree(written_tree(config))
-        typer.echo(json.dumps(tree, indent=2) if as_json else OmegaConf.to_yaml(OmegaConf.create(tree)), nl=as_json)
+        print_json(tree) if as_json else typer.echo(_yaml(tree), nl=False)
         return
     rows = {
         path: (redact_entry(path, value), source)
@@ -308,7 +298,7 @@ def show(
         if path in provenance or not changed
     }
     if as_json:
-        typer.echo(json.dumps({path: {"value": v, "from": source} for path, (v, source) in rows.items()}, indent=2))
+        print_json({path: {"value": v, "from": source} for path, (v, source) in rows.items()})
         return
     width = max((len(f"{path}={_text(value)}") for path, (value, _) in rows.items()), default=0)
     for path, (value, source) in rows.items():
@@ -316,13 +306,12 @@ def show(
 
 
 def _show_derived(config: Any, *, as_json: bool) -> None:
-    import json
 
     from hone.config.specs import derived_lines
 
     lines = derived_lines(config)
     if as_json:
-        typer.echo(json.dumps({line.name: {"value": line.value, "because": line.reason} for line in lines}, indent=2))
+        print_json({line.name: {"value": line.value, "because": line.reason} for line in lines})
         return
     names, values = max(len(line.name) for line in lines), min(50, max(len(line.value) for line in lines))
     for line in lines:
@@ -336,16 +325,16 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Describe a key: its meaning, type, default and related keys."""
-    import json
 
     from hone.apps.explain.key_search import answer
 
     words = " ".join(key)
     kinds = [kind.value] if kind else [name.value for name in Kind]
     answers = answer(words, kinds)
-    typer.echo(
-        json.dumps([entry.as_json() for entry in answers], indent=2) if as_json else "\n".join(map(str, answers))
-    )
+    if as_json:
+        print_json([entry.as_json() for entry in answers])
+    else:
+        typer.echo("\n".join(map(str, answers)))
 
 
 @app.command("diff")
@@ -356,7 +345,6 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show the keys in which two configurations differ. The exit code is 0 also when they differ."""
-    import json
 
     from hone.config.comparing import differences, read_config
     from hone.insight.redaction import redact_entry
@@ -367,7 +355,7 @@ def diff(
         for path, (a, b) in differences(read_config(first, tree), read_config(second, tree)).items()
     }
     if as_json:
-        typer.echo(json.dumps({path: {"a": a, "b": b} for path, (a, b) in changes.items()}, indent=2))
+        print_json({path: {"a": a, "b": b} for path, (a, b) in changes.items()})
     elif not changes:
         typer.echo("no difference")
     for path, (a, b) in {} if as_json else changes.items():
@@ -377,11 +365,10 @@ def diff(
 @app.command("schema")
 def schema(kind: Of = Kind.train) -> None:
     """Print a JSON schema of the keys, for editors: completion and checks while a file is written."""
-    import json
 
     from hone.config.schema import json_schema
 
-    typer.echo(json.dumps(json_schema(_tree(kind)), indent=2))
+    print_json(json_schema(_tree(kind)))
 
 
 class Shell(StrEnum):
@@ -399,10 +386,6 @@ def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish")]
     from hone.config.completion import completion_script
 
     typer.echo(completion_script(shell.value, COMMANDS), nl=False)
-
-
-app.command("check")(check)
-app.command("import")(import_)
 
 
 @app.command("presets")

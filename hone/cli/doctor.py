@@ -6,30 +6,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli.options import ConfigName, ConfigPath, Overrides, Preset
+from hone.cli.options import ConfigName, ConfigPath, Json, Overrides, Preset
+from hone.cli.output import print_json
 
 if TYPE_CHECKING:
     from hone.preflight import Report
     from hone.preflight.doctor import Check
 
-app = typer.Typer(add_completion=False)
 
-
-@app.callback(invoke_without_command=True)
-def command(
+def doctor(
     overrides: Overrides = None,
     preset: Preset = None,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
     rules: Annotated[bool, typer.Option("--rules", help="list all codes, with what each one checks")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check versions, devices, limits, disk, ports, leftover processes, packages and credentials, each with its fix.
 
     With key=value, a preset or a file, every rule is also run for that `hone train` configuration. Exit code 2 when there is an
     error. Example: hone doctor --preset grpo actor_rollout_ref.model.path=MODEL data.train_files=train.parquet
     """
-    import json
 
     if rules:
         _print_rules(as_json)
@@ -46,7 +43,7 @@ def command(
     checks = diagnose()
     if as_json:
         result: dict[str, Any] = {"status": worst(checks), "checks": [check.as_json() for check in checks]}
-        typer.echo(json.dumps(result | (report.as_json() if report else {}), indent=2, ensure_ascii=False))
+        print_json(result | (report.as_json() if report else {}))
     else:
         _print(checks, report)
     if worst(checks) == ERROR or (report is not None and report.stops):
@@ -74,13 +71,12 @@ def _print(checks: list[Check], report: Report | None) -> None:
 
 def _print_rules(as_json: bool) -> None:
     import dataclasses
-    import json
 
     from hone.preflight.rules import index
 
     entries = index()
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
+        print_json([dataclasses.asdict(entry) for entry in entries])
         return
     for entry in entries:
         typer.echo(f"{entry.code}  {entry.when:<12}{entry.question}")

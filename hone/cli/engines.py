@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli.options import Json
+from hone.cli.options import Json, new_group
+from hone.cli.output import new_console, new_table, print_json
+
+if TYPE_CHECKING:
+    from hone.generation.remote import LaunchPlan
+
+app = new_group("Install, check, list and serve external inference engines.")
 
 
+@app.command()
 def mismatch(
     model: Annotated[str, typer.Option(help="Hugging Face model directory")],
     engine: Annotated[str, typer.Option(help="native, hf, vllm, sglang or trtllm")] = "native",
@@ -33,31 +42,24 @@ def mismatch(
     report(measure(request), as_json=as_json)
 
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
-
 _ENV = typer.Option(
     "--env", help="environment of the engine; default: $HONE_ENGINES/NAME or ~/.cache/hone/engines/NAME"
 )
 
 
 @app.command("list")
-def list_engines(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+def list_engines(as_json: Json = False) -> None:
     """Show all engines with their installation and the machines on which they were verified."""
-    import json
-
-    from rich.console import Console
-    from rich.table import Table
-
     from hone.generation.environments import engine_table
 
     rows = engine_table()
     if as_json:
-        typer.echo(json.dumps([vars(row) for row in rows]))
+        print_json([vars(row) for row in rows])
         return
-    table = Table("engine", "runs in", "installed", "conformance suite passed")
+    table = new_table("engine", "runs in", "installed", "conformance suite passed")
     for row in rows:
         table.add_row(row.name, row.place, row.installed, row.verified)
-    Console().print(table)
+    new_console().print(table)
 
 
 @app.command()
@@ -114,7 +116,6 @@ def serve(
     option: Annotated[list[str] | None, typer.Option("--option", help="NAME=VALUE, an argument of the engine")] = None,
 ) -> None:
     """Run an engine until this command ends; training runs attach to it with rollout.engine_url."""
-    from hone.cli.engine_server import run_server
     from hone.generation.environments import interpreter_of
     from hone.generation.remote import LaunchPlan
 
@@ -136,4 +137,53 @@ def serve(
     )
 
 
-app.command()(mismatch)
+def run_server(plan: LaunchPlan, options: Sequence[str]) -> None:
+    """Start an engine, print its address, and wait for a signal."""
+    import signal
+    import threading
+    from dataclasses import replace
+
+    from hone.errors import ConfigError, ProcessError
+    from hone.generation.remote import EngineProcess
+    from hone.generation.remote.engine import TOKEN_VARIABLE
+
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token and not _loopback(plan.host):
+        raise ConfigError(
+            f"the engine would listen on {plan.host} without a token",
+            why="anyone who can reach the port could use it and replace its weights",
+            fix=f"export {TOKEN_VARIABLE}=SECRET here and for the run, or --host 127.0.0.1",
+        )
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    process = EngineProcess(replace(plan, options=_parsed(options)), token)
+    try:
+        typer.echo(f"{plan.engine} serves {plan.model}: rollout.engine_url=tcp://{plan.host}:{process.port}")
+        while not stop.wait(1.0):
+            if not process.alive():
+                raise ProcessError(process.exit_reason(), fix="run the same command again; the log has the reason")
+    finally:
+        process.kill()
+
+
+def _loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _parsed(options: Sequence[str]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    from hone.errors import ConfigError
+
+    for option in options:
+        if "=" not in option:
+            raise ConfigError(f"--option {option} is not NAME=VALUE", fix="--option enforce_eager=true")
+    parsed = OmegaConf.to_container(OmegaConf.from_dotlist(list(options)))
+    assert isinstance(parsed, dict)
+    return {str(name): value for name, value in parsed.items()}

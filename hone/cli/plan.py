@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset
+from hone.cli.output import new_console, print_json
 
-app = typer.Typer(add_completion=False)
 
-
-@app.callback(invoke_without_command=True)
-def command(
+def plan(
     overrides: Overrides = None,
     preset: Preset = None,
     config_path: ConfigPath = None,
@@ -42,7 +40,6 @@ def command(
     made to fit, 2 when no key makes it fit. Example:
     hone plan --preset grpo --cluster 8xH100-80GB actor_rollout_ref.model.path=MODEL
     """
-    import json
 
     if schedule is not None:
         _schedule(schedule, root, as_json=as_json)
@@ -50,11 +47,9 @@ def command(
     from hone.cli.programs import local_config
     from hone.config import TREES, RLConfig
     from hone.errors import ConfigError
-    from hone.preflight.plan.devices import device_named, parse_cluster
-    from hone.preflight.plan.local import local_device, measured_scale
+    from hone.preflight.plan.devices import device_named, local_device, measured_scale, parse_cluster
     from hone.preflight.plan.plan import as_json as plain
-    from hone.preflight.plan.plan import plan_of, search
-    from hone.preflight.plan.render import render
+    from hone.preflight.plan.plan import plan_of, render, search
 
     nodes = parse_cluster(cluster) if cluster is not None else None
     named = nodes.device if nodes is not None else device_named(device) if device is not None else None
@@ -72,16 +67,16 @@ def command(
     else:
         scale = measured_scale(config) if measure else 1.0
         plan = plan_of(config, local_device(config, again=measure), activation_scale=scale)
-    typer.echo(json.dumps(plain(plan), indent=2) if as_json else render(plan))
+    if as_json:
+        print_json(plain(plan))
+    else:
+        typer.echo(render(plan))
     if not plan.fitting.fits:
         raise typer.Exit(2)
 
 
 def _schedule(name: str, root: Path, *, as_json: bool) -> None:
-    import json
     from dataclasses import asdict
-
-    from rich.console import Console
 
     from hone.apps.lab.compare import find_run
     from hone.apps.lab.schedule.forecast import alternatives, back_test, table
@@ -92,12 +87,12 @@ def _schedule(name: str, root: Path, *, as_json: bool) -> None:
     forecasts = alternatives(run)
     if as_json:
         check = {"predicted_step_seconds": predicted, "recorded_step_seconds": recorded}
-        typer.echo(json.dumps({**check, "schedules": [asdict(one) for one in forecasts]}, indent=2))
+        print_json({**check, "schedules": [asdict(one) for one in forecasts]})
         return
     sharing = "that engines and trainer have devices of their own in asynchronous training"
     if run.cores is not None:
         sharing = f"that work on the {run.cores.count} shared cores is 1.5 times as fast on twice the threads"
-    Console().print(table(forecasts))
+    new_console().print(table(forecasts))
     typer.echo(
         f"Check on the {len(run.held_out)} steps that the fit has not seen: predicted {predicted:.3g} s a step, was "
         f"{recorded:.3g} s in the median ({predicted / recorded - 1:+.0%}), {min(run.held_out):.3g} to {max(run.held_out):.3g} s.\n"

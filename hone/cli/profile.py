@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hone.cli.options import Json
-from hone.cli.run_output import RootOption, new_console, new_table, number, print_json
+from hone.cli.options import RUNS, Json, Root, RunName
+from hone.cli.output import new_console, new_table, number, print_json, print_plain
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from hone.apps.lab.profile import ProcessShares, Profile
 
-app = typer.Typer(add_completion=False)
 
-
-@app.callback(invoke_without_command=True)
 def profile(
-    run: Annotated[str, typer.Argument(help="run directory, or its name below the root")],
+    run: RunName,
     against: Annotated[str | None, typer.Option("--against", help="a run before a change, to compare with")] = None,
     last: Annotated[
         int | None, typer.Option("--last", help="use the newest N steps; default: all but the first", min=1)
@@ -28,7 +25,7 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="write the timeline of all processes to this file, for Perfetto")
     ] = None,
-    root: RootOption = Path("runs"),
+    root: Root = RUNS,
     as_json: Json = False,
 ) -> None:
     """Show the time of a step by stage, what to change first, and the timeline of every process."""
@@ -58,12 +55,12 @@ def profile(
         return
     console = new_console()
     steps = f"step {profiled.last}" if profiled.steps == 1 else f"steps {profiled.first} to {profiled.last}"
-    _print(console, f"{shown.name}, {steps}: {number(profiled.seconds)} s per step")
+    print_plain(console, f"{shown.name}, {steps}: {number(profiled.seconds)} s per step")
     _print_stages(console, profiled, before)
     _print_processes(console, processes)
     _print_advice(console, profiled)
     if trace is not None:
-        _print(console, f"wrote {trace}; open it at https://ui.perfetto.dev or chrome://tracing")
+        print_plain(console, f"wrote {trace}; open it at https://ui.perfetto.dev or chrome://tracing")
 
 
 def _record(profile: Profile) -> dict[str, object]:
@@ -71,10 +68,6 @@ def _record(profile: Profile) -> dict[str, object]:
         "shares": {stage: profile.share(stage) for stage in profile.stages},
         "advice": [vars(advice) for advice in profile.advice],
     }
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_stages(console: Console, profile: Profile, before: Profile | None) -> None:
@@ -95,9 +88,9 @@ def _print_stages(console: Console, profile: Profile, before: Profile | None) ->
         )
     console.print(table)
     for name, seconds in profile.concurrent.items():
-        _print(console, f"{name} runs during other stages, {number(seconds)} s per step")
+        print_plain(console, f"{name} runs during other stages, {number(seconds)} s per step")
     if before is not None:
-        _print(console, f"speed: {before.seconds / profile.seconds:.2f} times as many steps per second")
+        print_plain(console, f"speed: {before.seconds / profile.seconds:.2f} times as many steps per second")
 
 
 def _print_processes(console: Console, processes: list[ProcessShares]) -> None:
@@ -115,8 +108,8 @@ def _print_processes(console: Console, processes: list[ProcessShares]) -> None:
 
 def _print_advice(console: Console, profile: Profile) -> None:
     if not profile.advice:
-        _print(console, "no stage offers much: nothing to change first")
+        print_plain(console, "no stage offers much: nothing to change first")
     for rank, advice in enumerate(profile.advice, start=1):
         note = "; it changes what the run learns from" if advice.changes_training else ""
-        _print(console, f"{rank}. {advice.change}")
-        _print(console, f"   {advice.why} ({advice.code}): at most {advice.speedup:.2f} times as fast{note}")
+        print_plain(console, f"{rank}. {advice.change}")
+        print_plain(console, f"   {advice.why} ({advice.code}): at most {advice.speedup:.2f} times as fast{note}")

@@ -1,11 +1,14 @@
-"""Shared code of the training commands: from the command line to a checked configuration."""
+"""The training commands: from the command line to a checked configuration, and to a run of it."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
 
 if TYPE_CHECKING:
     from hone.config.preference import PreferenceConfig, RewardModelConfig
@@ -71,7 +74,7 @@ def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained
     """
     from hone.cluster.torchrun.ranks import follows
     from hone.insight.run_directory import RunDirectory
-    from hone.preflight.plan.local import planned
+    from hone.preflight.plan.devices import planned
     from hone.trainers.session import lock_run
 
     if follows(config):
@@ -79,3 +82,87 @@ def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained
     with lock_run(config.trainer):
         RunDirectory(config.trainer.default_local_dir).expect(planned(config), downloads)
         return train(config)
+
+
+def train(
+    overrides: Overrides = None,
+    preset: Preset = None,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+    dry_run: DryRun = False,
+    pilot: Annotated[
+        bool,
+        typer.Option("--pilot", help="answer 32 prompts, report lengths, pass rate and dead groups, train nothing"),
+    ] = False,
+) -> None:
+    """Train a model by reinforcement learning.
+
+    Precedence: defaults < --preset < your file < key=value. Example:
+    hone train model.path=MODEL data.train_files=train.parquet
+    trains by GRPO; algorithm.adv_estimator=rloo by RLOO, with the keys that belong to it.
+    """
+    from hone.config import RLConfig
+
+    config, downloads = checked_config(RLConfig, overrides, preset, config_path, config_name)
+    if pilot:
+        from hone.trainers.pilot import describe, pilot_findings, run_pilot
+
+        shown = run_pilot(config)
+        typer.echo(describe(shown, config))
+        for finding in pilot_findings(shown, config):
+            typer.echo(f"{finding.severity} {finding.error.render()}")
+    if dry_run or pilot:
+        return
+    from hone.trainers.rl import train
+
+    raise typer.Exit(run_training(config, downloads, train))
+
+
+def _over_a_dataset(command: str, trainer: str, about: str) -> Callable[..., None]:
+    """Return a training command without generation; ``trainer`` is the module with its function ``train``."""
+
+    def program(
+        overrides: Overrides = None,
+        preset: Preset = None,
+        config_path: ConfigPath = None,
+        config_name: ConfigName = None,
+        dry_run: DryRun = False,
+    ) -> None:
+        from hone.config import TREES
+
+        config, downloads = checked_config(TREES[command], overrides, preset, config_path, config_name)
+        if not dry_run:
+            raise typer.Exit(run_training(config, downloads, importlib.import_module(trainer).train))
+
+    program.__doc__ = about
+    return program
+
+
+sft = _over_a_dataset(
+    "sft",
+    "hone.trainers.sft",
+    """Fine-tune a model on conversations; the loss counts assistant tokens only.
+
+    Precedence: defaults < --preset < your file < key=value. Example:
+    hone sft data.train_files=train.parquet model.path=MODEL optim.lr=1e-4
+    """,
+)
+prefer = _over_a_dataset(
+    "prefer",
+    "hone.trainers.preference",
+    """Train a model on preferences: pairs (dpo, ipo, orpo, simpo, cpo, ...) or labelled responses (kto).
+
+    Precedence: defaults < --preset < your file < key=value. Example:
+    hone prefer --preset dpo data.train_files=pairs/train.parquet model.path=MODEL
+    """,
+)
+reward_model = _over_a_dataset(
+    "reward-model",
+    "hone.trainers.preference",
+    """Train a scalar reward model on preference pairs (Bradley-Terry).
+
+    Its directory, checkpoints/step_N/actor, is a Hugging Face sequence classifier with one label; `hone train` uses it as
+    reward.reward_model.path. Example:
+    hone reward-model data.train_files=pairs/train.parquet model.path=MODEL
+    """,
+)

@@ -1,19 +1,92 @@
-"""`hone release`: keep models that passed their gate, and choose which of them is served."""
+"""`hone gate` and `hone release`: whether a model passes its checks, and which of those that passed is served."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli.options import Json
-from hone.cli.run_output import new_console, new_table, print_json
+from hone.cli.options import ComputeDtype, Dtype, Json, new_group
+from hone.cli.output import new_console, new_table, print_json
 
 if TYPE_CHECKING:
+    from hone.apps.ops.gate import Verdict
     from hone.training.releases import Release
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+REFUSED = 4
+"""Exit code of a model that does not pass."""
+GATE_PATIENCE = 30.0
+"""Seconds that the command waits for the webhook."""
+
+
+def gate(
+    model: Annotated[str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
+    suite: Annotated[Path, typer.Option(help="YAML file with the checks")],
+    against: Annotated[str | None, typer.Option(help="model that was released last, for no_worse_by")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the report as JSON to this file")] = None,
+    dtype: ComputeDtype = Dtype.auto,
+    webhook: Annotated[
+        str | None,
+        typer.Option(help="address that gets the verdict as JSON, with a text for Slack", envvar="HONE_WEBHOOK"),
+    ] = None,
+) -> None:
+    """Let a model answer held-out data, and decide whether it may be released.
+
+    Exit code 0: it passes all checks; 4: it does not. Example:
+    hone gate runs/arith --suite gate.yaml --against released/model --output report.json
+    """
+    from hone.apps.ops.gate import run_gate
+    from hone.apps.ops.suite import read_suite
+    from hone.insight.webhook import check_address
+
+    console = new_console()
+    if webhook is not None:
+        check_address(webhook)
+    checks = read_suite(suite)
+    verdict = run_gate(
+        model,
+        checks,
+        against=against,
+        dtype=dtype.value,
+        on_check=lambda check: console.print(f"check {check.name}: {', '.join(check.data)}", highlight=False),
+    )
+    table = new_table("check", "condition", "measured", "bound", "verdict", "about")
+    for one in verdict.conditions:
+        table.add_row(
+            *(one.check, one.name, f"{one.measured:.4f}", f"{one.bound:g}"),
+            *("passed" if one.passed else "[bold red]refused[/]", one.about),
+        )
+    console.print(table)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(verdict.record(), indent=1) + "\n")
+    if webhook is not None:
+        _notify(webhook, verdict)
+    refused = sum(not one.passed for one in verdict.conditions)
+    if refused:
+        console.print(f"refused: {refused} of {len(verdict.conditions)} conditions do not hold", style="bold red")
+        raise typer.Exit(REFUSED)
+    console.print(f"passed: all {len(verdict.conditions)} conditions hold", style="bold green")
+
+
+def _notify(url: str, verdict: Verdict) -> None:
+    """Send a verdict; one that is not delivered is said, and changes nothing else."""
+    from hone.insight.webhook import Webhook, run_name
+
+    record = verdict.record()
+    refused = [one for one in record["conditions"] if not one["passed"]]
+    shown = "; ".join(f"{one['check']} {one['name']}: {one['about']}" for one in refused)
+    text = f"gate passed: {len(record['conditions'])} conditions" if not refused else f"gate refused: {shown}"
+    sender = Webhook(url, run_name(verdict.model))
+    sender.send("gate", text, **record)
+    if sender.close(GATE_PATIENCE)["failed"]:
+        typer.echo(f"the verdict was not delivered to the webhook: {sender.error}", err=True)
+
+
+app = new_group("Keep models that passed their gate, serve them, and roll back.")
 
 SWAP_SECONDS = 3600.0
 """Time limit of a swap: loading of the model, and the end of the requests under way."""
@@ -24,11 +97,6 @@ Server = Annotated[
     str | None, typer.Option(help="address of a `hone serve` of this shelf, which then swaps to the release")
 ]
 Token = Annotated[str | None, typer.Option(help="API key of the server", envvar="HONE_SERVE_TOKEN")]
-
-
-@app.callback()
-def group() -> None:
-    """Keep models that passed their gate, serve them, and roll back."""
 
 
 @app.command("make")
@@ -96,8 +164,6 @@ def show(
     ] = None,
 ) -> None:
     """Print where a release comes from, and what its gate measured, as JSON."""
-    import json
-
     from hone.errors import ConfigError
     from hone.training.releases import GATE, Shelf
 

@@ -7,36 +7,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hone.cli.options import RUNS, Json, Root, new_group
+from hone.cli.output import new_console, new_table, print_json
+
 if TYPE_CHECKING:
     from hone.apps.lab.rewards.comparison import Comparison
     from hone.config.reward import RewardConfig
     from hone.errors import Finding
     from hone.rewards.bench import Bench
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
-
-
-@app.callback()
-def group() -> None:
-    """List the built-in scorers; try rewards on answers of known quality."""
+app = new_group("List the built-in scorers; try rewards on answers of known quality.")
 
 
 @app.command("list")
 def list_scorers(
     name: Annotated[str | None, typer.Argument(help="show the details of this scorer")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the built-in scorers: their data sources, options, and where they run.
 
     Example: hone reward list code
     """
-    import json
 
     from hone.rewards.scorers import SCORERS
 
     scorers = [SCORERS.get(name)] if name else [SCORERS.get(each) for each in SCORERS]
     if as_json:
-        typer.echo(json.dumps([scorer.as_json() for scorer in scorers], indent=2))
+        print_json([scorer.as_json() for scorer in scorers])
     elif name:
         typer.echo(scorers[0].text)
         typer.echo(_facts(scorers[0].as_json()))
@@ -63,7 +60,7 @@ def test(
     show: Annotated[int, typer.Option(help="print this many answers of each kind with their scores")] = 0,
     png: Annotated[Path | None, typer.Option(help="write histograms into this picture")] = None,
     output: Annotated[Path | None, typer.Option(help="write every answer with its score to this .jsonl file")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Score correct, wrong, garbage, empty, truncated and adversarial answers and wrong types, in the reward's workers.
 
@@ -95,7 +92,7 @@ def test(
             "stopped": bench.stopped,
             "findings": [finding.as_json() for finding in findings],
         }
-        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        print_json(result)
     else:
         _print(bench, findings, show, [path for path in (png, output) if path is not None])
     if any(finding.stops for finding in findings):
@@ -119,8 +116,8 @@ def diff(
     output: Annotated[Path | None, typer.Option(help="write all differing episodes to this .jsonl file")] = None,
     timeout: Annotated[float, typer.Option(help="time limit of one call in seconds")] = 30.0,
     workers: Annotated[int, typer.Option(help="worker processes", min=1)] = 2,
-    root: Annotated[Path, typer.Option("--root", help="folder that holds the runs")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    root: Root = RUNS,
+    as_json: Json = False,
 ) -> None:
     """Score all stored rollouts of a run with two versions of a reward, and show what would have been different.
 
@@ -143,7 +140,7 @@ def diff(
     if as_json:
         counts = {"episodes": comparison.episodes, "groups": comparison.groups}
         shown = [difference.as_json() for difference in comparison.differences[:show]]
-        typer.echo(json.dumps({**counts, **comparison.shares(), "differences": shown}, indent=2, default=str))
+        print_json({**counts, **comparison.shares(), "differences": shown})
     else:
         _print_comparison(comparison, show)
     if max(comparison.flipped, comparison.reordered_pairs) > allow:
@@ -209,21 +206,14 @@ def _print_comparison(comparison: Comparison, show: int) -> None:
 
 
 def _print(bench: Bench, findings: list[Finding], show: int, written: list[Path]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from hone.apps.lab.rewards.bench_report import forms, summary, text_histogram
     from hone.rewards.probes import KINDS
 
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("answers", "calls", "failed", "least", "mean", "greatest"):
-        table.add_column(column, justify="left" if column == "answers" else "right")
+    table = new_table("answers", "calls>", "failed>", "least>", "mean>", "greatest>")
     for row in summary(bench):
         numbers = ["" if row[name] is None else f"{row[name]:.3g}" for name in ("min", "mean", "max")]
         table.add_row(row["kind"], str(row["calls"]), str(row["failed"]) if row["failed"] else "", *numbers)
-    console.print(table)
+    new_console().print(table)
     typer.echo("correct answers by form: " + ", ".join(f"{form} {mean:.2g}" for form, mean in forms(bench).items()))
     typer.echo("\nrewards of correct, wrong, garbage, empty and truncated answers")
     typer.echo("\n".join(text_histogram(bench.totals("golden", "wrong", "garbage", "empty", "truncated"))))

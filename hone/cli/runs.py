@@ -1,29 +1,18 @@
-"""`hone runs`: list, show, compare and bisect runs from their directories, and print sheets, samples, alerts and fates of prompts."""
+"""`hone runs`: list, show, compare and bisect runs from their directories, and print sheets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli import (
-    run_alerts,
-    run_bisect,
-    run_compare,
-    run_coverage,
-    run_engines,
-    run_prune,
-    run_samples,
-    run_sheet,
-    run_triage,
-)
-from hone.cli.options import Json
-from hone.cli.run_output import (
+from hone.cli import run_control, run_records
+from hone.cli.options import RUNS, Json, Png, Root, RunName, new_group
+from hone.cli.output import (
     CHARTS,
-    PngOption,
-    RootOption,
     draw_curves,
     new_console,
     new_table,
@@ -31,14 +20,20 @@ from hone.cli.run_output import (
     overview,
     print_chart,
     print_json,
+    print_plain,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hone.apps.lab.compare import Run
+    from hone.apps.lab.compare import Run, Summary
+    from hone.apps.lab.comparison.divergence import Bisection, Divergence
+    from hone.apps.lab.confidence import ArmComparison
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+app = new_group(
+    "List, show, compare, diagnose and bisect runs, print sheets and samples, and change the number of engines."
+)
 
 _HIGHLIGHTS = (
     "actor_rollout_ref.model.path", "model.path", "actor_rollout_ref.model.lora_rank", "algorithm.adv_estimator",
@@ -47,27 +42,15 @@ _HIGHLIGHTS = (
     "actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward", "critic.enable", "trainer.seed",
 )  # fmt: skip
 
-
-@app.callback()
-def group() -> None:
-    """List, show, compare, diagnose and bisect runs, print sheets and samples, and change the number of engines."""
-
-
-app.command("compare")(run_compare.compare)
-app.command("bisect")(run_bisect.bisect)
-app.command("sheet")(run_sheet.sheet)
-app.command("note")(run_sheet.note)
-app.command("samples")(run_samples.samples)
-app.command("coverage")(run_coverage.coverage)
-app.command("engines")(run_engines.engines)
-app.command("prune")(run_prune.prune)
-app.command("triage")(run_triage.triage)
-app.command("alerts")(run_alerts.alerts)
-app.command("diagnose")(run_alerts.diagnose)
+for _command in (
+    *(run_records.alerts, run_records.diagnose, run_records.samples, run_records.coverage, run_records.triage),
+    *(run_control.engines, run_control.prune),
+):
+    app.command()(_command)
 
 
 @app.command("list")
-def list_runs(root: RootOption = Path("runs"), as_json: Json = False) -> None:
+def list_runs(root: Root = RUNS, as_json: Json = False) -> None:
     """List the runs below a folder, oldest first."""
     from hone.apps.lab.compare import run_names, whole_runs
     from hone.errors import HoneError
@@ -95,10 +78,10 @@ def list_runs(root: RootOption = Path("runs"), as_json: Json = False) -> None:
 
 @app.command("show")
 def show(
-    run: Annotated[str, typer.Argument(help="run directory, or its name below the root")],
+    run: RunName,
     metric: Annotated[list[str] | None, typer.Option("--metric", help="metric to chart; repeat for several")] = None,
-    png: PngOption = None,
-    root: RootOption = Path("runs"),
+    png: Png = None,
+    root: Root = RUNS,
     as_json: Json = False,
 ) -> None:
     """Show one run: status, main settings, metrics and curves."""
@@ -126,7 +109,7 @@ def show(
     for name in metric or headline_metrics([shown_run])[:CHARTS]:
         print_chart(console, name, [shown_run])
     if png is not None:
-        console.print(f"wrote {png}", markup=False, highlight=False)
+        print_plain(console, f"wrote {png}")
 
 
 # output --------------------------------------------------------------------------------------------------------------
@@ -147,10 +130,10 @@ def _print_head(console: Console, run: Run) -> None:
         "command": " ".join(run.record.get("command", [])),
         **{key: str(run.config[key]) for key in _HIGHLIGHTS if key in run.config},
     }
-    console.print(run.name, style="bold", markup=False, highlight=False)
+    print_plain(console, run.name, style="bold")
     width = max(map(len, facts))
     for key, value in facts.items():
-        console.print(f"  {key:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, f"  {key:<{width}}  {value}")
 
 
 def _memory(record: Mapping[str, Any]) -> dict[str, str]:
@@ -187,3 +170,247 @@ def _duration(seconds: float | None) -> str:
     from hone.insight.trackers.console import clock
 
     return "" if seconds is None else clock(seconds)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="two or more runs: directories, or names below the root")],
+    metrics: Annotated[str | None, typer.Option("--metrics", help="metrics to compare, separated by commas")] = None,
+    level: Annotated[float, typer.Option("--level", help="level of the intervals", min=0.5, max=0.999)] = 0.95,
+    effect: Annotated[
+        float | None,
+        typer.Option("--effect", help="difference to find, for the number of seeds; default: the observed one"),
+    ] = None,
+    png: Png = None,
+    root: Root = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Compare runs: differences of their configurations, metrics, and which differences are more than noise.
+
+    Runs with equal configurations apart from the seed form an arm. Each arm is compared with the first, paired by seed and
+    prompt.
+    """
+    from hone.apps.lab.compare import config_differences, find_run, headline_metrics, require_metrics, summarise
+    from hone.apps.lab.confidence import compare_arms
+    from hone.apps.lab.run_scores import scores_in_common
+    from hone.errors import HoneError
+
+    if len(runs) < 2:
+        raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")
+    compared = [find_run(name, root) for name in runs]
+    chosen = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else []
+    names = require_metrics(chosen, compared) or headline_metrics(compared)
+    differences = config_differences(compared)
+    measured = [scores_in_common(compared, metric) for metric in chosen or [None]]
+    results = [
+        result
+        for scores in measured
+        if scores is not None
+        for result in compare_arms(compared, scores, level=level, effect=effect)
+    ]
+    if png is not None:
+        draw_curves(png, compared, names)
+    if as_json:
+        summaries = {
+            name: {run.name: vars(summary) for run in compared if (summary := summarise(run, name))} for name in names
+        }
+        record = {"runs": [overview(run) for run in compared], "config": differences, "metrics": summaries}
+        confidence = [result.record() for result in results]
+        print_json(record | {"confidence": confidence, "png": str(png) if png else None})
+        return
+    console = new_console()
+    labels = [run.name for run in compared]
+    table = new_table("config key", *labels)
+    for key, values in differences.items():
+        table.add_row(key, *map(str, values))
+    console.print(table if differences else "the configs are equal")
+    table = new_table("metric: last (best)", *(f"{label}>" for label in labels))
+    for name in names:
+        cells = [summarise(run, name) for run in compared]
+        table.add_row(name, *(_last_and_best(cell) if cell else "" for cell in cells))
+    console.print(table if names else "no metrics in common to compare; name them with --metrics")
+    print_confidence(console, results)
+    for name in chosen or names[:CHARTS]:
+        print_chart(console, name, compared)
+    if png is not None:
+        print_plain(console, f"wrote {png}")
+
+
+def _last_and_best(summary: Summary) -> str:
+    best = "" if summary.best is None else f" ({number(summary.best)})"
+    return number(summary.last) + best
+
+
+def print_confidence(console: Console, results: Sequence[ArmComparison]) -> None:
+    """Print each comparison of two arms in words, and what limits it."""
+    for item in results:
+        for line in confidence_lines(item):
+            print_plain(console, line)
+
+
+def confidence_lines(item: ArmComparison) -> list[str]:
+    """Return the difference of two arms, its interval, the verdict, and what the interval leaves out, one a line."""
+    result = item.result
+    size = f"{result.seeds} seed{'s' * (result.seeds != 1)} x {result.prompts} prompt{'s' * (result.prompts != 1)}"
+    lines = [
+        f"{_arm(item.second)} (second) against {_arm(item.first)} (first), {item.score}:",
+        f"  {number(result.first)} -> {number(result.second)}, difference {result.difference:+.4g}, {size}",
+    ]
+    if not math.isnan(result.low):
+        lines.append(f"  {result.level:.0%} interval {result.low:+.4g} to {result.high:+.4g}: {result.verdict}")
+    if result.seeds_needed is not None:
+        lines.append(f"  seeds needed to find this difference with 80 % power: {result.seeds_needed}")
+    return lines + [f"  {line}" for line in item.limits]
+
+
+def _arm(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+_LONG = 60
+
+
+@app.command()
+def bisect(
+    good: Annotated[str, typer.Argument(metavar="GOOD", help="a run that is right")],
+    bad: Annotated[str, typer.Argument(metavar="BAD", help="a run that should have been like it")],
+    tolerance: Annotated[
+        float,
+        typer.Option("--tolerance", help="relative difference of numbers that counts as none; on GPUs 1e-3", min=0),
+    ] = 0.0,
+    root: Root = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Find the first thing that differs between two runs, with step, sample and likely cause.
+
+    Compared are, in this order: config, data, prompt order, tokens, log-probs, rewards, advantages, micro-batches, loss, weights.
+    Steps without stored samples are compared by their metrics; trainer.rollout_dump_freq=1 stores all.
+    """
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.comparison.divergence import bisect_runs
+    from hone.apps.lab.run_traces import read_trace
+    from hone.errors import HoneError
+
+    runs = [find_run(name, root) for name in (good, bad)]
+    traces = [read_trace(run) for run in runs]
+    result = bisect_runs(*traces, tolerance=tolerance)
+    if not result.steps and not result.config:
+        raise HoneError(
+            f"{runs[0].name} and {runs[1].name} have no step in common",
+            fix="name two runs that have trained at least one step",
+            code="E-runs",
+        )
+    if as_json:
+        print_json(vars(result) | {name: _plain(getattr(result, name)) for name in ("first", "observed")})
+        return
+    for line in bisection_lines(result):
+        typer.echo(line)
+
+
+def _plain(item: Divergence | None) -> dict[str, Any] | None:
+    return None if item is None else vars(item)
+
+
+def bisection_lines(result: Bisection) -> list[str]:
+    compared = f"{len(result.steps)} steps in common, {result.with_samples} with samples of both runs"
+    if result.first is None:
+        lines = [f"no difference: {compared}"]
+        return lines + [f"  {name}: {_pair(*pair)}" for name, pair in result.circumstances.items()]
+    lines = [f"first difference: {_divergence(result.first)}"]
+    lines += [f"  also {key}: {_pair(*pair)}" for key, pair in list(result.config.items())[1:]]
+    if result.first is not result.observed:
+        effect = "none in what both runs recorded" if result.observed is None else _divergence(result.observed)
+        lines.append(f"first effect: {effect}")
+    lines.append(f"likely cause: {result.cause}")
+    lines.append(f"compared: {compared}")
+    return lines
+
+
+def _divergence(item: Divergence) -> str:
+    where = [str(item.stage)]
+    where += [] if item.step is None else [f"step {item.step}"]
+    where += [] if item.sample is None else [f"sample {item.sample}"]
+    return f"{', '.join(where)}: {item.what}: {_pair(item.good, item.bad)}"
+
+
+def _pair(good: Any, bad: Any) -> str:
+    return f"{_short(good)} -> {_short(bad)}"
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.8g}" if isinstance(value, float) else "absent" if value is None else str(value)
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+@app.command()
+def note(
+    run: RunName,
+    text: Annotated[str, typer.Argument(help="what to remember")],
+    root: Root = RUNS,
+) -> None:
+    """Add a note to a run; its sheet shows it."""
+    from hone.apps.lab.compare import find_run
+    from hone.apps.lab.run_sheet import NOTES, add_note
+
+    path = find_run(run, root).path
+    add_note(path, text)
+    typer.echo(f"wrote {path / NOTES}")
+
+
+@app.command()
+def sheet(
+    run: RunName,
+    base: Annotated[
+        str | None, typer.Option("--base", help="run to compare with; default: the defaults of the keys")
+    ] = None,
+    metric: Annotated[str | None, typer.Option("--metric", help="metric of curve and verdict")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="file to write; default: print")] = None,
+    png: Png = None,
+    root: Root = RUNS,
+) -> None:
+    """Write one page on a run in Markdown: configuration difference, curve, notes, verdict."""
+    import os
+
+    from hone.apps.lab import run_sheet
+    from hone.apps.lab.compare import find_run, headline_metrics, require_metrics
+    from hone.apps.lab.confidence import compare_pair
+    from hone.apps.lab.run_scores import scores_in_common
+    from hone.insight.run_files import write_atomically
+
+    shown = find_run(run, root)
+    compared = find_run(base, root) if base else None
+    if metric is not None:
+        require_metrics([metric], [shown])
+    verdict = None
+    if compared is not None:
+        scores = scores_in_common([compared, shown], metric)
+        verdict = None if scores is None else compare_pair(compared, shown, scores)
+    picture = None
+    if png is not None:
+        draw_curves(png, [shown], [metric] if metric else headline_metrics([shown])[:1])
+        picture = os.path.relpath(png, out.parent if out else Path.cwd())
+    page = run_sheet.sheet(
+        shown,
+        compared.name if compared else "the defaults",
+        compared.config if compared else _defaults(shown),
+        metric=metric,
+        verdict=verdict,
+        notes=run_sheet.read_notes(shown.path),
+        picture=picture,
+    )
+    if out is None:
+        typer.echo(page, nl=False)
+    else:
+        write_atomically(out, page)
+        typer.echo(f"wrote {out}")
+
+
+def _defaults(run: Run) -> dict[str, Any]:
+    """Return the defaults of the tree that has the most keys of a run's configuration."""
+    from omegaconf import OmegaConf
+
+    from hone.apps.lab.compare import flatten
+    from hone.config.trees import TREES
+
+    trees = [dict(flatten(OmegaConf.to_container(OmegaConf.structured(tree), resolve=True))) for tree in TREES.values()]
+    return max(trees, key=lambda defaults: len(defaults.keys() & run.config.keys()))

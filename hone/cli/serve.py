@@ -10,13 +10,11 @@ import typer
 from hone.cli.options import ComputeDtype, Dtype
 from hone.errors import ConfigError
 
-app = typer.Typer(add_completion=False)
 _WITHOUT_TRAINING = ("chat_template", "renderer", "parser", "engine", "replicas", "audit")
 _OF_TRAINING = ("out", "max_rank", "max_adapters")
 
 
-@app.callback(invoke_without_command=True)
-def command(
+def serve(
     context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, checkpoint, or name of the hub")

@@ -257,9 +257,9 @@ def _uses_ray(config: AnyConfig) -> bool:
 
 def _memory_findings(config: AnyConfig, evidence: Evidence, limit: float, what: str, *, on_cpu: bool) -> Findings:
     """Compare the peak phase with the memory: too much is an error on a GPU and a warning on a CPU, which can swap."""
+    from hone.preflight.plan.devices import bare_device
     from hone.preflight.plan.fit import TIGHT, Fitter
-    from hone.preflight.plan.local import bare_device
-    from hone.preflight.plan.render import describe_phase
+    from hone.preflight.plan.plan import describe_phase
     from hone.preflight.plan.work import other_shapes
 
     work = evidence.work(on_cpu=on_cpu)

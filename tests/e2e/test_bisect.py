@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.application(
         "hone/insight",
         "hone/apps/lab",
-        "hone/cli/run_bisect.py",
+        "hone/cli/runs.py",
         "hone/trainers/archiving.py",
         "hone/trainers/archive_rows.py",
     ),

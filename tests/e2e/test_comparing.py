@@ -17,10 +17,8 @@ pytestmark = [
     pytest.mark.application(
         "hone/insight",
         "hone/apps/lab",
-        "hone/cli/twins.py",
-        "hone/cli/sweep.py",
         "hone/cli/trials.py",
-        "hone/cli/run_compare.py",
+        "hone/cli/runs.py",
         "examples",
     ),
 ]

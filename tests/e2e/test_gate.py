@@ -12,7 +12,7 @@ from support.tiny_runs import make_model
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.application("hone/apps/ops", "hone/cli/gate.py", "hone/trainers/evaluation.py"),
+    pytest.mark.application("hone/apps/ops", "hone/cli/release.py", "hone/trainers/evaluation.py"),
 ]
 
 REWARD = '''

@@ -21,7 +21,7 @@ from hone.insight.run_files import read_metrics
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.application(
-        "hone/insight", "hone/apps/lab/viewer", "hone/apps/lab/replay", "hone/cli/archive.py", "examples"
+        "hone/insight", "hone/apps/lab/viewer", "hone/apps/lab/replay", "hone/cli/looking.py", "examples"
     ),
 ]
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.world import World, metrics, rl_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.application("hone/training", "hone/cli/oracle.py")]
+pytestmark = [pytest.mark.slow, pytest.mark.application("hone/training", "hone/cli/stored.py")]
 
 SHORT = ("trainer.total_training_steps=2", "trainer.save_freq=0", "data.train_batch_size=6")
 

@@ -36,7 +36,7 @@ def replayed(run: Path, log: Path, *arguments: str) -> tuple[int, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/trainers", "hone/training/engine.py", "hone/cli/replay.py", "hone/cli/what_if.py")
+@pytest.mark.application("hone/trainers", "hone/training/engine.py", "hone/cli/stored.py")
 @pytest.mark.parametrize("first", [None, "reward", "adv", "update_actor"])
 def test_a_step_is_repeated_bit_for_bit(run: Path, tmp_path: Path, first: str | None) -> None:
     code, result = replayed(run, tmp_path / "log", *(["--from", first] if first else []))
@@ -45,14 +45,14 @@ def test_a_step_is_repeated_bit_for_bit(run: Path, tmp_path: Path, first: str | 
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/trainers", "hone/training/engine.py", "hone/cli/replay.py", "hone/cli/what_if.py")
+@pytest.mark.application("hone/trainers", "hone/training/engine.py", "hone/cli/stored.py")
 def test_what_was_changed_is_seen(run: Path, tmp_path: Path) -> None:
     code, result = replayed(run, tmp_path / "log", "--from", "adv", "algorithm.adv_estimator=rloo")
     assert code == 1 and result["first"]["stage"] == "advantages" and result["first"]["step"] == STEP
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/trainers", "hone/training/engine.py", "hone/cli/replay.py", "hone/cli/what_if.py")
+@pytest.mark.application("hone/trainers", "hone/training/engine.py", "hone/cli/stored.py")
 def test_steps_and_stages_that_cannot_be_replayed_are_refused(run: Path, tmp_path: Path) -> None:
     code, result = replayed(run, tmp_path / "log", "--from", "lunch")
     assert code == 2 and "E-replay" in result["text"] and "update_actor" in result["text"]

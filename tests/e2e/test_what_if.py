@@ -48,7 +48,7 @@ def grad_norm(run: Path, step: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/stored.py", "hone/training", "hone/algorithms")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_step_of_each_method_is_computed_again(world: World, plain: Path, tmp_path: Path, method: str) -> None:
     """The first step of both runs has the same rollouts, so the plain one under another method is the other run."""
@@ -70,7 +70,7 @@ def test_the_step_of_each_method_is_computed_again(world: World, plain: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/stored.py", "hone/training", "hone/algorithms")
 def test_every_method_in_one_table(plain: Path, tmp_path: Path) -> None:
     ended = hone("what-if", plain, "--step", "1", "--json", log=tmp_path / "log")
     assert ended.code == 0, ended.output
@@ -87,7 +87,7 @@ def test_every_method_in_one_table(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/stored.py", "hone/training", "hone/algorithms")
 def test_a_step_without_all_its_samples_or_its_checkpoint_is_refused(world: World, tmp_path: Path) -> None:
     run = trained(
         world, tmp_path / "run", "trainer.rollout_dump_freq=2", "trainer.save_freq=0", "trainer.rollout_dump_share=1.0"
@@ -99,7 +99,7 @@ def test_a_step_without_all_its_samples_or_its_checkpoint_is_refused(world: Worl
 
 
 @pytest.mark.slow
-@pytest.mark.application("hone/apps/lab/replay", "hone/cli/what_if.py", "hone/training", "hone/algorithms")
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/stored.py", "hone/training", "hone/algorithms")
 def test_the_viewer_shows_the_chain_of_each_token(plain: Path) -> None:
     """The product of the factors, and their shares of the step, for every token that the policy sampled."""
     total = 0.0

@@ -20,8 +20,7 @@ from support.messages import raises
 from support.patience import SOON
 from typer.testing import CliRunner
 
-from hone.cli.engine_server import run_server
-from hone.cli.engines import app
+from hone.cli.engines import app, run_server
 from hone.config.rollout import RolloutConfig
 from hone.errors import ConfigError, GenerationError
 from hone.generation.environments import RECIPES, install, interpreter_of

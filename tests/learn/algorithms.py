@@ -75,7 +75,7 @@ def clip(mini: int, epochs: int) -> str:
 def verdict(learn: Path) -> list[str]:
     from hone.apps.lab.compare import read_whole_run
     from hone.apps.lab.confidence import compare_arms, scores_in_common
-    from hone.cli.run_compare import confidence_lines
+    from hone.cli.runs import confidence_lines
 
     runs = [read_whole_run(learn / name) for name in ("grpo", "rloo")]
     scores = scores_in_common(runs)

@@ -10,13 +10,12 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import hone.agents.tools.loading  # noqa: F401
 import hone.apps.explain.catalogue  # noqa: F401
 import hone.cli.data  # noqa: F401
-import hone.cli.init  # noqa: F401
-import hone.cli.sft  # noqa: F401
-import hone.cli.train  # noqa: F401
+import hone.cli.models  # noqa: F401
+import hone.cli.programs  # noqa: F401
 import hone.cluster.local  # noqa: F401
 import hone.data.checks  # noqa: F401
 import hone.generation.native.engine  # noqa: F401
-import hone.preflight.plan.local  # noqa: F401
+import hone.preflight.plan.devices  # noqa: F401
 import hone.rewards.bench  # noqa: F401
 import hone.trainers.evaluation  # noqa: F401
 import hone.trainers.preference  # noqa: F401

@@ -19,8 +19,17 @@ from hone.config.model import OptimConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.engines import SHARE_STEP, cache_shape, least_share, least_share_for_pages, uses_pages
-from hone.preflight.plan.memory import CACHE, ENGINE, Memory, memory_of
+from hone.preflight.plan.memory import (
+    CACHE,
+    ENGINE,
+    SHARE_STEP,
+    Memory,
+    cache_shape,
+    least_share,
+    least_share_for_pages,
+    memory_of,
+    uses_pages,
+)
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import Work, work_of
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from hone.config.pools import Pool, engine_devices
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
-from hone.preflight.plan.memory import cache_space, shards_of, state_bytes
+from hone.preflight.plan.memory import cache_shape, cache_space, served_rows, shards_of, state_bytes, token_bytes
 from hone.preflight.plan.work import TrainedModel, Work
 
 _OPERATIONS = 28  # operations of a layer in a decode step on a CPU

@@ -22,8 +22,7 @@ from hone.config.specs import OfflineSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.models.registry import family_of
-from hone.preflight.plan.activations import Passes
-from hone.preflight.plan.model import ModelShape, frozen_parameters, shape_of
+from hone.preflight.plan.model import ModelShape, Passes, frozen_parameters, shape_of
 from hone.preflight.reading import read_json
 
 TEACHER = "teacher"  # name of the shapes of teachers, with a number from 0

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 
 from hone.algorithms import advantage_estimators, policy_losses
 from hone.apps.explain.catalogue import KINDS, Situation, find, methods, recommend
-from hone.apps.explain.catalogue.candidates import REWARDS
 from hone.apps.explain.catalogue.examples import batch_of_four, example, token_push
 from hone.apps.explain.catalogue.methods import description
-from hone.apps.explain.catalogue.recommend import size_text
-from hone.cli.algorithms import app
+from hone.apps.explain.catalogue.recommend import REWARDS, size_text
+from hone.cli.explain import app
 from hone.config import RLConfig, load_config
 from hone.errors import ConfigError, HoneError
 

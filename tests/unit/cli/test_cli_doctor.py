@@ -10,7 +10,7 @@ import pytest
 from support.messages import raises
 from typer.testing import CliRunner
 
-from hone.cli.doctor import app
+from hone.cli.main import app
 from hone.preflight import doctor, machine
 from hone.preflight.doctor import Check, diagnose, import_error
 from hone.preflight.machine import GIB, GpuUser, Machine
@@ -20,7 +20,7 @@ SOUND = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8
 
 
 def run(*words):
-    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    return CliRunner().invoke(app, ["doctor", *map(str, words)], catch_exceptions=False)
 
 
 @pytest.fixture

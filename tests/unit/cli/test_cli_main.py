@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -33,12 +32,10 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a function as the command `hone probe`."""
 
     def install(function: Any) -> None:
-        module = types.ModuleType("hone_probe")
-        app = typer.Typer(add_completion=False)
-        app.callback(invoke_without_command=True)(function)
-        module.app = app  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "hone_probe", module)
-        monkeypatch.setitem(cli.COMMANDS, "probe", Entry("hone_probe", "Probe."))
+        module = types.ModuleType("hone.cli.probe")
+        module.probe = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "hone.cli.probe", module)
+        monkeypatch.setitem(cli.COMMANDS, "probe", Entry("probe:probe", "Probe."))
 
     return install
 
@@ -69,12 +66,13 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_importing_a_command_loads_nothing_heavy(name: str) -> None:
-    code = f"import sys, {cli.COMMANDS[name].module}\nprint([n for n in {HEAVY} if n in sys.modules])"
+    module = cli.COMMANDS[name].place.partition(":")[0]
+    code = f"import sys, hone.cli.{module}\nprint([n for n in {HEAVY} if n in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True)
     assert result.stdout.strip() == "[]"
 
 
-def test_a_callback_alone_is_a_command_with_options_anywhere(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_is_a_command_with_options_anywhere(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def probe(words: list[str], loud: bool = False) -> None:
         typer.echo(f"{words} {loud}")
 
@@ -211,7 +209,6 @@ def test_config_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hone train --preset grpo:" in out and "hone sft --preset lora:" in out
 
 
-def test_table_points_at_modules_that_have_an_app() -> None:
+def test_table_points_at_commands() -> None:
     for entry in cli.COMMANDS.values():
-        assert isinstance(importlib.import_module(entry.module).app, typer.Typer)
-        assert load(entry.module) is not None
+        assert load(entry.place) is not None

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hone.cli import runs
 from hone.cli.main import app, main
 from hone.insight.run_directory import RunDirectory
-from hone.preflight.plan import local
+from hone.preflight.plan import devices as local
 from hone.preflight.plan.devices import GIB, Device
 
 SETTINGS = {

@@ -27,7 +27,7 @@ def sweep(monkeypatch, out, *words, fake=None, as_json=True):
     monkeypatch.setattr(trials, "run_trial", fake)
     command = [*FILES, *map(str, words), "--out", str(out), *(["--json"] if as_json else [])]
     with redirect_stdout(io.StringIO()) as output:
-        load("hone.cli.sweep").main(args=command, standalone_mode=False)
+        load("trials:sweep").main(args=command, standalone_mode=False)
     return (json.loads(output.getvalue()) if as_json else output.getvalue()), fake
 
 

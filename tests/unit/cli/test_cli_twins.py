@@ -32,7 +32,7 @@ def twins(files, monkeypatch, score, first="a", second="b", *words):
     monkeypatch.setattr(trials, "run_trial", fake)
     command = [f"{files}/{first}.yaml", f"{files}/{second}.yaml", "--out", f"{files}/out", "--json", *map(str, words)]
     with redirect_stdout(io.StringIO()) as output:
-        load("hone.cli.twins").main(args=command, standalone_mode=False)
+        load("trials:twins").main(args=command, standalone_mode=False)
     return json.loads(output.getvalue()), fake
 
 

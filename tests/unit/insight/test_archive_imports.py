@@ -20,7 +20,7 @@ from hone.apps.lab.compare import find_run
 from hone.apps.lab.importers import IMPORTERS, import_rollouts
 from hone.apps.lab.rewards.comparison import mine_pairs, stored_episodes
 from hone.apps.lab.samples import SampleQuery, read_samples
-from hone.cli.archive import app
+from hone.cli.looking import app
 from hone.errors import DataError
 from hone.insight.archive.read import open_archive
 from hone.insight.archive.schema import COLUMNS

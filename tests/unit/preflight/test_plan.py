@@ -18,14 +18,12 @@ from hone.data.ragged import Ragged
 from hone.errors import ConfigError, ModelError
 from hone.models.registry import CacheSize
 from hone.preflight.evidence import Evidence
-from hone.preflight.plan import engines
-from hone.preflight.plan.devices import GIB, Device, device_named, known_devices, parse_cluster
+from hone.preflight.plan import memory as engines
+from hone.preflight.plan.devices import GIB, Device, device_named, known_devices, parse_cluster, planned
 from hone.preflight.plan.fit import TIGHT, Fitter
-from hone.preflight.plan.local import planned
 from hone.preflight.plan.memory import Memory, Phase, memory_of
 from hone.preflight.plan.model import ModelShape
-from hone.preflight.plan.plan import as_json, model_shape, plan_of, search
-from hone.preflight.plan.render import render, run_settings
+from hone.preflight.plan.plan import as_json, model_shape, plan_of, render, run_settings, search
 from hone.preflight.plan.step_time import rows_at_once, step_time
 from hone.preflight.plan.work import Work, largest_micro_batch, work_of
 from hone.training.packing import plan_micro_batches

@@ -16,10 +16,9 @@ from hone.data.ragged import Ragged
 from hone.models.heads import PolicyHead, autocast
 from hone.models.llama import cuda, train
 from hone.models.loading import prepare
-from hone.preflight.plan import local
-from hone.preflight.plan.activations import Passes
+from hone.preflight.plan import devices as local
 from hone.preflight.plan.devices import device_named
-from hone.preflight.plan.model import ModelShape
+from hone.preflight.plan.model import ModelShape, Passes
 from hone.preflight.plan.plan import plan_of
 from hone.training.packing import pack
 

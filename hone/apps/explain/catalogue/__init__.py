@@ -4,12 +4,9 @@ Everything here is derived from the registries of :mod:`hone.algorithms`, the co
 registered method appears automatically in ``hone algorithms`` and in ``docs/algorithms``.
 """
 
-from hone.apps.explain.catalogue.candidates import Situation
-from hone.apps.explain.catalogue.methods import find, methods
-from hone.apps.explain.catalogue.pages import algorithm_pages
-from hone.apps.explain.catalogue.papers import papers_page
-from hone.apps.explain.catalogue.recommend import Recommendation, recommend
-from hone.apps.explain.catalogue.records import KINDS, Cost, Knob, Method, Need
+from hone.apps.explain.catalogue.methods import KINDS, Cost, Knob, Method, Need, find, methods
+from hone.apps.explain.catalogue.pages import algorithm_pages, papers_page
+from hone.apps.explain.catalogue.recommend import Recommendation, Situation, recommend
 
 __all__ = [
     "KINDS",

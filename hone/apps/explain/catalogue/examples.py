@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.apps.explain.catalogue.records import Method
+from hone.apps.explain.catalogue.methods import Method
 
 Table = list[list[str]]
 """Rows of cells; the first row is the heading."""

@@ -1,11 +1,11 @@
-"""Output of the `hone runs` commands: plain tables, charts and JSON."""
+"""Output of commands: plain tables, charts and JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from hone.apps.lab.compare import Run
 
-RootOption = Annotated[Path, typer.Option("--root", help="folder that holds the runs")]
-PngOption = Annotated[Path | None, typer.Option("--png", help="also draw the curves into this file")]
 CHARTS = 4
 """Charts that are drawn when no metric is named."""
 
@@ -36,6 +34,11 @@ def new_table(*columns: str) -> Any:
     for column in columns:
         result.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
     return result
+
+
+def print_plain(console: Console, text: str, **style: Any) -> None:
+    """Print text as it is, without wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True, **style)
 
 
 def print_json(value: Any) -> None:
@@ -71,7 +74,7 @@ def print_chart(console: Console, metric: str, runs: Sequence[Run]) -> None:
         curve = curves[run.name]
         if curve:
             title = metric if len(runs) == 1 else f"{metric}  {run.name}"
-            console.print(f"\n{title}", style="bold", markup=False, highlight=False)
+            print_plain(console, f"\n{title}", style="bold")
             console.print(
                 text_chart(curve, width=width, compared_with=list(curves.values())),
                 markup=False,
