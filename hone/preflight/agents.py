@@ -50,7 +50,6 @@ def sandboxes_outlive_episodes(config: RLConfig) -> Findings:
             f"the loop '{loop}' ends an episode after {lives:g} s, before its limit max_episode_seconds={episode:g}",
             why="a long episode breaks instead of ending at its limit, and has no verdict",
             fix=f"{key}={episode + config.reward.timeout:g}, or {MULTI_TURN}.max_episode_seconds={lives:g}",
-            where=key,
         )
 
 
@@ -78,7 +77,6 @@ def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Findings:
             f"rows use the agent loops {names}, but {MULTI_TURN}.enable=false",
             why="multi-turn episodes are longer and need limits, so they must be enabled",
             fix=f"{MULTI_TURN}.enable=true {MULTI_TURN}.max_assistant_turns=8",
-            where=f"{MULTI_TURN}.enable",
         )
     elif multi_turn.enable and rows and not turns:
         yield error(
@@ -105,7 +103,6 @@ def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Findings:
             f"{turns['tool_agent']} rows use the agent loop tool_agent, but no file defines tools",
             why="the model has no tool to call",
             fix=f"{MULTI_TURN}.tool_config_path=FILE.yaml, with the line `- name: calculator` under `tools:`",
-            where=f"{MULTI_TURN}.tool_config_path",
         )
 
 
@@ -204,7 +201,6 @@ def conversations_fit(config: RLConfig) -> Findings:
             f"{where}.strategy={compaction.strategy} without {key}",
             why="a conversation is rewritten while the next turn still fits",
             fix=f"{key}={value}",
-            where=key,
         )
         return
     prompt, reserve = config.data.max_prompt_length, compaction_reserve(multi_turn)
@@ -214,7 +210,6 @@ def conversations_fit(config: RLConfig) -> Findings:
             f"max_tokens_per_turn={turn} + {reserve} tokens for results and summary",
             why="a new conversation would be rewritten before its first result",
             fix=f"{where}.context_tokens={2 * (prompt + turn + reserve)}, or smaller limits of turns, results and summaries",
-            where=f"{where}.context_tokens",
         )
 
 
@@ -244,7 +239,6 @@ def tool_limits_cover_the_prompts(config: RLConfig, evidence: Evidence) -> Findi
             f"{MULTI_TURN}.max_parallel_calls={multi_turn.max_parallel_calls}",
             why="the model imitates its prompt, and calls beyond the limit are not executed",
             fix=f"{MULTI_TURN}.max_parallel_calls={max(crowded)}",
-            where=f"{MULTI_TURN}.max_parallel_calls",
         )
 
 

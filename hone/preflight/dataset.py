@@ -11,7 +11,9 @@ from hone.data.files import BadLines, Row, read_all
 from hone.data.row_images import RowImages
 from hone.data.statistics import characters, mean_and_quantiles, statistics
 from hone.data.tokenizer import load_tokenizer
-from hone.errors import ConfigError, DataError, Finding, HoneError
+from hone.errors import DataError, Finding, HoneError
+from hone.preflight.rows import unknown_sources
+from hone.preflight.rules import warning, with_code
 from hone.preflight.template import rendered
 from hone.progress import progress
 
@@ -127,14 +129,13 @@ def _columns(kinds: Sequence[str], options: DatasetOptions) -> tuple[str, ...]:
 def _gates(calls: checks.CallCheck, gates: Mapping[str, float]) -> Iterator[Finding]:
     failed = calls.failed_gates(gates)
     if failed:
-        error = DataError(
+        yield _error(
+            "R81",
             f"shares of {calls.calls} tool calls are below their gates: {', '.join(failed)}",
             why="the model learns what it sees, so its calls would fail as often",
             fix="`hone data clean FILES --out clean.jsonl --rejected rejected.jsonl` keeps the rows that pass",
             where="--gate",
-            code="R81",
         )
-        yield Finding(error, stops=True)
 
 
 def _unreadable_lines(bad_lines: BadLines) -> Iterator[Finding]:
@@ -143,61 +144,43 @@ def _unreadable_lines(bad_lines: BadLines) -> Iterator[Finding]:
     listed = "; ".join(f"{path} line {number}: {reason}" for path, number, reason in bad_lines.first)
     others = bad_lines.count - len(bad_lines.first)
     path, number, _ = bad_lines.first[0]
-    yield Finding(
-        DataError(
-            f"{bad_lines.count} lines are not JSON: {listed}" + (f"; and {others} more" if others else ""),
-            where=f"{path}, line {number}",
-            why="a run stops when it reads the first of them; the other rows were checked",
-            fix="write these lines again, or remove them",
-            code="R42",
-        ),
-        stops=True,
+    yield _error(
+        "R42",
+        f"{bad_lines.count} lines are not JSON: {listed}" + (f"; and {others} more" if others else ""),
+        where=f"{path}, line {number}",
+        why="a run stops when it reads the first of them; the other rows were checked",
+        fix="write these lines again, or remove them",
     )
 
 
-def _prompts(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:
-    from hone.rewards.scorers import SCORERS, scorer_for
-
-    findings: list[Finding] = []
+def _prompts(rows: list[Row], val: list[Row], options: DatasetOptions) -> Iterator[Finding]:
     for split in (rows, val):
-        findings += checks.prompts(split, options.prompt_key)
-        findings += checks.source_names(split, options.reward_fn_key)
-        findings += checks.tool_schemas(split, options.prompt_key)
-        findings += checks.agent_names(split, options.agents)
-        findings += checks.tool_names(split, ())
-        findings += checks.ground_truths(split, required=not options.custom_reward)
+        yield from checks.prompts(split, options.prompt_key)
+        yield from checks.source_names(split, options.reward_fn_key)
+        yield from checks.tool_schemas(split, options.prompt_key)
+        yield from checks.agent_names(split, options.agents)
+        yield from checks.tool_names(split, ())
+        yield from checks.ground_truths(split, required=not options.custom_reward)
     if not options.custom_reward:
-        patterns = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
-        all_rows = [*rows, *val]
-        findings += checks.unknown_sources(
-            all_rows, options.reward_fn_key, lambda name: scorer_for(name) is not None, patterns
-        )
-    findings += checks.duplicates(rows, options.prompt_key, options.image_key)
-    findings += checks.overlap(rows, val, options.prompt_key, options.image_key)
-    findings += checks.rare_sources(rows, options.reward_fn_key, options.batch_size)
+        yield from unknown_sources([*rows, *val], options.reward_fn_key)
+    yield from checks.duplicates(rows, options.prompt_key, options.image_key)
+    yield from checks.overlap(rows, val, options.prompt_key, options.image_key)
+    yield from checks.rare_sources(rows, options.reward_fn_key, options.batch_size)
     if len(rows) < options.batch_size:
-        findings.append(
-            Finding(
-                ConfigError(
-                    f"{len(rows)} rows do not fill one batch of {options.batch_size}",
-                    why="incomplete batches are dropped, so an epoch would have 0 steps",
-                    fix=f"data.train_batch_size={len(rows)} or less (here --batch-size), or more data",
-                    where="data.train_batch_size",
-                    code="R46",
-                ),
-                stops=False,
-            )
+        few = warning(
+            f"{len(rows)} rows do not fill one batch of {options.batch_size}",
+            why="incomplete batches are dropped, so an epoch would have 0 steps",
+            fix=f"data.train_batch_size={len(rows)} or less (here --batch-size), or more data",
+            where="data.train_batch_size",
         )
-    return findings
+        yield with_code(few.error, "R46", stops=False)
 
 
-def _conversations(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:
-    findings: list[Finding] = []
+def _conversations(rows: list[Row], val: list[Row], options: DatasetOptions) -> Iterator[Finding]:
     for split in (rows, val):
-        findings += checks.conversations(split, options.messages_key)
-    findings += checks.duplicates(rows, options.messages_key, options.image_key)
-    findings += checks.overlap(rows, val, options.messages_key, options.image_key)
-    return findings
+        yield from checks.conversations(split, options.messages_key)
+    yield from checks.duplicates(rows, options.messages_key, options.image_key)
+    yield from checks.overlap(rows, val, options.messages_key, options.image_key)
 
 
 def _renderings(
@@ -209,35 +192,35 @@ def _renderings(
         return
     plain_rows = [row for number, row in enumerate(rows) if number not in images.placed]
     tried = list(rendered(plain_rows, tokenizer, options.messages_key, "tools", {}))
-    refused = [one for one in tried if one.problem is not None]
     lengths["conversation_tokens"] = [one.tokens for one in tried if one.problem is None]
-    if refused and (problem := refused[0].problem) is not None:
-        what = f"{len(refused)} of {len(tried)} conversations are refused; the first: {problem.what}"
-        error = DataError(what, why=problem.why, fix=problem.fix, where=refused[0].row.where, code="R39")
-        yield Finding(error, stops=True)
+    refused = [(one.row.where, one.problem) for one in tried if one.problem is not None]
+    yield from _refused(refused, f"{len(tried)} conversations")
 
 
-def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:
-    findings: list[Finding] = []
+def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> Iterator[Finding]:
     for split in (rows, val):
         unusable = [row for row in split if row.values.get("chosen") == row.values.get("rejected")]
         if unusable:
-            error = DataError(
+            yield _error(
+                "R42",
                 f"{len(unusable)} of {len(split)} rows: chosen and rejected are equal, or one is missing",
                 why="equal responses cannot be compared",
                 fix="remove these rows",
                 where=unusable[0].where,
-                code="R42",
             )
-            findings.append(Finding(error, stops=True))
-        refused = list(_refused_pairs(split, options))
-        if refused:
-            where, problem = refused[0]
-            what = f"{len(refused)} of {len(split)} rows are refused; the first: {problem.what}"
-            findings.append(
-                Finding(DataError(what, why=problem.why, fix=problem.fix, where=where, code="R39"), stops=True)
-            )
-    return findings
+        yield from _refused(list(_refused_pairs(split, options)), f"{len(split)} rows")
+
+
+def _refused(problems: list[tuple[str, DataError]], checked: str) -> Iterator[Finding]:
+    """Yield how many are refused, with the place and the error of the first."""
+    if problems:
+        where, first = problems[0]
+        what = f"{len(problems)} of {checked} are refused; the first: {first.what}"
+        yield _error("R39", what, why=first.why, fix=first.fix, where=where)
+
+
+def _error(code: str, what: str, **parts: str) -> Finding:
+    return Finding(DataError(what, code=code, **parts), stops=True)
 
 
 def _refused_pairs(rows: list[Row], options: DatasetOptions) -> Iterator[tuple[str, DataError]]:
@@ -280,8 +263,6 @@ def _tokens(
     findings = list(checks.overlong_prompts(measured, options.truncation))
     if measured.refused:
         where, message = measured.refused[0]
-        error = DataError(
-            message, where=where, fix="check the roles and their order, or use another chat template", code="R39"
-        )
-        findings.append(Finding(error, stops=True))
+        fix = "check the roles and their order, or use another chat template"
+        findings.append(_error("R39", message, where=where, fix=fix))
     return findings

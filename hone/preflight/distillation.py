@@ -75,13 +75,12 @@ def teachers_can_teach(config: RLConfig) -> Findings:
     ]
     for holds, key, value, why in obstacles:
         if holds:
-            yield error(f"{BLOCK}.enable=true does not work with this value", why=why, fix=f"{key}={value}", where=key)
+            yield error(f"{BLOCK}.enable=true does not work with this value", why=why, fix=f"{key}={value}")
     if itself and settings.teacher_prompt is None and settings.task_weight == 0:
         yield warning(
             "the policy is its own teacher, and both have the same prompt",
             why="the distance is 0 at the start, so there is nothing to learn",
             fix=f"{BLOCK}.path=<teacher>, or {BLOCK}.teacher_prompt='{{prompt}} The solution is {{ground_truth}}.'",
-            where=f"{BLOCK}.path",
         )
 
 
@@ -92,14 +91,12 @@ def _modes(settings: DistillationConfig) -> Findings:
             f"loss_mode={mode} cannot be an advantage",
             why="the divergence at a position is the same whatever token was sampled there, so its expected policy gradient is 0",
             fix=f"{key}=false, or {BLOCK}.loss_mode=k1",
-            where=key,
         )
     if mode == "k1" and not settings.by_advantage:
         yield error(
             "loss_mode=k1 cannot be a loss of its own",
             why="the expected gradient of a log-prob over the policy's own samples is 0",
             fix=f"{key}=true, or {BLOCK}.loss_mode=k2",
-            where=key,
         )
 
 
@@ -110,13 +107,11 @@ def _divergence(settings: TeacherConfig) -> Findings:
             f"tail_bucket=false works with forward_kl_topk only, not with {mode}",
             why="other divergences over some of the tokens are negative where the policy prefers other tokens",
             fix=f"{BLOCK}.tail_bucket=true",
-            where=f"{BLOCK}.tail_bucket",
         )
     if mode.startswith("jsd") and settings.beta == 1:
         yield error(
             "beta=1 makes the Jensen-Shannon divergence 0 for every policy",
             fix=f"{BLOCK}.beta=0.5, or {BLOCK}.loss_mode=reverse_kl",
-            where=f"{BLOCK}.beta",
         )
 
 
@@ -133,7 +128,6 @@ def stored_answers_have_a_teacher(config: SFTConfig) -> Findings:
             "distillation.enable=true without a teacher",
             why="the model itself has nothing to teach on the same answers",
             fix=f"{BLOCK}.path=<model directory or address of a server>, or {BLOCK}.enable=false",
-            where=f"{BLOCK}.path",
         )
 
 
@@ -156,7 +150,6 @@ def teachers_share_the_tokenizer(config: RLConfig | SFTConfig, evidence: Evidenc
                 f"the teacher '{path}' cannot be used: {problem.what}",
                 why=problem.why,
                 fix=f"{where}=<model directory>",
-                where=where,
             )
             continue
         if teacher == policy or (on_policy and settings.loss_mode in SAMPLED_MODES):
@@ -252,7 +245,6 @@ def served_teachers_fit(config: RLConfig) -> Findings:
             f"rollout.temperature={rollout.temperature:g} with the teacher '{address}', a server",
             why="a server gives log-probs of temperature 1, and the policy's are divided by its own",
             fix="actor_rollout_ref.rollout.temperature=1, or the directory of the teacher",
-            where="actor_rollout_ref.rollout.temperature",
         )
     keeps = RunSpec(config).keeps_support
     if mode in SAMPLED_MODES and keeps.value:
@@ -260,7 +252,6 @@ def served_teachers_fit(config: RLConfig) -> Findings:
             f"the policy's log-probs are over the tokens that top-k, top-p and min-p left, and those of '{address}' over all",
             why="the distance of a token would count how many tokens were left",
             fix="actor_rollout_ref.rollout.keep_support=false, or the directory of the teacher",
-            where="actor_rollout_ref.rollout.keep_support",
         )
 
 
@@ -271,7 +262,6 @@ def _whole_distributions(settings: TeacherConfig) -> Findings:
             f"loss_mode={mode} needs the weights of the teacher, and '{next(iter(settings.addresses.values()))}' is a server",
             why="a server gives log-probs of some tokens, not whole distributions",
             fix=f"{BLOCK}.loss_mode={mode}_topk, or the directory of the teacher",
-            where=f"{BLOCK}.loss_mode",
         )
 
 
@@ -357,6 +347,5 @@ def _prompt_fields(config: RLConfig, evidence: Evidence) -> Findings:
                 f"{row.where} has no {', '.join(missing)}, which the teacher's prompt names; it has {', '.join(sorted(fields))}",
                 why="the teacher would not see what it teaches from",
                 fix=f"{KEY}=<a text with fields that every row has>, or rows with {', '.join(missing)}",
-                where=KEY,
             )
             return

@@ -50,12 +50,16 @@ _LITTLE_MEMORY, _LITTLE_DISK, _LITTLE_SHARED, _FEW_FILES = 4 * GIB, 5 * GIB, GIB
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor: name of the check, status, result, and a fix."""
+    """One line of the doctor: name of the check, result, and the fix of a problem, which is a warning or an error."""
 
     name: str
-    status: str
     result: str
     fix: str = ""
+    severity: str = WARNING
+
+    @property
+    def status(self) -> str:
+        return self.severity if self.fix else OK
 
     def as_json(self) -> dict[str, str]:
         return {"name": self.name, "status": self.status, "found": self.result, "fix": self.fix}
@@ -87,8 +91,7 @@ def _python() -> Iterator[Check]:
     from hone import __version__
 
     result = f"Python {platform.python_version()}, hone {__version__}, {platform.system()} {platform.machine()}"
-    old = sys.version_info < (3, 11)
-    yield Check("python", ERROR if old else OK, result, "use Python 3.11 or newer" if old else "")
+    yield Check("python", result, "use Python 3.11 or newer" if sys.version_info < (3, 11) else "", ERROR)
 
 
 def _packages() -> Iterator[Check]:
@@ -100,18 +103,18 @@ def _packages() -> Iterator[Check]:
         yield _required(requirement, broken.get(requirement.name))
     for name, purpose in OPTIONAL.items():
         if name not in present:
-            yield Check(name, OK, f"not installed ({purpose})")
+            yield Check(name, f"not installed ({purpose})")
             continue
         distribution = _DISTRIBUTIONS.get(name, name)
         version = _version(distribution) or _version(name) or "unknown version"
         wanted = extras.get(distribution)
         if broken[name]:
             fix = f"pip install --force-reinstall {distribution}, or pip uninstall {distribution}"
-            yield Check(name, WARNING, f"{version}, cannot be imported: {broken[name]}", fix)
+            yield Check(name, f"{version}, cannot be imported: {broken[name]}", fix)
         elif wanted and version[0].isdigit() and not wanted.specifier.contains(version, prereleases=True):
-            yield Check(name, WARNING, f"{version}, but Hone needs {wanted.specifier}", f"pip install '{wanted}'")
+            yield Check(name, f"{version}, but Hone needs {wanted.specifier}", f"pip install '{wanted}'")
         else:
-            yield Check(name, OK, version)
+            yield Check(name, version)
 
 
 def requirements() -> tuple[list[Requirement], dict[str, Requirement]]:
@@ -144,14 +147,14 @@ def import_error(package: str) -> str:
 def _required(requirement: Requirement, broken: str | None) -> Check:
     version = _version(requirement.name)
     if version is None:
-        return Check(requirement.name, ERROR, "not installed", f"pip install '{requirement}'")
+        return Check(requirement.name, "not installed", f"pip install '{requirement}'", ERROR)
     if broken:
         fix = f"pip install --force-reinstall '{requirement}'"
-        return Check(requirement.name, ERROR, f"{version}, cannot be imported: {broken}", fix)
+        return Check(requirement.name, f"{version}, cannot be imported: {broken}", fix, ERROR)
     if not requirement.specifier.contains(Version(version), prereleases=True):
         result = f"{version}, but Hone needs {requirement.specifier}"
-        return Check(requirement.name, ERROR, result, f"pip install '{requirement}'")
-    return Check(requirement.name, OK, version)
+        return Check(requirement.name, result, f"pip install '{requirement}'", ERROR)
+    return Check(requirement.name, version)
 
 
 def _version(distribution: str) -> str | None:
@@ -172,15 +175,14 @@ def _device(here: Machine) -> Iterator[Check]:
             memory = torch.cuda.get_device_properties(index).total_memory / GIB
             half = torch.cuda.is_bf16_supported(including_emulation=False)
             result = f"{torch.cuda.get_device_name(index)}, {memory:.0f} GiB, float32{', bfloat16' if half else ''}"
-            yield Check(f"gpu {index}", OK if half else WARNING, result, "" if half else "dtype=float32 everywhere")
+            yield Check(f"gpu {index}", result, "" if half else "dtype=float32 everywhere")
     elif here.gpus:
         result = f"{len(here.gpus)} GPUs in this machine, but torch {torch.__version__} sees none"
-        yield Check(
-            "device", ERROR, result, "install a CUDA build of torch that the driver supports, or trainer.device=cpu"
-        )
+        fix = "install a CUDA build of torch that the driver supports, or trainer.device=cpu"
+        yield Check("device", result, fix, ERROR)
     else:
         result = f"CPU only: float32, bfloat16 (a matmul takes {machine.bfloat16_cost():.1f} times as long)"
-        yield Check("device", OK, result)
+        yield Check("device", result)
 
 
 def _processor(here: Machine) -> Iterator[Check]:
@@ -188,18 +190,13 @@ def _processor(here: Machine) -> Iterator[Check]:
     result = f"{here.cpus} CPUs, {here.affinity} usable by this process{quota}"
     limited = here.usable_cpus < here.affinity
     fix = f"trainer.num_threads={here.usable_cpus}: more threads than the quota allows are slower" if limited else ""
-    yield Check("cpu", WARNING if limited else OK, result, fix)
+    yield Check("cpu", result, fix)
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads and threads.isdigit() and int(threads) > here.usable_cpus:
         fix = f"OMP_NUM_THREADS={here.usable_cpus}, or unset it"
-        yield Check("OMP_NUM_THREADS", WARNING, f"{threads}, with {here.usable_cpus} usable CPUs", fix)
-    little = here.memory < _LITTLE_MEMORY
-    fix = (
-        "models of more than about 50M parameters will not fit: `hone plan` predicts the memory of a run"
-        if little
-        else ""
-    )
-    yield Check("memory", WARNING if little else OK, f"{here.memory / GIB:.1f} GiB", fix)
+        yield Check("OMP_NUM_THREADS", f"{threads}, with {here.usable_cpus} usable CPUs", fix)
+    fix = "models of more than about 50M parameters will not fit: `hone plan` predicts the memory of a run"
+    yield Check("memory", f"{here.memory / GIB:.1f} GiB", fix if here.memory < _LITTLE_MEMORY else "")
 
 
 def _limits(here: Machine) -> Iterator[Check]:
@@ -207,26 +204,20 @@ def _limits(here: Machine) -> Iterator[Check]:
     small = shared is None or shared < _LITTLE_SHARED
     fix = "only Ray needs it: docker run --shm-size=8g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
     result = "/dev/shm does not exist" if shared is None else f"{shared / GIB:.2g} GiB"
-    yield Check("shared memory", WARNING if small else OK, result, fix if small else "")
-    limited = here.open_files < _FEW_FILES
-    result = f"{here.open_files} per process"
-    yield Check(
-        "open files",
-        WARNING if limited else OK,
-        result,
-        "ulimit -n 65535 before a run with many workers" if limited else "",
-    )
+    yield Check("shared memory", result, fix if small else "")
+    fix = "ulimit -n 65535 before a run with many workers" if here.open_files < _FEW_FILES else ""
+    yield Check("open files", f"{here.open_files} per process", fix)
 
 
 def _disk(folder: Path) -> Iterator[Check]:
     for name, path in (("disk", folder), ("disk for temporary files", Path(tempfile.gettempdir()))):
         existing, free = machine.free_disk(path)
         if not os.access(existing, os.W_OK):
-            yield Check(name, ERROR, f"{existing} is write-protected", "trainer.default_local_dir=DIR, or TMPDIR=DIR")
+            fix = "trainer.default_local_dir=DIR, or TMPDIR=DIR"
+            yield Check(name, f"{existing} is write-protected", fix, ERROR)
         else:
-            little = free < _LITTLE_DISK
-            fix = "free disk space, or trainer.default_local_dir=DIR on a larger disk" if little else ""
-            yield Check(name, WARNING if little else OK, f"{free / GIB:.1f} GiB free in {existing}", fix)
+            fix = "free disk space, or trainer.default_local_dir=DIR on a larger disk" if free < _LITTLE_DISK else ""
+            yield Check(name, f"{free / GIB:.1f} GiB free in {existing}", fix)
 
 
 def _ports() -> Iterator[Check]:
@@ -234,7 +225,7 @@ def _ports() -> Iterator[Check]:
         free = machine.port_is_free(port)
         result = f"{purpose}: {'free' if free else 'in use'}"
         fix = "" if free else "a Ray cluster may already run here: ray.address=auto uses it, `ray stop` ends it"
-        yield Check(f"port {port}", OK if free else WARNING, result, fix)
+        yield Check(f"port {port}", result, fix)
 
 
 def _leftovers(here: Machine) -> Iterator[Check]:
@@ -242,14 +233,14 @@ def _leftovers(here: Machine) -> Iterator[Check]:
 
     for user in here.gpu_users:
         result = f"GPU {user.gpu}: {user.gib:.1f} GiB held by PID {user.pid} ({user.name})"
-        yield Check("gpu process", WARNING, result, f"if it is yours and no longer needed: kill {user.pid}")
+        yield Check("gpu process", result, f"if it is yours and no longer needed: kill {user.pid}")
     left = [p for p in psutil.process_iter(["pid", "name"]) if _LEFTOVERS.search(p.info["name"] or "")]
     if left:
         shown = ", ".join(f"{p.info['name']} ({p.info['pid']})" for p in left[:5])
         fix = f"if no run needs them: kill {' '.join(str(p.info['pid']) for p in left[:5])}"
-        yield Check("other runs", WARNING, f"{len(left)} processes of Ray or an engine: {shown}", fix)
+        yield Check("other runs", f"{len(left)} processes of Ray or an engine: {shown}", fix)
     if not left and not here.gpu_users:
-        yield Check("other runs", OK, "no process of Ray or an engine, no process on a GPU")
+        yield Check("other runs", "no process of Ray or an engine, no process on a GPU")
 
 
 def _sandbox() -> Iterator[Check]:
@@ -259,17 +250,15 @@ def _sandbox() -> Iterator[Check]:
     working, missing = available()
     name = "sandbox for code"
     if not working:
-        yield Check(name, WARNING, f"none: {missing.get('process', '')}", "reward.sandbox_fusion.url=URL of a server")
+        yield Check(name, f"none: {missing.get('process', '')}", "reward.sandbox_fusion.url=URL of a server")
         return
     best = next(iter(working.values()))
     if not best.unprotected:
-        yield Check(
-            name, OK, f"{best.name} protects {', '.join(PROTECTIONS)}; memory is bounded by {best.memory_bound}"
-        )
+        yield Check(name, f"{best.name} protects {', '.join(PROTECTIONS)}; memory is bounded by {best.memory_bound}")
         return
     result = f"{best.name} (bubblewrap: {missing.get('bubblewrap')}); not protected: "
     result += "; ".join(f"{name} ({PROTECTIONS[name]})" for name in best.unprotected)
-    yield Check(name, WARNING, result, "apt-get install bubblewrap, if runs score or call model-written code")
+    yield Check(name, result, "apt-get install bubblewrap, if runs score or call model-written code")
 
 
 def _credentials() -> Iterator[Check]:
@@ -278,10 +267,10 @@ def _credentials() -> Iterator[Check]:
         ready = offline or wandb_credentials()
         result = "offline" if offline else "logged in" if ready else "not logged in"
         fix = "" if ready else "wandb login, or WANDB_MODE=offline, if you want trainer.logger=[wandb]"
-        yield Check("wandb account", OK if ready else WARNING, result, fix)
+        yield Check("wandb account", result, fix)
     if importlib.util.find_spec("mlflow") is not None:
         place = os.environ.get("MLFLOW_TRACKING_URI")
-        yield Check("mlflow server", OK, "set by MLFLOW_TRACKING_URI" if place else "files in the run directory")
+        yield Check("mlflow server", "set by MLFLOW_TRACKING_URI" if place else "files in the run directory")
 
 
 def worst(checks: Sequence[Check]) -> str:

@@ -46,7 +46,6 @@ def engine_has_replicas(config: RLConfig) -> Findings:
             f"engine '{rollout.name}' does not support replicas, but rollout.num_replicas={rollout.num_replicas}",
             why="it only runs in the trainer's process",
             fix="actor_rollout_ref.rollout.num_replicas=null, or actor_rollout_ref.rollout.name=native",
-            where="actor_rollout_ref.rollout.num_replicas",
         )
 
 
@@ -104,20 +103,17 @@ def engine_drafts_as_configured(config: RLConfig) -> Findings:
             f"speculative.prompt_lookup_min={settings.prompt_lookup_min} exceeds prompt_lookup_max={settings.prompt_lookup_max}",
             why="no n-gram has such a length, so nothing would be drafted",
             fix=f"{BLOCK}.prompt_lookup_min={settings.prompt_lookup_max}",
-            where=f"{BLOCK}.prompt_lookup_min",
         )
     if settings.method == "draft_model" and settings.model is None:
         yield error(
             "speculative.method=draft_model, but speculative.model=null names no draft model",
             fix=f"{BLOCK}.model=<directory of a small model with the tokenizer of the policy>, or {BLOCK}.method=ngram",
-            where=f"{BLOCK}.model",
         )
     if rollout.name == "vllm" and settings.method is not None and rollout.min_p > 0:
         yield error(
             f"vLLM cannot sample with min_p={rollout.min_p:g} and speculative decoding",
             why="it verifies drafts without min_p",
             fix=f"actor_rollout_ref.rollout.min_p=0, or {BLOCK}.method=null",
-            where="actor_rollout_ref.rollout.min_p",
         )
 
 
@@ -131,7 +127,6 @@ def draft_model_shares_the_tokenizer(config: RLConfig, evidence: Evidence) -> Fi
             f"speculative.method={settings.method}, but a {evidence.model_settings['model_type']} model keeps one state a sequence",
             why="rejected drafts could not be taken back from it",
             fix=f"{BLOCK}.method=null",
-            where=f"{BLOCK}.method",
         )
     if not native or settings.method != "draft_model" or settings.model is None or evidence.tokenizer is None:
         return
@@ -218,7 +213,6 @@ def batch_can_stream(config: RLConfig) -> Findings:
             f"{ASYNC}.stream=true, but {reason}",
             why="groups are trained on before the batch is complete, in a single update",
             fix=f"{ASYNC}.stream=false, or one update of the whole batch without a critic, and adv_estimator=grpo",
-            where=f"{ASYNC}.stream",
         )
 
 
@@ -233,7 +227,6 @@ def age_is_corrected(config: RLConfig) -> Findings:
         why=f"old log-probs are the trainer's, so the loss treats tokens of weights up to {staleness} "
         f"update{'s'[: staleness > 1]} old as its own",
         fix=f"{CORRECTION}.preset={ASYNC_CORRECTION}",
-        where=f"{CORRECTION}.preset",
     )
 
 
@@ -254,7 +247,6 @@ def responses_can_be_interrupted(config: RLConfig) -> Findings:
             why="an interrupted response resumes as a prompt that contains its beginning, and the engine would not look for the "
             "text of a stop string or a constraint in a prompt",
             fix=f"{ASYNC}.partial_rollouts=false, or {ASYNC}.interrupted_cache=keep with {ROLLOUT}.name=native, or without that key",
-            where=f"{ASYNC}.partial_rollouts",
         )
 
 
@@ -268,5 +260,4 @@ def cache_can_be_kept(config: RLConfig) -> Findings:
             why=f"{engine} computes the cache of responses under way again when weights arrive, and does not say which weights "
             "sampled each of their tokens",
             fix=f"{ASYNC}.interrupted_cache=recompute, or {ROLLOUT}.name=native",
-            where=f"{ASYNC}.interrupted_cache",
         )

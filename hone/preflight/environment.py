@@ -29,7 +29,6 @@ def cuda_present(config: AnyConfig) -> Findings:
         yield error(
             "trainer.device=cuda, but torch finds no CUDA GPU",
             fix="trainer.device=auto (uses a GPU when there is one) or trainer.device=cpu",
-            where="trainer.device",
         )
 
 
@@ -129,7 +128,6 @@ def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Findings:
             f"{threads} threads, but this job may use {usable} of {machine.cpus} CPUs ({limit})",
             why="threads that share cores are slower than fewer threads",
             fix=f"trainer.num_threads={usable}",
-            where="trainer.num_threads",
         )
 
 

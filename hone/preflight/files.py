@@ -33,7 +33,6 @@ def datasets(config: AnyConfig) -> Findings:
         yield error(
             "data.train_files is not set",
             fix="data.train_files=PATH.parquet; `hone data make arithmetic --out DIR` makes an example",
-            where="data.train_files",
         )
     for file in [*file_list(data.train_files), *file_list(data.val_files)]:
         try:
@@ -50,7 +49,6 @@ def model_directory(config: AnyConfig) -> Findings:
         yield error(
             f"{block}.path is not set",
             fix=f"{block}.path=DIR, a Hugging Face model directory; `hone init` makes a small one",
-            where=f"{block}.path",
         )
         return
     yield from weights(f"{block}.path", model.path)
@@ -68,7 +66,6 @@ def model_directory(config: AnyConfig) -> Findings:
         yield error(
             f"'{model.lora_adapter_path}' is not a PEFT adapter: it has no adapter_config.json",
             fix=f"{block}.lora_adapter_path=DIR of an adapter, or null for a new one",
-            where=f"{block}.lora_adapter_path",
         )
 
 
@@ -109,7 +106,6 @@ def chat_template(config: AnyConfig) -> Findings:
             yield error(
                 f"'{custom}' is neither an existing file nor a Jinja template",
                 fix=f"{block}.custom_chat_template=PATH.jinja",
-                where=f"{block}.custom_chat_template",
             )
     elif (
         tokenizer
@@ -160,13 +156,11 @@ def run_directory(config: AnyConfig) -> Findings:
             f"the run directory {directory} cannot be written: {existing} is "
             + ("not a directory" if not existing.is_dir() else "write-protected"),
             fix="trainer.default_local_dir=DIR",
-            where="trainer.default_local_dir",
         )
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield error(
             "trainer.resume_mode=resume_path, but trainer.resume_from_path is not set",
             fix="trainer.resume_from_path=RUN/checkpoints/step_N, or trainer.resume_mode=auto",
-            where="trainer.resume_from_path",
         )
 
 
@@ -217,7 +211,6 @@ def _no_directory(key: str, path: str) -> Finding:
         f"directory '{path}' does not exist",
         why="a path with a folder that exists, or with more than one /, is not looked up on the hub",
         fix=f"{key}=DIR that exists (current directory: {Path.cwd()}), or ORG/NAME of the hub",
-        where=key,
     )
 
 

@@ -73,14 +73,12 @@ def devices_present(config: AnyConfig, evidence: Evidence) -> Findings:
             f"{requested} workers need {workers * share:g} GPUs, but this machine has {gpus}",
             why="the last workers would wait for a device without end",
             fix=f"trainer.n_gpus_per_node={most}, {sharing}or ray.address=HOST:PORT of a larger cluster",
-            where="trainer.n_gpus_per_node",
         )
     elif not gpus and workers > evidence.machine.usable_cpus:
         yield warning(
             f"{requested} processes on {evidence.machine.usable_cpus} cores",
             why="processes that share cores are slower than fewer processes",
             fix=f"trainer.n_gpus_per_node={evidence.machine.usable_cpus}",
-            where="trainer.n_gpus_per_node",
         )
 
 
@@ -94,7 +92,6 @@ def ranks_have_their_own_gpu(config: AnyConfig) -> Findings:
             f"pool '{pools[0].name}' share a model",
             why="NCCL refuses two ranks on one GPU, and they would compete for its memory",
             fix="ray.device_fraction=1",
-            where="ray.device_fraction",
         )
 
 
@@ -108,7 +105,6 @@ def broadcast_between_separate_gpus(config: RLConfig) -> Findings:
             f"between_workers=broadcast, but ray.device_fraction={share:g} lets {int(1 / share)} workers have the same GPU",
             why="NCCL refuses two ranks on one GPU",
             fix=f"{key}=auto, or ray.device_fraction=1",
-            where=key,
         )
 
 
@@ -142,7 +138,6 @@ def rows_for_every_rank(config: RLConfig) -> Findings:
                 f"some get {most}, some {sequences // ranks}",
                 why=f"ranks with fewer sequences are idle {idle:.0%} of the time when lengths are equal",
                 fix=f"{key}={-(-prompts // step) * step}, and data.train_batch_size a multiple of it",
-                where=key,
             )
 
 
@@ -157,7 +152,6 @@ def offline_rows_for_every_rank(config: OfflineConfig) -> Findings:
             f"train_batch_size={rows} rows for {ranks} data-parallel ranks",
             why=f"{ranks - rows} ranks would have no row, and a pair is never split",
             fix=f"{key}={ranks}, or fewer ranks",
-            where=key,
         )
         return
     most = -(-rows // ranks)
@@ -168,7 +162,6 @@ def offline_rows_for_every_rank(config: OfflineConfig) -> Findings:
             f"some {rows // ranks}",
             why=f"ranks with fewer rows are idle {idle:.0%} of the time when lengths are equal",
             fix=f"{key}={most * ranks}",
-            where=key,
         )
 
 
@@ -219,7 +212,6 @@ def ray_answers(config: AnyConfig) -> Findings:
         yield error(
             f"ray.address={address} is neither auto nor HOST:PORT",
             fix="ray.address=HOST:6379, the address that `ray start --head` printed",
-            where="ray.address",
         )
     elif (problem := _connection_error(host, int(port))) is not None:
         yield error(
@@ -306,7 +298,6 @@ def tensor_parallel_divides(config: AnyConfig, evidence: Evidence) -> Findings:
             f"tensor_model_parallel_size={size}, but transformers has no tensor-parallel plan for {model.get('model_type')}",
             why="the plan defines how each matrix is sharded",
             fix=f"{key}=1",
-            where=key,
         )
         return
     heads = {"attention heads": model.get("num_attention_heads"), "key-value heads": model.get("num_key_value_heads")}
@@ -317,7 +308,6 @@ def tensor_parallel_divides(config: AnyConfig, evidence: Evidence) -> Findings:
             + " and ".join(f"{count} {kind}" for kind, count in counts.items()),
             why="every rank computes whole heads",
             fix=f"{key}=<one of {_divisors(gcd(*counts.values()))}>",
-            where=key,
         )
 
 
@@ -360,7 +350,6 @@ def pipeline_divides(config: AnyConfig, evidence: Evidence) -> Findings:
             f"router_replay.mode=R3 with {key}={stages}",
             why="the stages of strategy=fsdp2 choose their experts themselves",
             fix=f"actor_rollout_ref.actor.router_replay.mode=disabled, or {key}=1",
-            where="actor_rollout_ref.actor.router_replay.mode",
         )
 
 
@@ -377,14 +366,12 @@ def experts_divide(config: AnyConfig, evidence: Evidence) -> Findings:
             f"expert_parallel_size={size}, but a {model.get('model_type')} model has no experts",
             why="expert parallelism shards experts",
             fix=f"{key}=1",
-            where=key,
         )
     elif experts % size:
         yield error(
             f"expert_parallel_size={size} does not divide the model's {experts} experts",
             why="every rank holds the same number of whole experts",
             fix=f"{key}=<one of {_divisors(experts)}>",
-            where=key,
         )
 
 
@@ -400,7 +387,6 @@ def experts_can_be_followed(config: RLConfig, evidence: Evidence) -> Findings:
             f"router_replay.mode=R3, but a {model.get('model_type')} model has no experts",
             why="router replay follows the experts that the engine chose",
             fix=f"{key}=disabled",
-            where=key,
         )
     if rollout.name not in REPORT_EXPERTS:
         yield error(
@@ -421,7 +407,6 @@ def engines_fit_devices(config: RLConfig, evidence: Evidence) -> Findings:
             f"rollout.devices has {len(rollout.devices)} GPUs, and an engine takes {rollout.devices_per_engine}",
             why="the last GPUs would belong to no engine",
             fix=f"{key}=<a multiple of {rollout.devices_per_engine} GPUs>",
-            where=key,
         )
     heads = model.get("num_attention_heads") if model else None
     if heads and heads % rollout.tensor_model_parallel_size:
@@ -431,7 +416,6 @@ def engines_fit_devices(config: RLConfig, evidence: Evidence) -> Findings:
             "attention heads",
             why="every process of an engine computes whole heads",
             fix=f"{key}=<one of {_divisors(heads)}>",
-            where=key,
         )
 
 
@@ -446,14 +430,12 @@ def micro_batches_can_be_saved(config: RLConfig) -> Findings:
             f"{key}={steps}, but the actor has {processes} processes and strategy={strategy or 'null'}",
             why="each process holds a part of the weights and gradients; the oracle compares whole ones",
             fix=f"{key}=[], or a run in one process (trainer.runtime=local)",
-            where=key,
         )
     if steps and RunSpec(config).follows_engine_experts:
         yield error(
             f"{key}={steps}, but router_replay.mode=R3 follows the experts of the engine",
             why="the oracle computes the forward pass by itself, with experts of its own",
             fix=f"{key}=[], or actor_rollout_ref.actor.router_replay.mode=disabled",
-            where=key,
         )
     first = 1 + (trainer.critic_warmup if RunSpec(config).critic.value else 0)
     last = trainer.total_training_steps
@@ -463,7 +445,6 @@ def micro_batches_can_be_saved(config: RLConfig) -> Findings:
             f"{key} has {outside}, but the policy is updated in steps {first} to {last or 'the end'}",
             why="nothing would be saved for `hone oracle`",
             fix=f"{key}=[{', '.join(str(step) for step in steps if step not in outside) or first}]",
-            where=key,
         )
 
 
@@ -490,7 +471,6 @@ def megatron_supports_the_settings(config: AnyConfig) -> Findings:
         yield error(
             f"strategy={support.NAME} does not train reward models",
             why="their output layer has no place in Megatron's model",
-            where=strategy,
             fix=f"{strategy}=fsdp2",
         )
     obstacles = [(parallel.block_path, obstacle) for obstacle in support.parallel_obstacles(parallel)]

@@ -151,7 +151,6 @@ def long_runs_are_saved(config: AnyConfig, evidence: Evidence) -> Findings:
             f"{steps} steps, but trainer.save_freq=-1 saves only at the end",
             why="a run that is killed starts again from step 0",
             fix=f"trainer.save_freq={max(1, steps // 20)}",
-            where="trainer.save_freq",
         )
 
 
@@ -202,5 +201,4 @@ def profiled_steps_exist(config: AnyConfig) -> Findings:
             f"{key} has {outside}, but the steps are 1 to {last or 'the end'}",
             why="nothing is profiled for them",
             fix=f"{key}=[{', '.join(inside)}]",
-            where=key,
         )

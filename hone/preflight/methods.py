@@ -35,7 +35,6 @@ def groups_of_one(config: RLConfig) -> Findings:
             f"but actor_rollout_ref.rollout.n={n}",
             why=f"in a group of one: {chosen.group_of_one or 'there is nothing to compare with'}",
             fix="actor_rollout_ref.rollout.n=8 (4 to 16 are usual)",
-            where="actor_rollout_ref.rollout.n",
         )
 
 
@@ -49,14 +48,12 @@ def critic_matches_estimator(config: RLConfig) -> Findings:
             f"adv_estimator={name} needs values, but critic.enable=false",
             why="without a critic the advantages have no baseline",
             fix="critic.enable=true, or algorithm.adv_estimator=grpo",
-            where="critic.enable",
         )
     if not needs_values and enabled:
         yield warning(
             f"critic.enable=true, but adv_estimator={name} does not use a critic",
             why="the critic and its optimizer take memory and time without effect",
             fix="critic.enable=null, or algorithm.adv_estimator=gae",
-            where="critic.enable",
         )
 
 
@@ -69,7 +66,6 @@ def kl_twice(config: RLConfig) -> Findings:
             f"the KL penalty is applied twice: {coefficient:g} in the reward and {loss.kl_loss_coef:g} in the loss",
             why="the total penalty is larger than either coefficient",
             fix="algorithm.use_kl_in_reward=false or actor_rollout_ref.actor.use_kl_loss=false",
-            where="algorithm.use_kl_in_reward",
         )
 
 
@@ -85,7 +81,6 @@ def sampling(config: RLConfig) -> Findings:
             else "temperature=0 always takes the most likely token",
             why="reinforcement learning needs answers that differ",
             fix=f"{where}.temperature=1.0",
-            where=f"{where}.temperature",
         )
     if rollout.val_kwargs.n > 1 and rollout.val_kwargs.temperature == 0:
         yield error(
@@ -106,7 +101,6 @@ def sampling(config: RLConfig) -> Findings:
             f"training samples are drawn with constraint.kind={rollout.constraint.kind}",
             why="the trainer computes log-probs of the full distribution, so the ratio is biased where the constraint leaves few tokens",
             fix=f"{where}.constraint={{kind: null, text: null, file: null}}, unless every answer has to follow the format",
-            where=f"{where}.constraint",
         )
     keeps = RunSpec(config).keeps_support
     if names and not keeps.value:
@@ -181,20 +175,17 @@ def reward_components(config: RLConfig) -> Findings:
             f"adv_estimator={algorithm.adv_estimator} normalises each reward component, but algorithm.gdpo_reward_keys is not set",
             why="it needs the names of the components",
             fix="algorithm.gdpo_reward_keys=[acc,format], the terms that the reward function returns besides the score",
-            where="algorithm.gdpo_reward_keys",
         )
     elif weights is not None and len(weights) != len(keys):
         yield error(
             f"{len(weights)} weights for {len(keys)} reward components ({', '.join(keys)})",
             fix=f"algorithm.gdpo_reward_weights=[{','.join(['1.0'] * len(keys))}]",
-            where="algorithm.gdpo_reward_weights",
         )
     if algorithm.use_kl_in_reward:
         yield error(
             f"use_kl_in_reward=true, but adv_estimator={algorithm.adv_estimator} reads only the reward components",
             why="the KL penalty would have no effect",
             fix=f"algorithm.use_kl_in_reward=false {ACTOR}.use_kl_loss=true",
-            where="algorithm.use_kl_in_reward",
         )
 
 
@@ -239,7 +230,7 @@ def turns_can_be_forked(config: RLConfig) -> Findings:
     ]
     for holds, key, value, why in obstacles:
         if holds:
-            yield error(f"adv_estimator={name} cannot fork turns", why=why, fix=f"{key}={value}", where=key)
+            yield error(f"adv_estimator={name} cannot fork turns", why=why, fix=f"{key}={value}")
 
 
 @rule("R19")
@@ -254,7 +245,6 @@ def large_enough_groups(config: RLConfig) -> Findings:
             f"but actor_rollout_ref.rollout.n={n}",
             why="smaller groups have no advantage",
             fix=f"actor_rollout_ref.rollout.n={max(8, chosen.min_group)}",
-            where="actor_rollout_ref.rollout.n",
         )
     if config.algorithm.filter_groups.enable and n < 2 and "groups" not in chosen.needs:
         yield error(
@@ -304,7 +294,6 @@ def overlong_buffer(config: RLConfig) -> Findings:
             f"reward.overlong_buffer.len={overlong.len} tokens > data.max_response_length={longest}",
             why="even an empty response would be penalised",
             fix=f"reward.overlong_buffer.len={max(1, longest // 5)}",
-            where="reward.overlong_buffer.len",
         )
 
 
@@ -436,7 +425,6 @@ def preference_loss_options(config: PreferenceConfig) -> Findings:
                 f"{option}={value} is set, but loss.name={config.loss.name} does not have this option",
                 why="it would have no effect",
                 fix=f"loss.{option}=null, or loss.name={' or '.join(names)}",
-                where=f"loss.{option}",
             )
 
 
@@ -454,7 +442,6 @@ def reference_fits(config: PreferenceConfig) -> Findings:
                 f"a reference is configured, but loss.name={config.loss.name} does not use one",
                 why="the reference would not be loaded",
                 fix="ref.mode=auto ref.model_path=null, or loss.name=dpo",
-                where="ref.mode",
             )
         return
     lora = config.model.lora_rank > 0 or config.model.lora_adapter_path is not None
@@ -471,14 +458,12 @@ def reference_fits(config: PreferenceConfig) -> Findings:
             f"ref.mode=precompute, but loss.name={config.loss.name} needs reference log-probs of responses to other prompts",
             why="the pairing depends on the batch, so these log-probs cannot be precomputed",
             fix="ref.mode=copy, or ref.mode=adapter_off with LoRA",
-            where="ref.mode",
         )
     if "kl" in needs and config.data.train_batch_size < 2:
         yield error(
             f"loss.name={config.loss.name} with data.train_batch_size=1",
             why="it estimates a KL from responses after the prompts of other rows of the batch",
             fix="data.train_batch_size=64",
-            where="data.train_batch_size",
         )
 
 
@@ -508,13 +493,11 @@ def online_preference_loss(config: RLConfig) -> Findings:
         yield error(
             f"{block}.loss_mode={name} learns from labels, but a run makes pairs of answers",
             fix=f"{block}.loss_mode=dpo",
-            where=f"{block}.loss_mode",
         )
     if config.actor_rollout_ref.rollout.n < 2:
         yield error(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}, but a pair needs 2 answers",
             fix="actor_rollout_ref.rollout.n=8",
-            where="actor_rollout_ref.rollout.n",
         )
     correction = config.algorithm.rollout_correction
     claims = {
@@ -549,7 +532,6 @@ def reward_model_directory(config: RLConfig) -> Findings:
         yield error(
             f"reward.reward_model.enable=true, but {key} is not set",
             fix=f"{key}=DIR, for example RUN/checkpoints/step_N/actor of `hone reward-model`",
-            where=key,
         )
         return
     yield from weights(key, settings.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -102,17 +103,20 @@ def stages_have_gates_and_rows(config: RLConfig, evidence: Evidence) -> None:
 @rule("R43", Stage.FILES)
 def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Findings:
     """Every data source has a scorer."""
-    from hone.data import checks
-    from hone.rewards.scorers import SCORERS, scorer_for
-
     reward = config.reward
     if reward.scorer or reward.terms or reward.custom_reward_function.path or _needs_no_scorer(config):
         return
-    known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
     rows = [row for row in (*evidence.train_rows, *evidence.val_rows) if not _brings_reward(evidence, row)]
-    yield from checks.unknown_sources(
-        rows, config.data.reward_fn_key, lambda source: scorer_for(source) is not None, known
-    )
+    yield from unknown_sources(rows, config.data.reward_fn_key)
+
+
+def unknown_sources(rows: Sequence[Row], key: str) -> Findings:
+    """Yield a finding about the data sources that no built-in scorer scores."""
+    from hone.data import checks
+    from hone.rewards.scorers import SCORERS, scorer_for
+
+    known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
+    yield from checks.unknown_sources(rows, key, lambda source: scorer_for(source) is not None, known)
 
 
 @rule("R44", Stage.FILES)
@@ -140,7 +144,6 @@ def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Findings:
             f"the training files hold {rows} rows, fewer than data.train_batch_size={batch}: 0 steps per epoch",
             why="incomplete batches are dropped, so nothing would be trained",
             fix=f"data.train_batch_size={rows} or less, or more data",
-            where="data.train_batch_size",
         )
 
 
@@ -223,7 +226,6 @@ def frozen_tower_exists(config: AnyConfig, evidence: Evidence) -> Findings:
             f"{path}.freeze_vision_tower=true, but a model of type {kind} has no vision tower that Hone trains",
             why="nothing would be frozen",
             fix=f"{path}.freeze_vision_tower=false",
-            where=f"{path}.freeze_vision_tower",
         )
 
 
@@ -246,7 +248,6 @@ def _backend_limits(config: AnyConfig) -> Findings:
             f"rows have images, but {key('strategy')}={parallel.strategy} does not read them",
             why="only the backends local and fsdp2 have a vision tower",
             fix=f"{key('strategy')}=fsdp2",
-            where=key("strategy"),
         )
         return
     for name in _SIZES:
@@ -255,7 +256,6 @@ def _backend_limits(config: AnyConfig) -> Findings:
                 f"rows have images, but {key(name)}={size} divides a row over processes, which is not supported with images",
                 why="the tokens of an image would be computed without its pixels",
                 fix=f"{key(name)}=1: FSDP2 divides the parameters over the same processes",
-                where=key(name),
             )
 
 
@@ -276,7 +276,6 @@ def image_limits(config: AnyConfig, kind: str = "qwen3_vl") -> Findings:
                 "rows have images, but critics do not read them",
                 why="transformers has no value model of this kind",
                 fix="algorithm.adv_estimator=grpo, which needs no critic",
-                where="algorithm.adv_estimator",
             )
 
 
@@ -288,21 +287,18 @@ def _engine_limits(config: RLConfig, kind: str) -> Findings:
             f"rows have images, but the engine {rollout.name} does not get them",
             why=f"Hone sends images to {' and '.join(_ENGINES)} only",
             fix=f"{block}.name=native",
-            where=f"{block}.name",
         )
     elif rollout.name == "vllm" and not kind.startswith("qwen"):
         yield error(
             f"rows have images, but Hone does not send them to vLLM for a model of type {kind}",
             why="only Qwen-VL models were compared with the trainer there",
             fix=f"{block}.name=native",
-            where=f"{block}.name",
         )
     elif sends_adapter(config):
         yield error(
             f"rows have images, but {block}.merge_lora=false",
             why="vLLM takes no adapter of a vision tower",
             fix=f"{block}.merge_lora=true",
-            where=f"{block}.merge_lora",
         )
 
 

@@ -14,9 +14,11 @@ order of their registration. Importing a module of rules registers them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import logging
+import re
 import typing
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -86,12 +88,13 @@ def rule(code: str, stage: Stage = Stage.ARITHMETIC) -> Callable[[Registered], R
     return register
 
 
-def error(what: str, *, why: str = "", fix: str = "", where: str = "") -> Finding:
-    return Finding(ConfigError(what, why=why, fix=fix, where=where), stops=True)
+def error(what: str, *, why: str = "", fix: str = "", where: str = "", stops: bool = True) -> Finding:
+    """Return a finding that stops the run; ``where`` is by default the key with which ``fix`` begins."""
+    key = re.match(r"([\w.]+)=", fix)
+    return Finding(ConfigError(what, why=why, fix=fix, where=where or (key[1] if key else "")), stops)
 
 
-def warning(what: str, *, why: str = "", fix: str = "", where: str = "") -> Finding:
-    return Finding(ConfigError(what, why=why, fix=fix, where=where), stops=False)
+warning = functools.partial(error, stops=False)
 
 
 def error_of(check: Callable[..., object], *arguments: Any) -> Findings:

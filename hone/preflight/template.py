@@ -79,7 +79,6 @@ def an_epoch_has_steps_after_dropping(config: RLConfig, evidence: Evidence) -> F
             f"data.train_batch_size={batch}: 0 steps per epoch",
             why="incomplete batches are dropped, so nothing would be trained",
             fix=f"data.max_prompt_length={lengths.overlong[0]}, or data.train_batch_size={max(1, left)}",
-            where="data.max_prompt_length",
         )
 
 

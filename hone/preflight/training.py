@@ -48,7 +48,6 @@ def mini_batch_not_larger(config: RLConfig) -> Findings:
                 f"{key.rpartition('.')[2]}={size} prompts, but a step has data.train_batch_size={prompts}",
                 why="mini-batches are split from the batch of one step",
                 fix=f"{key}={prompts}",
-                where=key,
             )
 
 
@@ -62,7 +61,6 @@ def mini_batch_divides(config: RLConfig) -> Findings:
                 f"{key.rpartition('.')[2]}={size} does not divide data.train_batch_size={prompts}",
                 why=f"the last mini-batch would have {prompts % size} prompts, with more weight per prompt than in the others",
                 fix=f"{key}={nearest_divisor(prompts, size)}",
-                where=key,
             )
 
 
@@ -135,7 +133,6 @@ def token_budgets(config: RLConfig) -> Findings:
                 f"{key.rpartition('.')[2]}={budget} tokens < {_longest_keys(config)} = {longest}",
                 why="the longest sequence does not fit",
                 fix=f"{key}={2 * longest} or more, or shorter sequences",
-                where=key,
             )
 
 
@@ -148,7 +145,6 @@ def sft_token_budget(config: SFTConfig | PreferenceConfig | RewardModelConfig) -
             f"max_token_len_per_gpu={data.max_token_len_per_gpu} tokens < data.max_length={data.max_length}",
             why="the longest conversation does not fit",
             fix=f"data.max_token_len_per_gpu={2 * data.max_length} or more",
-            where="data.max_token_len_per_gpu",
         )
 
 
@@ -164,7 +160,6 @@ def steps_and_saving(config: AnyConfig) -> Findings:
             f"warm-up takes {warmup} steps, but trainer.total_training_steps={steps}",
             why="the learning rate would never reach lr",
             fix=f"{key}.lr_warmup_steps={max(0, steps // 10)}",
-            where=f"{key}.lr_warmup_steps",
         )
     decay = max(0, optim.lr_wsd_decay_steps) if optim.lr_scheduler_type == "wsd" else 0
     if steps is not None and warmup < steps < max(0, warmup) + decay:
@@ -173,7 +168,6 @@ def steps_and_saving(config: AnyConfig) -> Findings:
             f"warm-up takes {max(0, warmup)} steps and the decay {decay}, but trainer.total_training_steps={steps}",
             why="the decay would begin before the warm-up ends",
             fix=f"{key}.lr_wsd_decay_steps={steps - max(0, warmup)} or fewer",
-            where=f"{key}.lr_wsd_decay_steps",
         )
     if trainer.save_freq == 0:
         yield warning(
@@ -196,7 +190,6 @@ def reference_is_the_start(config: RLConfig) -> Findings:
             f"the reference has devices of its own, and there no adapter, but training starts from '{model.lora_adapter_path}'",
             why="the KL penalty would pull the policy back to the model before the adapter was trained",
             fix="actor_rollout_ref.ref.enable_resource_pool=false, or actor_rollout_ref.ref.adapter=off",
-            where="actor_rollout_ref.ref.enable_resource_pool",
         )
     base = read_json(Path(model.lora_adapter_path) / "adapter_config.json").get("base_model_name_or_path")
     if isinstance(base, str) and base and model.path and Path(base).name != Path(model.path).name:
@@ -218,7 +211,6 @@ def kl_in_its_usual_place(config: RLConfig) -> Findings:
             f"adv_estimator={name} usually has its KL penalty in the loss, but use_kl_in_reward=true",
             why="group normalisation divides the penalty by the standard deviation of the rewards",
             fix=f"algorithm.use_kl_in_reward=false {ACTOR}.use_kl_loss=true",
-            where="algorithm.use_kl_in_reward",
         )
     if usual == "reward" and actor.use_kl_loss and not config.algorithm.use_kl_in_reward:
         yield warning(
@@ -243,7 +235,6 @@ def engine_log_probs_match_the_update(config: RLConfig) -> Findings:
             f"token by token, and the update computes its log-probs for up to {actor.ppo_max_token_len_per_gpu} tokens at once",
             why="in bfloat16 the two differ by about 0.01 per token, and in float16 by an eighth of that, so the ratio of the on-policy update is not exactly 1",
             fix=f"{key}=false (the update computes the old log-probs), or {' '.join(f'{entry.key}=float32' for entry in rounded)}",
-            where=key,
         )
 
 
@@ -278,7 +269,6 @@ def reference_log_probs_match_the_policy(config: RLConfig) -> Findings:
             why="a GPU selects kernels by the shape of the micro-batch, which moves bfloat16 log-probs by up to 0.01: "
             "the KL divergence is not 0 at the first step, although both models are equal",
             fix=f"{_REF_BUDGET}=null (the actor's), or {ACTOR}.dtype=float32",
-            where=_REF_BUDGET,
         )
 
 
@@ -291,7 +281,6 @@ def budget_for_two_sequences(config: RLConfig) -> Findings:
             f"ppo_max_token_len_per_gpu={budget} tokens is less than two sequences of {longest}",
             why="most micro-batches would hold a single sequence, which is slow",
             fix=f"{ACTOR}.ppo_max_token_len_per_gpu={2 * longest} if memory allows",
-            where=f"{ACTOR}.ppo_max_token_len_per_gpu",
         )
 
 
@@ -306,7 +295,6 @@ def adapter_learning_rate(config: AnyConfig) -> Findings:
             f"LoRA with lr={optim.lr:g}, which is a learning rate for full fine-tuning",
             why="adapters need about 10 times as much; at this rate the reward hardly changes",
             fix=f"{key}={10 * optim.lr:g} or more (1e-5 to 1e-4 are usual)",
-            where=key,
         )
 
 
@@ -321,7 +309,6 @@ def reference_keeps_up(config: RLConfig) -> Findings:
             f"({actor} tokens)",
             why="a forward pass needs less memory than an update; small micro-batches only make it slow",
             fix=f"{_REF_BUDGET}={actor} or null",
-            where=_REF_BUDGET,
         )
 
 
@@ -348,7 +335,6 @@ def optimizer_settings(config: AnyConfig) -> Findings:
                 "an average of weights with ema_decay=1 never moves",
                 why="it would be the initial weights for ever",
                 fix=f"{key}.ema_decay=0.999, or null for no average",
-                where=f"{key}.ema_decay",
             )
 
 

@@ -92,7 +92,7 @@ def test_a_package_is_really_imported(tmp_path, monkeypatch):
 
 
 def test_the_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "diagnose", lambda: [Check("python", "ok", "3.12"), Check("x", "warning", "y", "do z")])
+    monkeypatch.setattr(doctor, "diagnose", lambda: [Check("python", "3.12"), Check("x", "y", "do z")])
     shown = run()
     assert shown.exit_code == 0 and "Fix: do z" in shown.output and "0 errors, 1 warnings" in shown.output
     as_json = json.loads(run("--json").output)
@@ -105,7 +105,7 @@ def test_the_command(monkeypatch, tmp_path):
     with_config = run("--json", "--preset", "grpo", "actor_rollout_ref.rollout.n=1", "data.train_files=nowhere.jsonl")
     assert with_config.exit_code == 2
     assert {"R19", "R42", "R08"} <= {finding["code"] for finding in json.loads(with_config.stdout)["findings"]}
-    monkeypatch.setattr(doctor, "diagnose", lambda: [Check("torch", "error", "no", "pip install torch")])
+    monkeypatch.setattr(doctor, "diagnose", lambda: [Check("torch", "no", "pip install torch", "error")])
     assert run().exit_code == 2
 
 
