@@ -13,8 +13,8 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hone.apps.lab.schedule.forecast import Forecast, forecast
-from hone.apps.lab.schedule.simulation import Schedule, Speed, Turn
+from hone.apps.lab.schedule import Forecast, forecast
+from hone.apps.lab.schedule import Schedule, Speed, Turn
 
 Length = Callable[[random.Random], int]
 """Draws the tokens of a response."""

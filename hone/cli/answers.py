@@ -73,8 +73,6 @@ def evaluate(
     from hone.trainers.evaluation import EvaluationRequest, report, run_evaluation
     from hone.training.export import find_actor
 
-    path, _, name = (reward or "").rpartition(":") if reward and ":" in reward else (reward, "", "")
-    custom = CustomRewardConfig(path=path or None, name=name or "compute_score")
     request = EvaluationRequest(
         model=model,
         files=data,
@@ -85,7 +83,7 @@ def evaluate(
         max_prompt_length=max_prompt_length,
         max_response_length=max_response_length,
         max_samples=max_samples,
-        reward=RewardConfig(custom_reward_function=custom),
+        reward=RewardConfig(custom_reward_function=CustomRewardConfig.named(reward)),
         seed=seed,
         dtype=dtype.value,
         episodes=episode_keys(find_actor(model), episodes or []),

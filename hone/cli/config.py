@@ -12,6 +12,18 @@ import typer
 
 from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset, Trust, new_group
 from hone.cli.output import print_json
+from hone.cli.programs import configured, local_config
+from hone.config import TREES, load_config
+from hone.config.check import yaml_value
+from hone.config.environment import written_tree
+from hone.config.layers import PRESETS, explained, preset_names
+from hone.config.load import differences, read_config
+from hone.config.migration import Outcome
+from hone.config.overrides import hydra_value
+from hone.config.trees import PRESET_KINDS
+from hone.errors import ConfigError, HoneError
+from hone.insight.redaction import redact_entry, redact_tree
+from hone.insight.run_files import disk_errors
 
 if TYPE_CHECKING:
     from hone.apps.verl.importing import Translation
@@ -50,14 +62,15 @@ def import_(
     Prints the configuration as YAML, with the differences as comments. Exit code 0 when every line was translated or reported,
     2 when some were not understood.
     """
-
     translation = _translate(sources, argument or [], launch, _variables(variables or []))
     _leave_out_effectless(translation)
     if as_json:
         print_json(_as_json(translation))
     text = "".join(f"# {line}".rstrip() + "\n" for line in _report(translation)) + "\n" + _yaml(translation.tree())
     if out is not None:
-        _write(out, text)
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text, encoding="utf-8")
         typer.echo(
             f"{out}: {len(translation.values)} keys; hone config check --config-path {out.parent} --config-name {out.stem}"
         )
@@ -70,8 +83,6 @@ def import_(
 
 
 def _variables(lines: list[str]) -> dict[str, str]:
-    from hone.errors import ConfigError
-
     for line in lines:
         if not re.match(r"[A-Za-z_]\w*=", line):
             raise ConfigError(f"'{line}' is not NAME=VALUE", where="--set", fix="for example --set DEVICE=gpu")
@@ -81,7 +92,6 @@ def _variables(lines: list[str]) -> dict[str, str]:
 def _translate(sources: list[str], arguments: list[str], launch: int | None, variables: dict[str, str]) -> Translation:
     from hone.apps.verl.importing import import_overrides, import_script, import_yaml
     from hone.apps.verl.launch import Argument
-    from hone.errors import ConfigError, HoneError
 
     if sources == ["-"]:
         return import_script(
@@ -108,11 +118,9 @@ def _translate(sources: list[str], arguments: list[str], launch: int | None, var
 
 def _leave_out_effectless(translation: Translation) -> None:
     """Remove settings without effect in combination with the others: verl ignores them, Hone refuses them."""
-    from hone.config import TREES, load_config
-    from hone.errors import HoneError
     from hone.preflight.rules import RULES
 
-    overrides = [f"++{path}={_hydra(value)}" for path, value in translation.values.items()]
+    overrides = [f"++{path}={hydra_value(value)}" for path, value in translation.values.items()]
     try:
         config = load_config(TREES[translation.command], overrides)
     except HoneError:
@@ -125,9 +133,6 @@ def _leave_out_effectless(translation: Translation) -> None:
 
 def _report(translation: Translation) -> list[str]:
     """Return the differences as lines of text."""
-    from hone.config.check import yaml_value
-    from hone.config.migration import Outcome
-
     differences = (
         *(Outcome.UNSUPPORTED, Outcome.CHANGED, Outcome.RENAMED),
         *(Outcome.WITHOUT_EFFECT, Outcome.SETTLED, Outcome.FOREIGN),
@@ -156,8 +161,6 @@ def _report(translation: Translation) -> list[str]:
 
 
 def _reason(reading: Any) -> str:
-    from hone.config.check import yaml_value
-
     sets = ", ".join(f"{key}={yaml_value(value)}" for key, value in reading.sets.items())
     parts = [f"-> {sets}" if sets else "", reading.says, f"instead: {reading.instead}" if reading.instead else ""]
     return "; ".join(part for part in parts if part)
@@ -197,22 +200,6 @@ def _yaml(tree: dict[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(tree)).rstrip("\n") + "\n"
 
 
-def _hydra(value: Any) -> str:
-    from hone.config.overrides import hydra_value
-
-    return hydra_value(value)
-
-
-def _write(path: Path, text: str) -> None:
-    from hone.errors import ConfigError
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}", fix="--out FILE", where="--out") from error
-
-
 @app.command()
 def check(
     overrides: Overrides = None,
@@ -230,18 +217,10 @@ def check(
 
     Prints every finding, errors first. Exit code 0 when a run could start, 2 when not.
     """
-
-    from hone.cli.programs import local_config
-    from hone.config import TREES, load_config
     from hone.preflight import Stage, examine
 
     tree = TREES[kind.value]
-    if keys_only:
-        config = load_config(
-            tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
-        )
-    else:
-        config, _ = local_config(tree, overrides, preset, config_path, config_name)
+    config, _ = (configured if keys_only else local_config)(tree, overrides, preset, config_path, config_name)
     report = examine(config, (Stage.ARITHMETIC,) if keys_only else tuple(Stage))
     if as_json:
         print_json(report.as_json())
@@ -274,15 +253,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print the configuration that a run with these arguments would have."""
-    from hone.config import load_with_provenance
-    from hone.config.environment import written_tree
-    from hone.config.layers import explained
-    from hone.insight.redaction import redact_entry, redact_tree
     from hone.user_code import admit
 
-    config, provenance = load_with_provenance(
-        _tree(kind), overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
-    )
+    config, provenance = configured(TREES[kind.value], overrides, preset, config_path, config_name)
     if derived:
         if trust:
             admit(None)
@@ -300,13 +273,12 @@ def show(
     if as_json:
         print_json({path: {"value": v, "from": source} for path, (v, source) in rows.items()})
         return
-    width = max((len(f"{path}={_text(value)}") for path, (value, _) in rows.items()), default=0)
+    width = max((len(f"{path}={yaml_value(value)}") for path, (value, _) in rows.items()), default=0)
     for path, (value, source) in rows.items():
-        typer.echo(f"{f'{path}={_text(value)}':<{min(width, 70)}}  # {source}")
+        typer.echo(f"{f'{path}={yaml_value(value)}':<{min(width, 70)}}  # {source}")
 
 
 def _show_derived(config: Any, *, as_json: bool) -> None:
-
     from hone.config.specs import derived_lines
 
     lines = derived_lines(config)
@@ -325,7 +297,6 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Describe a key: its meaning, type, default and related keys."""
-
     from hone.apps.explain.key_search import answer
 
     words = " ".join(key)
@@ -345,11 +316,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show the keys in which two configurations differ. The exit code is 0 also when they differ."""
-
-    from hone.config.comparing import differences, read_config
-    from hone.insight.redaction import redact_entry
-
-    tree = _tree(kind)
+    tree = TREES[kind.value]
     changes = {
         path: (redact_entry(path, a), redact_entry(path, b))
         for path, (a, b) in differences(read_config(first, tree), read_config(second, tree)).items()
@@ -359,16 +326,15 @@ def diff(
     elif not changes:
         typer.echo("no difference")
     for path, (a, b) in {} if as_json else changes.items():
-        typer.echo(f"{path}: {_text(a)} -> {_text(b)}")
+        typer.echo(f"{path}: {yaml_value(a)} -> {yaml_value(b)}")
 
 
 @app.command("schema")
 def schema(kind: Of = Kind.train) -> None:
     """Print a JSON schema of the keys, for editors: completion and checks while a file is written."""
-
     from hone.config.schema import json_schema
 
-    print_json(json_schema(_tree(kind)))
+    print_json(json_schema(TREES[kind.value]))
 
 
 class Shell(StrEnum):
@@ -383,7 +349,7 @@ class Shell(StrEnum):
 def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish")]) -> None:
     """Print a script that completes commands, keys and values: source <(hone config completion bash)."""
     from hone.cli.main import COMMANDS
-    from hone.config.completion import completion_script
+    from hone.config.schema import completion_script
 
     typer.echo(completion_script(shell.value, COMMANDS), nl=False)
 
@@ -391,25 +357,10 @@ def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish")]
 @app.command("presets")
 def presets() -> None:
     """List the presets and what each one sets."""
-    from hone.config.layers import PRESETS, preset_names
-    from hone.config.trees import PRESET_KINDS
-
     for kind in Kind:
-        folder = PRESET_KINDS[_tree(kind)]
+        folder = PRESET_KINDS[TREES[kind.value]]
         for name in preset_names(folder):
             text = (PRESETS / folder / f"{name}.yaml").read_text(encoding="utf-8")
             head, _, body = text.partition("\n")
             typer.echo(f"hone {kind.value} --preset {name}: {head.removeprefix('# ')}\n")
             typer.echo("\n".join(f"    {line}" for line in body.strip().splitlines()) + "\n")
-
-
-def _tree(kind: Kind) -> Any:
-    from hone.config import TREES
-
-    return TREES[kind.value]
-
-
-def _text(value: object) -> str:
-    from hone.config.check import yaml_value
-
-    return yaml_value(value)

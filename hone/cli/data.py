@@ -9,6 +9,8 @@ import typer
 
 from hone.cli.options import Json, new_group
 from hone.cli.output import print_json
+from hone.errors import ConfigError, DataError
+from hone.insight.run_files import disk_errors
 
 if TYPE_CHECKING:
     from hone.preflight.dataset import DatasetReport
@@ -119,11 +121,9 @@ def check(
 
     Exit code 2 when a run would not start with these files.
     """
-
     from hone.apps.lab.data.html_report import html_report
     from hone.data.checks import read_gates
     from hone.data.overlong import check_policy
-    from hone.insight.run_files import disk_errors
     from hone.preflight.dataset import DatasetOptions, check_dataset
 
     check_policy(truncation)
@@ -173,9 +173,7 @@ def clean(
 
     Example: hone data clean train.jsonl --out clean.jsonl --rejected rejected.jsonl
     """
-
     from hone.apps.lab.data.cleaning import clean_files
-    from hone.insight.run_files import disk_errors
 
     with disk_errors(out):
         counts = clean_files(
@@ -197,7 +195,6 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """Print statistics of a dataset: rows, columns, data sources, forms, lengths, turns, roles, ground truths."""
-
     from hone.data.files import read_all
     from hone.data.statistics import statistics
 
@@ -234,7 +231,6 @@ def inspect(
     from hone.data.files import read_all
     from hone.data.row_images import RowImages
     from hone.data.tokenizer import load_tokenizer
-    from hone.errors import DataError
 
     rows = read_all(file)
     if row >= len(rows):
@@ -349,7 +345,6 @@ def template(
 
     from hone.agents.rendering.verdict import examine
     from hone.data.tokenizer import load_tokenizer, stop_tokens
-    from hone.errors import ConfigError
 
     form = "--kwargs '{\"enable_thinking\": false}'"
     try:

@@ -8,6 +8,8 @@ import typer
 
 from hone.cli.options import ConfigName, ConfigPath, Json, Overrides, Preset
 from hone.cli.output import print_json
+from hone.cli.programs import local_config
+from hone.config import RLConfig
 
 if TYPE_CHECKING:
     from hone.preflight import Report
@@ -27,12 +29,9 @@ def doctor(
     With key=value, a preset or a file, every rule is also run for that `hone train` configuration. Exit code 2 when there is an
     error. Example: hone doctor --preset grpo actor_rollout_ref.model.path=MODEL data.train_files=train.parquet
     """
-
     if rules:
         _print_rules(as_json)
         return
-    from hone.cli.programs import local_config
-    from hone.config import RLConfig
     from hone.preflight import examine
     from hone.preflight.doctor import ERROR, diagnose, worst
 

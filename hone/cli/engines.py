@@ -11,6 +11,7 @@ import typer
 
 from hone.cli.options import Json, new_group
 from hone.cli.output import new_console, new_table, print_json
+from hone.errors import ConfigError, GenerationError, ProcessError
 
 if TYPE_CHECKING:
     from hone.generation.remote import LaunchPlan
@@ -82,7 +83,6 @@ def check(
     log: Annotated[Path, typer.Option("--log", help="file for what the engine prints")] = Path("engine-check.log"),
 ) -> None:
     """Serve a small random model, replace its weights, and compare tokens and log-probs with transformers."""
-    from hone.errors import GenerationError
     from hone.generation.check import TOLERANCE, check_engine
     from hone.generation.environments import interpreter_of
 
@@ -143,7 +143,6 @@ def run_server(plan: LaunchPlan, options: Sequence[str]) -> None:
     import threading
     from dataclasses import replace
 
-    from hone.errors import ConfigError, ProcessError
     from hone.generation.remote import EngineProcess
     from hone.generation.remote.engine import TOKEN_VARIABLE
 
@@ -178,8 +177,6 @@ def _loopback(host: str) -> bool:
 
 def _parsed(options: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
-
-    from hone.errors import ConfigError
 
     for option in options:
         if "=" not in option:

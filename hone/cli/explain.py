@@ -9,6 +9,7 @@ import typer
 
 from hone.cli.options import Json, new_group
 from hone.cli.output import print_json
+from hone.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from hone.apps.explain.catalogue import Method, Recommendation
@@ -169,7 +170,6 @@ def _print_recommendation(chosen: Recommendation) -> None:
 
 def _check_kind(kind: str | None) -> None:
     from hone.apps.explain.catalogue import KINDS
-    from hone.errors import ConfigError, did_you_mean
 
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"unknown kind '{kind}'", where="--kind", fix=did_you_mean(kind, KINDS))
@@ -177,8 +177,6 @@ def _check_kind(kind: str | None) -> None:
 
 def _ask(question: str, kind: Callable[[str], Any], missing: list[str]) -> Any:
     """Prompt on the terminal; without an answer, raise an error about the options that are missing."""
-    from hone.errors import ConfigError
-
     try:
         return typer.prompt(question, type=kind, err=True)
     except typer.Abort:

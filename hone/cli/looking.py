@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hone.apps.lab.compare import find_run
 from hone.cli.options import RUNS, Json, Root, RunName, Trust, new_group
 from hone.cli.output import new_console, new_table, print_json
+from hone.errors import HoneError
 
 app = new_group("Import rollouts of other programs into the archive of rollouts, and export an archive as JSON lines.")
 
@@ -43,7 +45,6 @@ def export(
 
     Example: hone archive export runs/hone/demo --step 10 --out step_10.jsonl
     """
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.importers.jsonl import export_records
 
     folder = find_run(run, root).path / ("validation" if validation else "rollouts")
@@ -61,7 +62,6 @@ def audit(
 
     The exit code is 2 if a line was changed, removed or inserted.
     """
-    from hone.errors import HoneError
     from hone.insight.audit import read_audit
 
     calls: list[dict[str, Any]] = []

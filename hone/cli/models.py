@@ -10,6 +10,7 @@ import typer
 
 from hone.cli.options import Json, new_group
 from hone.cli.output import new_console, new_table, print_json
+from hone.errors import ConfigError, did_you_mean
 
 app = new_group("Bring a pretrained model to this machine.")
 
@@ -23,7 +24,6 @@ def get(
     ] = "auto",
 ) -> None:
     """Write a pretrained model as a Hugging Face directory. Example: hone models get smollm2-135m --out models/smollm2"""
-    from hone.errors import ConfigError, did_you_mean
     from hone.hub.get import SOURCES, get_model
 
     if source not in SOURCES:
@@ -41,7 +41,7 @@ def list_models(as_json: Json = False) -> None:
     """List the short names, with licence, size and source."""
     import dataclasses
 
-    from hone.hub.known_models import KNOWN_MODELS
+    from hone.hub.get import KNOWN_MODELS
 
     if as_json:
         print_json([dataclasses.asdict(model) for model in KNOWN_MODELS.values()])

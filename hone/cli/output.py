@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hone.errors import HoneError
+from hone.insight.run_files import disk_errors, jsonable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -43,8 +46,6 @@ def print_plain(console: Console, text: str, **style: Any) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as indented JSON; arrays and numbers that JSON lacks are converted."""
-    from hone.insight.run_files import jsonable
-
     typer.echo(json.dumps(jsonable(value), indent=2, ensure_ascii=False))
 
 
@@ -85,9 +86,7 @@ def print_chart(console: Console, metric: str, runs: Sequence[Run]) -> None:
 
 def draw_curves(png: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
     """Draw metrics of runs into a PNG."""
-    from hone.errors import HoneError
     from hone.insight.curves import draw_png, points
-    from hone.insight.run_files import disk_errors
 
     if not names:
         raise HoneError("the runs have no metrics to draw", fix="name metrics with --metrics", code="E-runs")

@@ -7,8 +7,12 @@ from typing import Annotated
 
 import typer
 
+from hone.apps.lab.compare import find_run
 from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset
 from hone.cli.output import new_console, print_json
+from hone.cli.programs import local_config
+from hone.config import TREES, RLConfig
+from hone.errors import ConfigError
 
 
 def plan(
@@ -40,13 +44,9 @@ def plan(
     made to fit, 2 when no key makes it fit. Example:
     hone plan --preset grpo --cluster 8xH100-80GB actor_rollout_ref.model.path=MODEL
     """
-
     if schedule is not None:
         _schedule(schedule, root, as_json=as_json)
         return
-    from hone.cli.programs import local_config
-    from hone.config import TREES, RLConfig
-    from hone.errors import ConfigError
     from hone.preflight.plan.devices import device_named, local_device, measured_scale, parse_cluster
     from hone.preflight.plan.plan import as_json as plain
     from hone.preflight.plan.plan import plan_of, render, search
@@ -78,9 +78,7 @@ def plan(
 def _schedule(name: str, root: Path, *, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from hone.apps.lab.compare import find_run
-    from hone.apps.lab.schedule.forecast import alternatives, back_test, table
-    from hone.apps.lab.schedule.measured import measured_run
+    from hone.apps.lab.schedule import alternatives, back_test, measured_run, table
 
     run = measured_run(find_run(name, root))
     predicted, recorded = back_test(run)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hone.apps.lab.compare import find_run
 from hone.cli.options import RUNS, Json, Root, RunName
 from hone.cli.output import new_console, new_table, number, print_json, print_plain
+from hone.errors import HoneError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,9 +31,7 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Show the time of a step by stage, what to change first, and the timeline of every process."""
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.profile import process_shares, profile_run, write_chrome_trace
-    from hone.errors import HoneError
     from hone.insight.timeline import read_timeline
 
     shown = find_run(run, root)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
+from hone.config import TREES, RLConfig, load_with_provenance
 
 if TYPE_CHECKING:
     from hone.config.preference import PreferenceConfig, RewardModelConfig
@@ -48,6 +49,19 @@ def announce(config: AnyConfig) -> None:
     typer.echo(f"dtype: {describe_dtype(config)}")
 
 
+def configured(
+    tree: type[Tree],
+    overrides: list[str] | None,
+    preset: str | None,
+    config_path: str | None,
+    config_name: str | None,
+) -> tuple[Tree, dict[str, str]]:
+    """Load the configuration, and the origin of each value that is not a default."""
+    return load_with_provenance(
+        tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
+    )
+
+
 def local_config(
     tree: type[Tree],  # root of the configuration
     overrides: list[str] | None,
@@ -58,12 +72,9 @@ def local_config(
     weights: bool = True,  # download weights, too
 ) -> tuple[Tree, Downloads]:
     """Load the configuration, and download what it names on the hub; also return a record of each download by key."""
-    from hone.config import load_with_provenance
     from hone.hub.resolve import resolve_names
 
-    config, _ = load_with_provenance(
-        tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
-    )
+    config, _ = configured(tree, overrides, preset, config_path, config_name)
     return config, resolve_names(config, weights=weights)
 
 
@@ -101,8 +112,6 @@ def train(
     hone train model.path=MODEL data.train_files=train.parquet
     trains by GRPO; algorithm.adv_estimator=rloo by RLOO, with the keys that belong to it.
     """
-    from hone.config import RLConfig
-
     config, downloads = checked_config(RLConfig, overrides, preset, config_path, config_name)
     if pilot:
         from hone.trainers.pilot import describe, pilot_findings, run_pilot
@@ -128,8 +137,6 @@ def _over_a_dataset(command: str, trainer: str, about: str) -> Callable[..., Non
         config_name: ConfigName = None,
         dry_run: DryRun = False,
     ) -> None:
-        from hone.config import TREES
-
         config, downloads = checked_config(TREES[command], overrides, preset, config_path, config_name)
         if not dry_run:
             raise typer.Exit(run_training(config, downloads, importlib.import_module(trainer).train))

@@ -10,6 +10,7 @@ import typer
 
 from hone.cli.options import ComputeDtype, Dtype, Json, new_group
 from hone.cli.output import new_console, new_table, print_json
+from hone.errors import ConfigError, HoneError
 
 if TYPE_CHECKING:
     from hone.apps.ops.gate import Verdict
@@ -38,8 +39,7 @@ def gate(
     Exit code 0: it passes all checks; 4: it does not. Example:
     hone gate runs/arith --suite gate.yaml --against released/model --output report.json
     """
-    from hone.apps.ops.gate import run_gate
-    from hone.apps.ops.suite import read_suite
+    from hone.apps.ops.gate import read_suite, run_gate
     from hone.insight.webhook import check_address
 
     console = new_console()
@@ -164,7 +164,6 @@ def show(
     ] = None,
 ) -> None:
     """Print where a release comes from, and what its gate measured, as JSON."""
-    from hone.errors import ConfigError
     from hone.training.releases import GATE, Shelf
 
     releases = Shelf(shelf)
@@ -203,7 +202,6 @@ def deploy(
 
     Example: hone release deploy releases/arith --server http://127.0.0.1:8000
     """
-    from hone.errors import ConfigError
     from hone.training.releases import Shelf
 
     release = Shelf(shelf).current
@@ -225,7 +223,6 @@ def _swap(server: str | None, token: str | None, number: int) -> None:
         return
     import asyncio
 
-    from hone.errors import HoneError
     from hone.rewards.http import JsonService, ServiceError
 
     async def ask() -> dict[str, Any]:

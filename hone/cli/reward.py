@@ -9,11 +9,12 @@ import typer
 
 from hone.cli.options import RUNS, Json, Root, new_group
 from hone.cli.output import new_console, new_table, print_json
+from hone.errors import Finding, RewardError
+from hone.insight.run_files import disk_errors
 
 if TYPE_CHECKING:
     from hone.apps.lab.rewards.comparison import Comparison
     from hone.config.reward import RewardConfig
-    from hone.errors import Finding
     from hone.rewards.bench import Bench
 
 app = new_group("List the built-in scorers; try rewards on answers of known quality.")
@@ -28,7 +29,6 @@ def list_scorers(
 
     Example: hone reward list code
     """
-
     from hone.rewards.scorers import SCORERS
 
     scorers = [SCORERS.get(name)] if name else [SCORERS.get(each) for each in SCORERS]
@@ -71,7 +71,6 @@ def test(
 
     from hone.apps.lab.rewards.bench_report import draw, forms, summary, trial_record
     from hone.data.prompts import scored_rows
-    from hone.insight.run_files import disk_errors
     from hone.rewards.bench import bench_findings, run_bench
 
     config = _config(reward, scorer, kwargs or [], timeout, workers)
@@ -127,7 +126,6 @@ def diff(
     import json
 
     from hone.apps.lab.rewards.comparison import STORED, compare, rescore_run
-    from hone.insight.run_files import disk_errors
 
     configs = [
         None if name == STORED else _config_of(name, settings, timeout, workers)
@@ -157,7 +155,6 @@ def _config(reward: str | None, scorer: str | None, settings: list[str], timeout
     import yaml
 
     from hone.config.reward import CustomRewardConfig, RewardConfig
-    from hone.errors import RewardError
 
     options = {}
     for setting in settings:
@@ -165,14 +162,13 @@ def _config(reward: str | None, scorer: str | None, settings: list[str], timeout
         if not sign:
             raise RewardError(f"'{setting}' has no value", where="--set", fix="--set name=value")
         options[name] = yaml.safe_load(value)
-    path, _, name = (reward or "").rpartition(":") if reward and ":" in reward else (reward, "", "")
-    custom = CustomRewardConfig(path=path or None, name=name or "compute_score")
-    if path:
+    custom = CustomRewardConfig.named(reward)
+    if reward:
         custom.reward_kwargs = options
     return RewardConfig(
         custom_reward_function=custom,
         scorer=scorer,
-        scorer_kwargs={} if path else options,
+        scorer_kwargs={} if reward else options,
         timeout=timeout,
         num_workers=workers,
     )

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hone.apps.lab.compare import Run, find_run, run_names
 from hone.cli.options import RUNS, Json, Root, RunName
 from hone.cli.output import new_console, new_table, print_json
+from hone.errors import HoneError
+from hone.insight.run_files import read_run
 
 if TYPE_CHECKING:
-    from hone.apps.lab.compare import Run
     from hone.apps.ops.retention import Surplus
     from hone.insight.replica_requests import ReplicaAnswer, ReplicaRequest
     from hone.insight.stop_requests import StopRequest
@@ -41,9 +43,6 @@ def stop(
 
     Examples: hone stop runs/hone/demo; hone stop --all --now --reason "the tool deletes files"
     """
-    from hone.apps.lab.compare import find_run, run_names
-    from hone.errors import HoneError
-    from hone.insight.run_files import read_run
     from hone.insight.stop_requests import StopRequest, clear_stop, send_stop
 
     if bool(runs) == every:
@@ -76,8 +75,6 @@ def stop(
 
 
 def _wait(paths: list[Path], request: StopRequest, seconds: float) -> None:
-    from hone.errors import HoneError
-    from hone.insight.run_files import read_run
     from hone.insight.run_lock import is_held
 
     deadline = time.monotonic() + seconds
@@ -119,8 +116,6 @@ def engines(
 
     Example: hone runs engines runs/hone/demo --replicas 2
     """
-    from hone.apps.lab.compare import find_run
-    from hone.errors import HoneError
     from hone.insight.replica_requests import ReplicaRequest, send_request, withdraw_request
 
     shown_run = find_run(run, root)
@@ -149,7 +144,6 @@ def engines(
 
 def _check_replicas(run: Run) -> None:
     from hone.config.engines import SERVED
-    from hone.errors import HoneError
 
     name, block = run.config.get("actor_rollout_ref.rollout.name"), "actor_rollout_ref.rollout"
     if run.status != "running":
@@ -214,10 +208,8 @@ def prune(
 
     Example: hone runs prune --keep-checkpoints 1 --keep-rollouts 30 --shelf releases/arith --delete
     """
-    from hone.apps.lab.compare import find_run, run_names
     from hone.apps.ops.retention import Rules, surplus_of
     from hone.apps.ops.retention import delete as delete_surplus
-    from hone.errors import HoneError
 
     if checkpoints is None and rollout_days is None:
         raise HoneError(

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hone.apps.lab.compare import find_run
 from hone.cli.options import RUNS, Json, Root, RunName
 from hone.cli.output import new_console, new_table, print_json, print_plain
+from hone.insight.run_files import disk_errors, read_alerts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,16 +21,12 @@ if TYPE_CHECKING:
 
 def alerts(run: RunName, root: Root = RUNS, as_json: Json = False) -> None:
     """List the alerts that a run gave while it trained."""
-    from hone.apps.lab.compare import find_run
-    from hone.insight.run_files import read_alerts
-
     path = find_run(run, root).path
     _show(path, read_alerts(path), as_json)
 
 
 def diagnose(run: RunName, root: Root = RUNS, as_json: Json = False) -> None:
     """Run all detectors over the metrics of a run, also of one that had none while it trained."""
-    from hone.apps.lab.compare import find_run
     from hone.insight.detectors.watch import diagnose_run
 
     wanted = find_run(run, root)
@@ -66,7 +64,6 @@ def samples(
 
     Example: hone runs samples runs/hone/demo --worst 3
     """
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.samples import SampleQuery, read_samples
     from hone.insight.records import trace
 
@@ -104,7 +101,6 @@ def coverage(
 
     Example: hone runs coverage runs/hone/demo --png coverage.png
     """
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.coverage.report import coverage_report
     from hone.insight.coverage.reading import read_coverage
 
@@ -113,7 +109,6 @@ def coverage(
     report = coverage_report(fates)
     if png is not None:
         from hone.apps.lab.coverage.picture import draw_coverage
-        from hone.insight.run_files import disk_errors
 
         with disk_errors(png):
             draw_coverage(png, fates, title=shown_run.name)
@@ -180,10 +175,8 @@ def triage(
 
     Example: hone runs triage runs/hone/demo --steps 3
     """
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.triage.report import markdown
     from hone.apps.lab.triage.report import triage as sorted_failures
-    from hone.insight.run_files import disk_errors
 
     folder = "validation" if validation else "rollouts"
     result = sorted_failures(find_run(run, root), folder=folder, steps=steps, step=step, per_task=per_task)

@@ -9,6 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hone.apps.lab.compare import (
+    Run,
+    Summary,
+    config_differences,
+    find_run,
+    flatten,
+    headline_metrics,
+    require_metrics,
+    run_names,
+    summarise,
+    whole_runs,
+)
 from hone.cli import run_control, run_records
 from hone.cli.options import RUNS, Json, Png, Root, RunName, new_group
 from hone.cli.output import (
@@ -22,11 +34,12 @@ from hone.cli.output import (
     print_json,
     print_plain,
 )
+from hone.errors import HoneError
+from hone.insight.run_files import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hone.apps.lab.compare import Run, Summary
     from hone.apps.lab.comparison.divergence import Bisection, Divergence
     from hone.apps.lab.confidence import ArmComparison
 
@@ -52,9 +65,6 @@ for _command in (
 @app.command("list")
 def list_runs(root: Root = RUNS, as_json: Json = False) -> None:
     """List the runs below a folder, oldest first."""
-    from hone.apps.lab.compare import run_names, whole_runs
-    from hone.errors import HoneError
-
     if not root.is_dir():
         raise HoneError(f"no folder '{root}'", fix="--root DIR with the run directories", code="E-runs")
     rows = [overview(run) for run in whole_runs(run_names(root))]
@@ -85,7 +95,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one run: status, main settings, metrics and curves."""
-    from hone.apps.lab.compare import find_run, headline_metrics, require_metrics, summarise
     from hone.insight.curves import points, sparkline
 
     shown_run = find_run(run, root)
@@ -190,10 +199,8 @@ def compare(
     Runs with equal configurations apart from the seed form an arm. Each arm is compared with the first, paired by seed and
     prompt.
     """
-    from hone.apps.lab.compare import config_differences, find_run, headline_metrics, require_metrics, summarise
     from hone.apps.lab.confidence import compare_arms
     from hone.apps.lab.run_scores import scores_in_common
-    from hone.errors import HoneError
 
     if len(runs) < 2:
         raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")
@@ -286,10 +293,8 @@ def bisect(
     Compared are, in this order: config, data, prompt order, tokens, log-probs, rewards, advantages, micro-batches, loss, weights.
     Steps without stored samples are compared by their metrics; trainer.rollout_dump_freq=1 stores all.
     """
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.comparison.divergence import bisect_runs
     from hone.apps.lab.run_traces import read_trace
-    from hone.errors import HoneError
 
     runs = [find_run(name, root) for name in (good, bad)]
     traces = [read_trace(run) for run in runs]
@@ -349,7 +354,6 @@ def note(
     root: Root = RUNS,
 ) -> None:
     """Add a note to a run; its sheet shows it."""
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.run_sheet import NOTES, add_note
 
     path = find_run(run, root).path
@@ -372,10 +376,8 @@ def sheet(
     import os
 
     from hone.apps.lab import run_sheet
-    from hone.apps.lab.compare import find_run, headline_metrics, require_metrics
     from hone.apps.lab.confidence import compare_pair
     from hone.apps.lab.run_scores import scores_in_common
-    from hone.insight.run_files import write_atomically
 
     shown = find_run(run, root)
     compared = find_run(base, root) if base else None
@@ -409,7 +411,6 @@ def _defaults(run: Run) -> dict[str, Any]:
     """Return the defaults of the tree that has the most keys of a run's configuration."""
     from omegaconf import OmegaConf
 
-    from hone.apps.lab.compare import flatten
     from hone.config.trees import TREES
 
     trees = [dict(flatten(OmegaConf.to_container(OmegaConf.structured(tree), resolve=True))) for tree in TREES.values()]

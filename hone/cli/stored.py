@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hone.apps.lab.compare import find_run
 from hone.cli.options import RUNS, Json, Root, RunName, Trust, new_group
 from hone.cli.output import new_console, new_table, print_json
+from hone.insight.run_files import disk_errors
 
 if TYPE_CHECKING:
     from hone.apps.lab.forks import ForkedEpisode
@@ -35,7 +37,6 @@ def replay(
 
     Exit code 0 if all are equal bit for bit, 1 if something differs. Example: hone replay demo --step 20 --from adv
     """
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.replay.replay import replay
     from hone.cli.runs import bisection_lines
 
@@ -71,7 +72,6 @@ def what_if(
 
     The first line is the run itself. Example: hone what-if demo --step 10 algorithm.adv_estimator=rloo
     """
-    from hone.apps.lab.compare import find_run
     from hone.apps.lab.replay.direction import WeightGradients
     from hone.apps.lab.replay.stored import load_step
     from hone.apps.lab.replay.what_if import every_method, what_if
@@ -88,7 +88,6 @@ def what_if(
 
 
 def _show(result: WhatIf, step: int) -> None:
-
     console = new_console()
     equal = "bit for bit equal to" if result.gap == 0 else f"up to {result.gap:.2g} apart from"
     console.print(f"step {step}: advantages computed again are {equal} those that the run used", highlight=False)
@@ -181,7 +180,6 @@ def fork(
 
     from hone.apps.lab.forks import ForkRequest
     from hone.apps.lab.forks import fork as play
-    from hone.insight.run_files import disk_errors
 
     request = ForkRequest(run, uid, root, turn, samples, step, index, model, content, temperature, seed)
     episode = play(request)

@@ -14,6 +14,11 @@ import typer
 
 from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset
 from hone.cli.output import new_console, new_table, number, print_json
+from hone.config.environment import written_leaves
+from hone.config.load import load_config
+from hone.config.trees import TREES
+from hone.errors import ConfigError, HoneError
+from hone.insight.run_files import RUN
 
 if TYPE_CHECKING:
     from hone.apps.lab.sweeps import SweepResult
@@ -35,7 +40,6 @@ class Trial:
     def finished(self) -> bool:
         """True if the run has ended with all its steps."""
         from hone.insight.run_directory import RunStatus, read_run
-        from hone.insight.run_files import RUN
 
         return (self.directory / RUN).exists() and read_run(self.directory).get("status") == RunStatus.FINISHED.value
 
@@ -52,8 +56,6 @@ def settings_of(program: str, directory: Path, overrides: Mapping[str, Any]) -> 
 
 def run_trial(trial: Trial) -> None:
     """Train a run to its end, its output in ``output.log`` of the run directory; a run that was cut off is resumed."""
-    from hone.errors import HoneError
-
     trial.directory.mkdir(parents=True, exist_ok=True)
     log = trial.directory / LOG
     with log.open("ab") as output:
@@ -152,7 +154,6 @@ def twins(
     """
     from hone.apps.lab import twins
     from hone.apps.lab.comparison.sequential import Outcome
-    from hone.errors import HoneError
 
     for file in (first, second):
         if not file.is_file():
@@ -183,17 +184,12 @@ def twins(
 
 
 def _config(program: Kind, file: Path, preset: str | None, overrides: list[str]) -> dict[str, Any]:
-    from hone.config.environment import written_leaves
-    from hone.config.load import load_config
-    from hone.config.trees import TREES
-
     tree = TREES[program.value]
     config = load_config(tree, overrides, preset=preset, config_path=file.parent, config_name=file.name)
     return dict(written_leaves(config))
 
 
 def _train(program: Kind, file: Path, preset: str | None, overrides: list[str], seed: int, directory: Path) -> None:
-
     keys = settings_of(program.value, directory, {"trainer.seed": seed})
     trial = Trial((program.value, *file_words(file, preset, [*overrides, *keys])), directory)
     if not trial.finished:
@@ -237,7 +233,6 @@ def sweep(
     """
     from hone.apps.lab.sweeps import draw_sweep, open_sweep, read_sweep
     from hone.config.sweeps import draw_trials, grid, parse_sweep
-    from hone.errors import ConfigError, HoneError
 
     fixed, axes = parse_sweep(overrides or [])
     if not axes:
@@ -269,9 +264,6 @@ def sweep(
 
 def _checked(program: Kind, line: Sequence[str], source: Mapping[str, str]) -> str:
     from hone.apps.lab.sweeps import config_hash
-    from hone.config.environment import written_leaves
-    from hone.config.load import load_config
-    from hone.config.trees import TREES
 
     config = load_config(
         TREES[program.value],
@@ -312,8 +304,6 @@ def _on_ray(jobs: Sequence[Trial], address: str | None, cpus: float, gpus: float
 
 def attempt(job: Trial) -> str:
     """Train a trial; return the error, empty for none."""
-    from hone.errors import HoneError
-
     try:
         run_trial(job)
     except HoneError as error:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.fields import block, choice, named, number
 from hone.config.model import OptimConfig
 from hone.config.parallel import ParallelConfig
-from hone.config.ray import OwnPoolConfig
+from hone.config.run import OwnPoolConfig
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
@@ -48,6 +47,19 @@ class RouterReplayConfig:
     log-probs are computed and trained, by the actor and the reference. Where engine and trainer round differently, the routers would
     choose others, and the log-probs would differ by more than rounding. disabled: every forward pass chooses for itself. Needs a
     mixture of experts and the engine native or vllm."""
+
+
+@dataclass
+class OnlinePreferenceConfig:
+    """Online preference optimisation: the best and the worst answer to each prompt are a training pair."""
+
+    loss_mode: str | None = named(None, "preference loss", instead="actor_rollout_ref.actor.preference_loss.beta")
+    """Preference loss on those pairs (dpo, ipo, hinge, robust, sppo, orpo, simpo or cpo); null trains on advantages with
+    policy_loss."""
+    beta: float | None = number(None, above=0)
+    """Its beta; null means the loss's default."""
+    margin: float = number(0.0, low=0)
+    """Least difference of rewards between best and worst; other groups give no pair."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.fields import block, choice, model_path, number
-from hone.config.ray import OwnPoolConfig
+from hone.config.run import OwnPoolConfig
 
 SAMPLED_MODES = ("k1", "abs", "k2", "k3")
 """Distances that are estimated from the sampled token."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.fields import block, choice, number, texts
-from hone.config.ray import OwnPoolConfig
+from hone.config.run import OwnPoolConfig
 
 SERVED = ("vllm", "sglang", "trtllm")
 """Engines that run as servers in a separate environment; :mod:`hone.generation.build` starts them."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hone.config.check import Provenance, complaints, place, raise_together, wrong_type
-from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation, unknown_key
-from hone.config.migration.reading import Outcome, key_in_tree, outcome_text, read_setting, unsupported
+from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation, leaf_of, unknown_key
+from hone.config.migration.reading import Outcome, outcome_text, read_setting, unsupported
 from hone.config.overrides import COMMAND_LINE, override_value
 from hone.errors import ConfigError
 
@@ -55,7 +55,7 @@ class Inspection:
         from hydra.core.override_parser.types import OverrideType
 
         path, value = override.key_or_group, override_value(override)
-        leaf = self._leaf_of(path)
+        leaf = leaf_of(path, self.schema)
         inside_mapping = leaf is not None and leaf.path != path
         if override.is_delete() and not inside_mapping:
             self.problems.append(self._undeletable(path, leaf))
@@ -83,7 +83,7 @@ class Inspection:
         if problem is not None:
             self.problems.append(problem)
             return
-        leaf = self._leaf_of(path)
+        leaf = leaf_of(path, self.schema)
         self.provenance[leaf.path if leaf else path] = origin
         self._written.pop(path, None)
         if path in self._keys and not _is_interpolation(value):
@@ -92,7 +92,7 @@ class Inspection:
     def _problem(self, path: str, value: Any, origin: str) -> ConfigError | None:
         if path in blocks(self.schema):
             return None if _is_interpolation(value) else self._block_as_value(path, value, origin)
-        leaf = self._leaf_of(path)
+        leaf = leaf_of(path, self.schema)
         if leaf is None:
             return self._unknown_or_foreign(path, value, origin)
         return None if leaf.path != path or self._fits(leaf, value) else wrong_type(leaf, value, origin)
@@ -110,16 +110,6 @@ class Inspection:
             fix="use Hone's key, or translate the whole file with `hone config import FILE`",
             code="R09",
         )
-
-    def _leaf_of(self, path: str) -> KeyDoc | None:
-        """Return the leaf at ``path``, or the mapping or list that ``path`` points into."""
-        if path in self._keys:
-            return self._keys[path]
-        while path := path.rpartition(".")[0]:
-            leaf = self._keys.get(path)
-            if leaf is not None:
-                return leaf if leaf.type == TYPE_WORDS[dict] or "a list" in leaf.type else None
-        return None
 
     def _fits(self, key: KeyDoc, value: Any) -> bool:
         """Return whether a value can be converted to the type of the key."""
@@ -179,7 +169,7 @@ def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[s
 
 def _holds_foreign_keys(path: str, tree: dict[Any, Any], schema: type) -> bool:
     """Return whether a mapping that the schema does not have contains keys of verl."""
-    if key_in_tree(path, schema) is not None:
+    if leaf_of(path, schema) is not None:
         return False
     return any(
         _holds_foreign_keys(f"{path}.{name}", value, schema)

@@ -37,6 +37,7 @@ class KeyDoc:
     doc: str
     allowed: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    hint: Any = None
 
     @property
     def last(self) -> str:
@@ -50,13 +51,25 @@ class KeyDoc:
 
 @functools.cache
 def documentation(cls: type) -> tuple[KeyDoc, ...]:
-    return tuple(_leaves(cls, cls(), ""))
+    return tuple(key for key in _keys(cls(), "") if not dataclasses.is_dataclass(key.default))
 
 
 @functools.cache
 def blocks(cls: type) -> dict[str, str]:
     """Return the inner nodes of the tree ``cls``: dotted path to documentation."""
-    return {path: " ".join(doc.split()) for path, doc in _blocks(cls(), "")}
+    inner = [key for key in _keys(cls(), "") if dataclasses.is_dataclass(key.default)]
+    return {key.path: " ".join((inspect.getdoc(key.hint) or key.doc).split()) for key in inner}
+
+
+def leaf_of(path: str, cls: type) -> KeyDoc | None:
+    """Return the leaf of the tree ``cls`` at a path, or the mapping or list that the path points into."""
+    keys = {key.path: key for key in documentation(cls)}
+    if path in keys:
+        return keys[path]
+    while path := path.rpartition(".")[0]:
+        if path in keys:
+            return keys[path] if keys[path].type == TYPE_WORDS[dict] or "a list" in keys[path].type else None
+    return None
 
 
 def leaf_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -69,31 +82,17 @@ def leaf_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{item.name}", value
 
 
-def _leaves(cls: type, instance: Any, prefix: str) -> Iterator[KeyDoc]:
-    docs, hints = field_docs(cls), typing.get_type_hints(cls)
+def _keys(instance: Any, prefix: str) -> Iterator[KeyDoc]:
+    """Yield all keys of a tree instance; a block has itself as its default, before the keys in it."""
+    docs, hints = field_docs(type(instance)), typing.get_type_hints(type(instance))
     for item in dataclasses.fields(instance):
-        value = getattr(instance, item.name)
+        path, value, hint = f"{prefix}{item.name}", getattr(instance, item.name), hints[item.name]
+        doc, metadata = " ".join(docs.get(item.name, "").split()), dict(item.metadata)
         if dataclasses.is_dataclass(value):
-            yield from _leaves(type(value), value, f"{prefix}{item.name}.")
-            continue
-        metadata = dict(item.metadata)
-        yield KeyDoc(
-            path=f"{prefix}{item.name}",
-            type=_type_words(hints[item.name], metadata),
-            default=value,
-            doc=" ".join(docs.get(item.name, "").split()),
-            allowed=_allowed_words(metadata),
-            metadata=metadata,
-        )
-
-
-def _blocks(instance: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    docs = field_docs(type(instance))
-    for item in dataclasses.fields(instance):
-        value = getattr(instance, item.name)
-        if dataclasses.is_dataclass(value):
-            yield f"{prefix}{item.name}", inspect.getdoc(type(value)) or docs.get(item.name, "")
-            yield from _blocks(value, f"{prefix}{item.name}.")
+            yield KeyDoc(path, "", value, doc, hint=type(value))
+            yield from _keys(value, f"{path}.")
+        else:
+            yield KeyDoc(path, _type_words(hint, metadata), value, doc, _allowed_words(metadata), metadata, hint)
 
 
 @functools.cache
@@ -120,13 +119,18 @@ def field_docs(cls: type) -> dict[str, str]:
 def _type_words(hint: Any, metadata: dict[str, Any]) -> str:
     if "texts" in metadata:
         return f"a {metadata['texts']} or a list of {metadata['texts']}s"
-    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    members = members_of(hint)
     words = [_plain_type(member) for member in members if member is not type(None)]
     if "names" in metadata:
         words = [f"the name of {article(metadata['names'])}"]
     if type(None) in members:
         words.append("null")
     return " or ".join(words)
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _plain_type(hint: Any) -> str:

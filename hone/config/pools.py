@@ -10,7 +10,7 @@ from functools import cached_property
 from hone.config.engines import SERVED
 from hone.config.parallel import ParallelConfig
 from hone.config.parallel_layout import Layout
-from hone.config.ray import OwnPoolConfig
+from hone.config.run import OwnPoolConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError

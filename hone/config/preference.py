@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hone.config.data import CustomDatasetConfig
 from hone.config.fields import block, choice, dataset_paths, model_path, named, number
-from hone.config.insight import InsightConfig
-from hone.config.model import ModelConfig, OptimConfig
-from hone.config.parallel import ParallelConfig
-from hone.config.preflight import PreflightConfig
-from hone.config.ray import RayConfig
+from hone.config.model import OptimConfig
+from hone.config.offline import OfflineData, OfflineTree
 from hone.config.run import RunConfig
 
 
 @dataclass
-class PreferenceDataConfig:
+class PreferenceDataConfig(OfflineData):
     """Preference data: pairs of responses to one prompt, or single responses with a label."""
 
     train_files: Any = dataset_paths()
     """Training files (parquet, json or jsonl): a path or a list. Required. A row holds chosen and rejected (messages,
     strings or token ids; with a prompt, or as whole conversations whose common beginning is the prompt), or a prompt,
     a completion and a label."""
-    val_files: Any = dataset_paths()
-    """Held-out files; null means no validation."""
     prompt_key: str = "prompt"
     """Column of the prompt: chat messages, a string, or token ids."""
     chosen_key: str = "chosen"
@@ -35,31 +29,9 @@ class PreferenceDataConfig:
     """Column of the response, in rows with a label."""
     label_key: str = "label"
     """Column of the label: true for a desirable response."""
-    tools_key: str = "tools"
-    """Column of the tools for the chat template, a list or its JSON text; optional."""
-    image_key: str = "images"
-    """Column of the images of a row, one or a list: content of a file, a path, a data: URL, or an object with one of them (bytes,
-    path, url). Each takes the place of a mark <image>, or of a part {"type": "image"}, in the messages. Models for images only."""
-    max_length: int = number(1024, low=1)
-    """Longest prompt and response together, in tokens."""
     truncation: str = choice("error", "error", "drop", "truncate")
     """Action for a longer one: error ends the run, drop removes the row (both sides of a pair), truncate removes the end of the
     response."""
-    train_batch_size: int = number(64, low=1)
-    """Rows (pairs, or labelled responses) per optimizer update."""
-    max_token_len_per_gpu: int = number(16384, low=1)
-    """Token budget of a packed micro-batch, at most 4608 on a CPU; a pair stays together and shares its prompt. Changes memory
-    and speed, never the result."""
-    train_max_samples: int = number(-1, low=-1)
-    """Use at most this many training rows; -1 means all."""
-    val_max_samples: int = number(-1, low=-1)
-    """Use at most this many validation rows; -1 means all."""
-    shuffle: bool = True
-    """Visit the rows in a new random order every epoch."""
-    custom_cls: CustomDatasetConfig = block(CustomDatasetConfig)
-    """A dataset class of the user."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments of the chat template."""
 
 
 @dataclass
@@ -100,31 +72,19 @@ class PreferenceLossConfig:
 
 
 @dataclass
-class PreferenceConfig(ParallelConfig):
+class PreferenceConfig(OfflineTree):
     """`hone prefer`: preference optimisation of a policy."""
 
     data: PreferenceDataConfig = block(PreferenceDataConfig)
     """Preference data."""
-    model: ModelConfig = block(ModelConfig)
-    """The policy's model."""
     ref: PreferenceRefConfig = block(PreferenceRefConfig)
     """The reference policy."""
     loss: PreferenceLossConfig = block(PreferenceLossConfig)
     """The loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer; the schedule advances once per update."""
-    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
-    """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
-    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used. float16 rounds
-    eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="prefer")
     """Life cycle."""
-    ray: RayConfig = block(RayConfig)
-    """Worker processes."""
-    preflight: PreflightConfig = block(PreflightConfig)
-    """Checks before the run."""
-    insight: InsightConfig = block(InsightConfig)
-    """Detectors that watch the run."""
 
 
 @dataclass
@@ -138,26 +98,12 @@ class RewardModelLossConfig:
 
 
 @dataclass
-class RewardModelConfig(ParallelConfig):
+class RewardModelConfig(OfflineTree):
     """`hone reward-model`: a scalar reward model from preference pairs."""
 
     data: PreferenceDataConfig = block(PreferenceDataConfig)
     """Preference pairs."""
-    model: ModelConfig = block(ModelConfig)
-    """The model to start from: a causal one, or a sequence-classification one with one label."""
     loss: RewardModelLossConfig = block(RewardModelLossConfig)
     """The loss."""
-    optim: OptimConfig = block(OptimConfig, lr=1e-5)
-    """Optimizer; the schedule advances once per update."""
-    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
-    """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
-    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used. float16 rounds
-    eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="reward_model")
     """Life cycle."""
-    ray: RayConfig = block(RayConfig)
-    """Worker processes."""
-    preflight: PreflightConfig = block(PreflightConfig)
-    """Checks before the run."""
-    insight: InsightConfig = block(InsightConfig)
-    """Detectors that watch the run."""

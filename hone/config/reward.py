@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.feedback import RewardModelUseConfig
-from hone.config.fields import block, choice, choices, named, number
+from hone.config.fields import block, choice, choices, model_path, named, number
+from hone.config.run import OwnPoolConfig
 
 
 @dataclass
@@ -77,6 +77,12 @@ class CustomRewardConfig:
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of every call."""
 
+    @classmethod
+    def named(cls, text: str | None) -> CustomRewardConfig:
+        """Return the function that ``FILE:NAME`` names (``compute_score`` without a name), or none."""
+        path, _, name = text.rpartition(":") if text and ":" in text else (text, "", "")
+        return cls(path=path or None, name=name or cls.name)
+
 
 @dataclass
 class OverlongBufferConfig:
@@ -115,6 +121,29 @@ class EpisodePricesConfig:
     """Reward that a thousand tokens cost, those of tool results and users included."""
     per_second: float = number(0.01, low=0)
     """Reward that a second costs, from the start of an episode to its end."""
+
+
+@dataclass
+class RewardModelUseConfig(OwnPoolConfig):
+    """A reward model: a scalar one, for example from `hone reward-model`, or a language model that writes judgements."""
+
+    enable: bool = False
+    """Score responses with a reward model."""
+    path: str | None = model_path()
+    """Directory of a sequence- or token-classification model with one label, and its tokenizer. With the policy's vocabulary it
+    reads the sampled tokens, else prompt and answer are rendered with its chat template. With kind=generative a causal language
+    model."""
+    kind: str = choice("discriminative", "discriminative", "generative")
+    """discriminative: the score is the output after the last token. generative: the model writes a judgement with the rubric of
+    reward.judge (prompt, max_score, temperature, max_tokens) in a separate native engine, and the score, 0 to 1, is read from
+    the text; a judgement without a score gives no verdict (reward.max_no_verdict_rate)."""
+    combine: str = choice("replace", "replace", "add")
+    """replace: the model's score is the reward, and the scorer of the data_source is logged as reward/rule/mean; add: the
+    two are added."""
+    coef: float = number(1.0, above=0)
+    """Factor of the model's score."""
+    max_token_len_per_gpu: int | None = number(None, low=1)
+    """Token budget of a micro-batch; null means the actor's. With kind=generative, of all answers judged at a time."""
 
 
 @dataclass

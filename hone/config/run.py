@@ -1,10 +1,11 @@
-"""The block ``trainer``: the life cycle of a run."""
+"""The blocks of a run's life: ``trainer``, ``ray``, ``preflight`` and ``insight``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from hone.config.fields import block, choice, frequency, number
+from hone.config.fields import block, choice, choices, frequency, number
 
 
 @dataclass
@@ -145,3 +146,78 @@ class TrainerConfig(RunConfig):
     archive has, 0 none."""
     log_val_generations: int = number(8, low=0)
     """Samples written to validation/ per validation."""
+
+
+@dataclass(kw_only=True)
+class OwnPoolConfig:
+    """A separate pool of devices for a role. Needs trainer.runtime=ray."""
+
+    enable_resource_pool: bool = False
+    """Run this role on separate devices instead of the actor's."""
+    nnodes: int = number(1, low=1)
+    """Nodes of the separate pool."""
+    n_gpus_per_node: int = number(1, low=1)
+    """Workers per node of the separate pool, one per device; on CPU: processes."""
+
+
+@dataclass
+class RayConfig:
+    """The Ray cluster and the start of its workers."""
+
+    address: str | None = None
+    """Cluster to connect to: auto (the one of this machine or job) or HOST:PORT; null starts a cluster for the duration of the
+    run."""
+    num_cpus: int | None = number(None, low=1)
+    """CPU count of a cluster started here; null means one per worker, and at least the cores of this machine. Workers are not
+    bound to CPUs."""
+    object_store_memory_gb: float | None = number(None, above=0)
+    """Shared memory for batches and weights in a cluster started here; null leaves it to Ray (30 % of the memory)."""
+    device_fraction: float = number(1.0, above=0, high=1)
+    """Share of a device (a GPU, or a CPU without GPUs) per worker; with 0.5 two workers share one."""
+    start_timeout: float = number(300.0, above=0)
+    """Time limit of placement and start of all workers in seconds."""
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment of the workers, such as {working_dir: ., pip: [math-verify]}."""
+    env_vars: dict[str, Any] = field(default_factory=dict)
+    """Environment variables of workers, by role: {reward_model: {CUDA_MODULE_LOADING: LAZY}}; "all" means every worker."""
+
+
+@dataclass
+class PreflightConfig:
+    """Checks before a run. All of them run, and all findings are shown together."""
+
+    allow: list[str] = field(default_factory=list)
+    """Codes of rules to silence, errors too, for example [R17,R47]. Each start logs how many findings were silenced; nothing else
+    silences a rule."""
+
+
+@dataclass
+class RLPreflightConfig(PreflightConfig):
+    """The checks before an RL run."""
+
+    reward_rows: int = number(20, low=0)
+    """Training rows for a trial of the reward (correct answers, garbage, an empty response) before the run starts; 0 skips
+    the trial."""
+
+
+DETECTORS = (
+    "zero_reward", "flat_reward", "zero_gradient", "ratio_explosion", "clip_fraction", "policy_kl", "reference_kl",
+    "entropy_collapse", "entropy_rise", "response_length", "gradient_spike", "engine_mismatch", "critic_lag",
+    "advantage_shift", "reward_hacking", "tool_calls", "slow_steps", "memory_growth",
+)  # fmt: skip
+"""Names of the detectors, see docs/detectors.md."""
+
+
+@dataclass
+class InsightConfig:
+    """Detectors that read the metrics of every step, and who hears of them."""
+
+    stop_on: list[str] = choices(*DETECTORS)
+    """Detectors whose alert ends the run after the step: it saves its state, exits with code 4, and the same command resumes it."""
+    ignore: list[str] = choices(*DETECTORS)
+    """Detectors that do not run."""
+    webhook: str | None = None
+    """Address that gets a POST of JSON for each alert and for an error that ends the run, with a `text` as Slack reads it; null sends
+    nothing. It is a secret: give it as ${oc.env:NAME}."""
+    notify_end: bool = False
+    """Also send the end of a run that finished or was interrupted."""

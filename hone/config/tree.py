@@ -18,13 +18,10 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.data import DataConfig
 from hone.config.distillation import DistillationConfig
 from hone.config.fields import block, choice, model_path, number
-from hone.config.insight import InsightConfig
 from hone.config.model import ModelConfig, OptimConfig
-from hone.config.preflight import RLPreflightConfig
-from hone.config.ray import OwnPoolConfig, RayConfig
 from hone.config.reward import RewardConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.run import TrainerConfig
+from hone.config.run import InsightConfig, OwnPoolConfig, RayConfig, RLPreflightConfig, TrainerConfig
 
 
 @dataclass

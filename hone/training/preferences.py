@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hone.algorithms import PreferenceLoss, best_worst_pairs, bradley_terry_loss, preference_losses
 from hone.algorithms.preference_losses import COUNTED_BY, pair_rows
-from hone.config.feedback import OnlinePreferenceConfig
+from hone.config.actor import OnlinePreferenceConfig
 from hone.config.preference import PreferenceConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged

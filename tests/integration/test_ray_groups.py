@@ -16,7 +16,7 @@ from hone.cluster.dispatch import RowGroups
 from hone.cluster.ray.connection import SETTINGS, connect
 from hone.cluster.ray.runtime import RayRuntime, check_versions
 from hone.config import RLConfig, load_config
-from hone.config.ray import RayConfig
+from hone.config.run import RayConfig
 from hone.errors import ConfigError
 
 pytestmark = pytest.mark.long("hone/cluster")

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.apps.ops.gate import lower_end, lower_end_of_difference
-from hone.apps.ops.suite import Bounds, read_suite
+from hone.apps.ops.gate import Bounds, lower_end, lower_end_of_difference, read_suite
 from hone.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from hone.apps.lab.compare import SEED, read_whole_run, training_differences, training_keys
 from hone.apps.lab.confidence import require_scores
 from hone.apps.lab.paired import Decision, Outcome, decide, forecast_pairs, pair_scores
-from hone.config.comparing import differences
+from hone.config.load import differences
 from hone.errors import HoneError
 from hone.insight.run_files import jsonable, write_atomically
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import AuthenticationError, RaySystemError
 
-from hone.config.ray import RayConfig
+from hone.config.run import RayConfig
 from hone.errors import ConfigError
 
 log = logging.getLogger("hone")

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from hone.cluster.ray.connection import connect
-from hone.config.ray import RayConfig
+from hone.config.run import RayConfig
 
 
 def run_tasks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
+from hone.config.keys import blocks, leaf_of
 from hone.config.migration.entries import Changed, Entry, Foreign, Refused, Renamed, Settled, Unsupported
 from hone.config.migration.table import TABLES, VALUES
 from hone.config.overrides import COMMAND_LINE, hydra_value, override_value, parse_overrides
@@ -51,7 +51,7 @@ def read_setting(key: str, value: Any, others: Mapping[str, Any], schema: type =
     A key of the tree is kept, unless :data:`VALUES` has another spelling of its value; other keys are looked up in
     :data:`TABLES`.
     """
-    key_doc = key_in_tree(key, schema)
+    key_doc = leaf_of(key, schema)
     if key_doc is not None and key_doc.path == key:
         return _read_known_key(key, value, others, schema)
     entry = TABLES[schema].find(key) if schema in TABLES else None
@@ -78,17 +78,6 @@ def read_by(entry: Entry, key: str, value: Any, others: Mapping[str, Any], schem
             return Reading(key, value, Outcome.UNSUPPORTED, says=f"not supported yet: {what}", instead=instead)
         case Foreign(reason):
             return Reading(key, value, Outcome.FOREIGN, says=reason)
-
-
-def key_in_tree(key: str, schema: type) -> KeyDoc | None:
-    """Return the key of the tree at a path, or the mapping that the path points into; None otherwise."""
-    keys = {leaf.path: leaf for leaf in documentation(schema)}
-    if key in keys:
-        return keys[key]
-    while key := key.rpartition(".")[0]:
-        if key in keys:
-            return keys[key] if keys[key].type == TYPE_WORDS[dict] else None
-    return None
 
 
 def _read_known_key(key: str, value: Any, others: Mapping[str, Any], schema: type) -> Reading:
@@ -143,7 +132,7 @@ def translate_overrides(overrides: Sequence[Override], schema: type) -> tuple[li
         if reading.outcome is Outcome.UNKNOWN:
             kept.append(override)
         elif reading.outcome is Outcome.KEPT:
-            key_doc = key_in_tree(key, schema)
+            key_doc = leaf_of(key, schema)
             added = override.type is OverrideType.ADD and key_doc is not None and key_doc.path == key
             kept += parse_overrides([line.removeprefix("+")])[0] if added else [override]
         elif reading.outcome is Outcome.UNSUPPORTED:

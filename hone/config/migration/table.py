@@ -33,6 +33,7 @@ _TRACES = "actor_rollout_ref.rollout.trace"
 _AGENT_WORKERS = 8  # verl's default of rollout.agent.num_workers
 _TEACHERS = "distillation.teacher_models."
 _KEEP: Any = object()
+Settings = dict[str, Any]  # keys of Hone, and their values
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Words:
     nearest: Any = _KEEP  # the value that a translated configuration gets instead
     set: Any = _KEEP  # the value that any other one becomes
 
-    def __call__(self, value: Any, others: Others) -> dict[str, Any]:
+    def __call__(self, value: Any, others: Others) -> Settings:
         """Return the keys to set. Raises Refused: the value is not supported."""
         for known, word in self.words.items():
             if _same(value, known):
@@ -72,7 +73,7 @@ def _among(value: Any, values: Iterable[Any]) -> bool:
     return values == "rest" or any(_same(value, known) for known in values)
 
 
-def _micro_batch(value: Any, others: Others) -> dict[str, Any]:
+def micro_batch(value: Any, others: Others) -> Settings:
     """A micro-batch over all devices becomes one per device."""
     if value is None:
         return {}
@@ -85,7 +86,7 @@ def _micro_batch(value: Any, others: Others) -> dict[str, Any]:
     return {key: max(1, value // max(1, sizes[1] * sizes[2]))}
 
 
-def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
+def ratio_cap(value: Any, others: Others) -> Settings:
     """Truncated importance sampling, as it was spelled before rollout correction."""
     if not isinstance(value, int | float) or value <= 0:
         return {}
@@ -93,14 +94,14 @@ def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
     return {f"{block}.rollout_is": "token", f"{block}.rollout_is_threshold": str(float(value))}
 
 
-def _contents(value: Any, others: Others) -> dict[str, Any]:
+def contents(value: Any, others: Others) -> Settings:
     unknown = set(value or []) - {"model", "optimizer", "extra", "hf_model"}
     if unknown:
         raise Refused(f"checkpoints with {', '.join(sorted(unknown))}", "leave it out")
     return {}
 
 
-def _correction_level(value: Any, others: Others) -> dict[str, Any]:
+def correction_level(value: Any, others: Others) -> Settings:
     """``rollout_is`` was a switch before it named the level."""
     if value in (None, False):
         return {}
@@ -108,16 +109,16 @@ def _correction_level(value: Any, others: Others) -> dict[str, Any]:
     return {"algorithm.rollout_correction.rollout_is": level}
 
 
-def _threshold(value: Any, others: Others) -> dict[str, Any]:
+def threshold(value: Any, others: Others) -> Settings:
     return {} if value is None else {"algorithm.rollout_correction.rollout_is_threshold": str(value)}
 
 
-def _batch(value: Any, others: Others) -> dict[str, Any]:
+def batch(value: Any, others: Others) -> Settings:
     """0 means as many prompts as the mini-batches between two weight syncs take, in asynchronous training."""
-    return _between_syncs(value, others) if value == 0 else {"data.train_batch_size": value}
+    return between_syncs(value, others) if value == 0 else {"data.train_batch_size": value}
 
 
-def _between_syncs(value: Any, others: Others) -> dict[str, Any]:
+def between_syncs(value: Any, others: Others) -> Settings:
     """Return the prompts of the mini-batches between two weight syncs, unless the batch has a size of its own."""
     if others.get("data.train_batch_size"):
         return {}
@@ -130,12 +131,12 @@ def _between_syncs(value: Any, others: Others) -> dict[str, Any]:
     return {"data.train_batch_size": math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 256}
 
 
-def _staleness(value: Any, others: Others) -> dict[str, Any]:
+def staleness(value: Any, others: Others) -> Settings:
     """Return the weight updates that a share of a batch may be old."""
     return {"trainer.async_training.max_staleness": math.ceil(value) if isinstance(value, (int, float)) else value}
 
 
-def _distillation(value: Any, others: Others) -> dict[str, Any]:
+def distillation(value: Any, others: Others) -> Settings:
     """Distillation with verl's defaults, on devices of its own if it has nodes."""
     block = "distillation.distillation_loss"
     if not value:
@@ -152,7 +153,7 @@ def _distillation(value: Any, others: Others) -> dict[str, Any]:
     return keys
 
 
-def _teacher(value: Any, others: Others) -> dict[str, Any]:
+def teacher(value: Any, others: Others) -> Settings:
     """The only teacher."""
     teachers = {others[key] for key in others if key.startswith(_TEACHERS) and key.endswith(".model_path")}
     if teachers - {value}:
@@ -160,7 +161,7 @@ def _teacher(value: Any, others: Others) -> dict[str, Any]:
     return {} if value is None else {"distillation.path": value}
 
 
-def _transport(value: Any, others: Others) -> dict[str, Any]:
+def transport(value: Any, others: Others) -> Settings:
     block = "actor_rollout_ref.rollout.checkpoint_engine"
     if value == "delta_sharded":
         return {f"{block}.backend": "auto", f"{block}.delta": True}
@@ -171,7 +172,7 @@ def _transport(value: Any, others: Others) -> dict[str, Any]:
     return {f"{block}.backend": "auto" if value == "naive" else value}
 
 
-def _trackers(value: Any, others: Others) -> dict[str, Any]:
+def trackers(value: Any, others: Others) -> Settings:
     """The trackers, without those that are always at work or do not exist here, and with the one that gets traces."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list):
@@ -187,20 +188,20 @@ def _trackers(value: Any, others: Others) -> dict[str, Any]:
     return {"trainer.logger": wanted}
 
 
-def _traces(value: Any, others: Others) -> dict[str, Any]:
+def traces(value: Any, others: Others) -> Settings:
     """The service of the traces is one of the trackers."""
     if value is None:
         return {}
     if value == "mlflow":
         named = others.get("trainer.logger", ["console"])
-        return _trackers([named] if isinstance(named, str) else named, {f"{_TRACES}.backend": "mlflow", **others})
+        return trackers([named] if isinstance(named, str) else named, {f"{_TRACES}.backend": "mlflow", **others})
     raise Refused(
         f"traces in {value}",
         "trainer.logger=[console,wandb] for tables of rollouts, or trainer.logger=[console,otel] for traces by OpenTelemetry",
     )
 
 
-def _traced_samples(value: Any, others: Others) -> dict[str, Any]:
+def traced_samples(value: Any, others: Others) -> Settings:
     """verl counts prompts of one worker; Hone counts the sequences of a step."""
     if others.get(f"{_TRACES}.backend") is None:
         return {}
@@ -213,7 +214,7 @@ def _traced_samples(value: Any, others: Others) -> dict[str, Any]:
     return {"trainer.log_rollout_samples": math.prod(sizes)}
 
 
-def _manager(value: Any, others: Others) -> dict[str, Any]:
+def manager(value: Any, others: Others) -> Settings:
     """``dapo`` penalizes length here; in verl it does so only with the overlong buffer enabled."""
     if value in ("naive", "batch", "prime"):
         return {"reward.reward_manager": value}
@@ -230,7 +231,7 @@ def _manager(value: Any, others: Others) -> dict[str, Any]:
     )
 
 
-def _same_length(value: Any, others: Others) -> dict[str, Any]:
+def same_length(value: Any, others: Others) -> Settings:
     limit = others.get("data.max_response_length")
     if value is None or limit is None or value == limit:
         return {}
@@ -240,7 +241,7 @@ def _same_length(value: Any, others: Others) -> dict[str, Any]:
     )
 
 
-def _resumed(value: Any, others: Others) -> dict[str, Any]:
+def resumed(value: Any, others: Others) -> Settings:
     return {} if value is None else {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": value}
 
 
@@ -248,14 +249,14 @@ _OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "muon": "Muon", "dist_muon": "
 _OWN_OPTIMIZERS = ("torchao.optim:AdamW8bit",)  # import paths that are names of Hone
 
 
-def _optimizer(value: Any, others: Others, *, block: str) -> dict[str, Any]:
+def _optimizer(value: Any, others: Others, *, block: str) -> Settings:
     """A class of another module than torch.optim has its import path."""
     name, module = _OPTIMIZERS.get(value, value), others.get(f"{block}.optimizer_impl") or "torch.optim"
     path = f"{module}:{name}"
     return {f"{block}.optimizer": name if module == "torch.optim" or path in _OWN_OPTIMIZERS else path}
 
 
-def _optimizer_module(value: Any, others: Others, *, block: str) -> dict[str, Any]:
+def _optimizer_module(value: Any, others: Others, *, block: str) -> Settings:
     """The module belongs to the optimizer; verl's default is AdamW."""
     if value in (None, "torch.optim") or f"{block}.optimizer" in others:
         return {}
@@ -265,42 +266,42 @@ def _optimizer_module(value: Any, others: Others, *, block: str) -> dict[str, An
 _OPTIMS = {"actor_": "actor_rollout_ref.actor.optim", "critic_": "critic.optim", "": "optim"}
 
 
-def _accumulated_batch(value: Any, others: Others) -> dict[str, Any]:
+def accumulated_batch(value: Any, others: Others) -> Settings:
     """The rows of an update on one device."""
     return _batch_of(value, others.get("gradient_accumulation_steps", 1))
 
 
-def _accumulation(value: Any, others: Others) -> dict[str, Any]:
+def accumulation(value: Any, others: Others) -> Settings:
     return _batch_of(others.get("per_device_train_batch_size", 8), value)
 
 
-def _batch_of(rows: Any, steps: Any) -> dict[str, Any]:
+def _batch_of(rows: Any, steps: Any) -> Settings:
     if not (isinstance(rows, int) and isinstance(steps, int)):
         raise Refused("a batch size that is not a number", "data.train_batch_size=N")
     return {"data.train_batch_size": rows * steps}
 
 
-def _whole_epochs(value: Any, others: Others) -> dict[str, Any]:
+def whole_epochs(value: Any, others: Others) -> Settings:
     if not isinstance(value, int | float) or value != int(value):
         raise Refused(f"{value} passes over the data", "trainer.total_training_steps=N", {"trainer.total_epochs": 1})
     return {"trainer.total_epochs": int(value)}
 
 
-def _lora_targets(value: Any, others: Others) -> dict[str, Any]:
+def lora_targets(value: Any, others: Others) -> Settings:
     names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
     return {"model.target_modules": "all-linear" if names == ["all"] else names}
 
 
-def _reported(value: Any, others: Others) -> dict[str, Any]:
+def reported(value: Any, others: Others) -> Settings:
     names = value if isinstance(value, list) else [value]
     if "all" in names:
         raise Refused(
             "all trackers that are installed", "trainer.logger=[console, NAME]", {"trainer.logger": ["console"]}
         )
-    return _trackers(["console", *(name for name in names if name not in (None, "none"))], others)
+    return trackers(["console", *(name for name in names if name not in (None, "none"))], others)
 
 
-def _gradient_checkpointing(value: Any, others: Others) -> dict[str, Any]:
+def gradient_checkpointing(value: Any, others: Others) -> Settings:
     return {
         "model.enable_gradient_checkpointing": value is not True
         if "disable_gradient_checkpointing" in others
@@ -308,32 +309,37 @@ def _gradient_checkpointing(value: Any, others: Others) -> dict[str, Any]:
     }
 
 
-BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
-    "micro_batch": _micro_batch,
-    "ratio_cap": _ratio_cap,
-    "contents": _contents,
-    "correction_level": _correction_level,
-    "threshold": _threshold,
-    "batch": _batch,
-    "between_syncs": _between_syncs,
-    "staleness": _staleness,
-    "distillation": _distillation,
-    "teacher": _teacher,
-    "transport": _transport,
-    "trackers": _trackers,
-    "traces": _traces,
-    "traced_samples": _traced_samples,
-    "manager": _manager,
-    "same_length": _same_length,
-    "resumed": _resumed,
+BY_NAME: dict[str, Callable[[Any, Others], Settings]] = {
+    **{
+        conversion.__name__: conversion
+        for conversion in (
+            micro_batch,
+            ratio_cap,
+            contents,
+            correction_level,
+            threshold,
+            batch,
+            between_syncs,
+            staleness,
+            distillation,
+            teacher,
+            transport,
+            trackers,
+            traces,
+            traced_samples,
+            manager,
+            same_length,
+            resumed,
+            accumulated_batch,
+            accumulation,
+            whole_epochs,
+            lora_targets,
+            reported,
+            gradient_checkpointing,
+        )
+    },
     **{f"{role}optimizer": partial(_optimizer, block=block) for role, block in _OPTIMS.items()},
     **{f"{role}optimizer_module": partial(_optimizer_module, block=block) for role, block in _OPTIMS.items()},
-    "accumulated_batch": _accumulated_batch,
-    "accumulation": _accumulation,
-    "whole_epochs": _whole_epochs,
-    "lora_targets": _lora_targets,
-    "reported": _reported,
-    "gradient_checkpointing": _gradient_checkpointing,
 }
 """Conversions that the tables refer to."""
 
@@ -367,7 +373,7 @@ def _entry(kind: str, row: Mapping[str, Any]) -> Entry:
     return Changed(row["says"], _conversion(row, to[0] if to else ""), to)
 
 
-def _conversion(row: Mapping[str, Any], path: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
+def _conversion(row: Mapping[str, Any], path: str) -> Callable[[Any, Others], Settings]:
     if "by" in row:
         return BY_NAME[row["by"]]
     rules = {name: value for name, value in row.items() if name not in ("keys", "says", "to")}

@@ -15,7 +15,8 @@ from support.examples import examples
 from support.launch_scripts import ARGUMENTS, SCRIPTS
 from support.patience import SOON
 
-from hone.apps.verl.launch import follow, launches, open_names, opened
+from hone.apps.verl.launch import launches, open_names, opened
+from hone.apps.verl.script import follow
 
 PROGRAMS = ("uv", "python3", "python", "torchrun", "ray", "srun", "docker", "scontrol", "sleep", "tee", "mkdir")
 STUB = """{name}() {{ {{ printf '%s\\1' {name} "$@"; printf '\\n'; }} >&3; [ {name} != tee ] || cat > /dev/null; }}

@@ -12,10 +12,9 @@ from pages.config import config_page
 from support.messages import raises
 
 from hone.config import RLConfig, SFTConfig, documentation, load_config
-from hone.config.keys import blocks
+from hone.config.keys import blocks, leaf_of
 from hone.config.migration import DEFAULTS, TABLES, VALUES, Outcome, read_setting
 from hone.config.migration.entries import OFF, Changed, Foreign, Renamed, Settled, Table, Unsupported, expand
-from hone.config.migration.reading import key_in_tree
 from hone.errors import ConfigError
 
 TREE_KEYS = {tree: {key.path: key for key in documentation(tree)} for tree in TABLES}
@@ -106,7 +105,7 @@ def test_other_names_lead_to_keys() -> None:
     for tree, path, entry in ENTRIES:
         targets = (entry.to,) if isinstance(entry, Renamed) else entry.to if isinstance(entry, Changed) else ()
         for target in targets:
-            assert key_in_tree(target.removesuffix(".*"), tree) is not None, (path, target)
+            assert leaf_of(target.removesuffix(".*"), tree) is not None, (path, target)
     assert all(set(VALUES[tree]) <= set(TREE_KEYS[tree]) for tree in TABLES)
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from hone.errors import HoneError
 from hone.hub.download import HubName, parse_hub_name
-from hone.hub.get import get_model
-from hone.hub.known_models import KNOWN_MODELS
+from hone.hub.get import KNOWN_MODELS, get_model
 from hone.hub.resolve import find_splits
 
 

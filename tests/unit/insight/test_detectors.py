@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pages.detectors import detectors_page
 from support.archives import archive
 
-from hone.config.insight import DETECTORS as NAMES
 from hone.config.keys import documentation
+from hone.config.run import DETECTORS as NAMES
 from hone.config.trees import TREES
 from hone.insight.detectors import DETECTORS
 from hone.insight.detectors.base import Alert, Cause, Detector, Symptom

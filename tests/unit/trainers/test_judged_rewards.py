@@ -13,8 +13,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from hone.apps.lab.data.inspection import train_tokenizer
 from hone.cluster.context import WorkerContext
 from hone.cluster.reward_model import RewardModelWorker
-from hone.config.feedback import RewardModelUseConfig
-from hone.config.reward import RewardConfig
+from hone.config.reward import RewardConfig, RewardModelUseConfig
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import render_prompt

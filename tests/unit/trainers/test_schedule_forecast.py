@@ -18,10 +18,9 @@ from support.schedule.simulation import Schedule, Simulation
 from support.schedule.workload import Plan, Turn, Workload
 from typer.testing import CliRunner
 
+from hone.apps.lab import schedule as simulation
 from hone.apps.lab.compare import Run
-from hone.apps.lab.schedule import simulation
-from hone.apps.lab.schedule.forecast import alternatives, back_test, forecast
-from hone.apps.lab.schedule.measured import measured_run
+from hone.apps.lab.schedule import alternatives, back_test, forecast, measured_run
 from hone.cli.main import app
 from hone.errors import HoneError
 

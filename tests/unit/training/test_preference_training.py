@@ -22,7 +22,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
 from hone.cluster.roles import ReferenceWorker
-from hone.config.feedback import OnlinePreferenceConfig
+from hone.config.actor import OnlinePreferenceConfig
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preference import PreferenceConfig
 from hone.config.tree import RLConfig

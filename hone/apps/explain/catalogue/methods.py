@@ -233,7 +233,7 @@ def blocks() -> dict[str, dict[str, Block]]:
 def _block(
     kind: str, name: str, *, cost: Mapping[str, Any] | None = None, function: str | None = None, **facts: Any
 ) -> Block:
-    compute = getattr(algorithms, function) if function else None
+    compute: Any = getattr(algorithms, function) if function else None
     if kind in _CHOSEN_BY:
         argument, select = _CHOSEN_BY[kind]
         compute, facts["select"] = functools.partial(compute, **{argument: name}), select.format(name)

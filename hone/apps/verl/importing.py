@@ -1,5 +1,7 @@
-"""Translation of a run of verl from a launch script, a YAML file, or override lines: settings one by one, then defaults.
+"""Translating a run of verl (a launch script, a YAML file, or override lines) into a configuration of Hone.
 
+Nothing is executed. Every setting is translated with the table of :mod:`hone.config.migration`. Outcome and reason are stored
+with it, so that the result can report the differences line by line.
 Defaults of verl that differ from Hone's become explicit settings, so that a translation means the same.
 """
 
@@ -7,30 +9,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hone.apps.verl.importing.translation import Line, Translation
 from hone.apps.verl.launch import (
     ALWAYS_SET,
     UNDECIDED,
     Argument,
     End,
     Launch,
-    Trace,
     Trouble,
-    follow,
     launches,
     open_names,
     opened,
     other_programs,
     shown,
 )
+from hone.apps.verl.script import Trace, follow
 from hone.config.check import yaml_value
-from hone.config.keys import blocks, documentation, nearest_keys
+from hone.config.keys import blocks, documentation, leaf_of, nearest_keys
 from hone.config.migration import DEFAULTS, LLAMA_FACTORY, TABLES, Outcome, Reading, read_by, read_setting
 from hone.config.migration.entries import Foreign, Unsupported
-from hone.config.migration.reading import key_in_tree
 from hone.config.overrides import override_value, parse_overrides
 from hone.config.sft import SFTConfig
 from hone.config.trees import TREES
@@ -175,7 +175,7 @@ def _without_tilde(text: str) -> str:
 
 
 def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
-    whole = key_in_tree(path, schema) is not None or isinstance(TABLES[schema].find(path), Foreign | Unsupported)
+    whole = leaf_of(path, schema) is not None or isinstance(TABLES[schema].find(path), Foreign | Unsupported)
     if isinstance(value, dict) and value and not whole:
         for name, item in value.items():
             yield from _spread(f"{path}.{name}", item, schema)
@@ -184,13 +184,13 @@ def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
 
 
 def _removal(key: str, schema: type) -> Reading:
-    known = key_in_tree(key, schema) is not None or key in blocks(schema) or TABLES[schema].find(key) is not None
+    known = leaf_of(key, schema) is not None or key in blocks(schema) or TABLES[schema].find(key) is not None
     return Reading(key, None, Outcome.SETTLED if known else Outcome.UNKNOWN, says="left at its default")
 
 
 def _typed(path: str, value: Any, schema: type) -> Any:
     """Return the value; a number from an environment variable gets the key's default as fallback."""
-    key = key_in_tree(path, schema)
+    key = leaf_of(path, schema)
     if key is None or not isinstance(value, str) or "string" in key.type or "path" in key.type:
         return value
     return re.sub(r"\$\{oc\.env:(\w+),\1\}", lambda m: f"${{oc.env:{m[1]},{yaml_value(key.default)}}}", value)
@@ -438,3 +438,61 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> list[Argument]:
         elif name != "_target_":
             lines.append(Argument(f"{path}={yaml_value(value)}", 0))
     return lines
+
+
+@dataclass(frozen=True)
+class Line:
+    """A setting with its line number and its outcome."""
+
+    number: int
+    text: str
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A value that the translation needs and no line sets."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Translation:
+    """A translated run of verl or LLaMA-Factory."""
+
+    command: str = "train"  # command of the configuration: train or sft
+    lines: list[Line] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)  # key to value, in Hone's tree
+    additions: list[Addition] = field(default_factory=list)  # values that no line sets
+    not_understood: list[Trouble] = field(default_factory=list)  # lines that could not be translated
+    remarks: list[Trouble] = field(default_factory=list)
+    # names of variables that the launch sets for itself; they are not part of a configuration
+    environment: tuple[str, ...] = ()
+
+    def leave_out(self, key: str, why: str) -> None:
+        """Remove a value without effect and its entries, and mark the lines that set it."""
+        gone = {path for path in self.values if path == key or path.startswith(f"{key}.")}
+        self.values = {path: value for path, value in self.values.items() if path not in gone}
+        self.additions = [addition for addition in self.additions if addition.key not in gone]
+        for at, line in enumerate(self.lines):
+            if gone & line.reading.sets.keys():
+                reported = Reading(line.reading.key, line.reading.value, Outcome.WITHOUT_EFFECT, says=why)
+                self.lines[at] = Line(line.number, line.text, reported)
+
+    def add(self, key: str, value: Any, why: str) -> None:
+        self.values[key] = value
+        self.additions.append(Addition(key, value, why))
+
+    def tree(self) -> dict[str, Any]:
+        """Return the values as nested mappings, in the order of the tree."""
+        order = {key.path: at for at, key in enumerate(documentation(TREES[self.command]))}
+        nested: dict[str, Any] = {}
+        for path in sorted(self.values, key=lambda path: order.get(path, len(order))):
+            *blocks, last = path.split(".")
+            inner = nested
+            for block in blocks:
+                inner = inner.setdefault(block, {})
+            inner[last] = self.values[path]
+        return nested

@@ -12,18 +12,25 @@ from dataclasses import dataclass, field
 
 from tree_sitter import Node
 
-from hone.apps.verl.launch.grammar import (
+from hone.apps.verl.launch import (
+    UNDECIDED,
+    Argument,
     End,
+    Started,
+    Trouble,
     between,
     faults,
     is_arithmetic,
+    is_open,
+    is_setting,
     line_of,
+    mark,
     names_around,
+    open_names,
     parse,
     text_of,
     words_of,
 )
-from hone.apps.verl.launch.words import UNDECIDED, Argument, Started, Trouble, is_open, is_setting, mark, open_names
 
 Part = tuple[list[str], bool]
 """Texts that a part of a word becomes, and whether they are split at blanks."""
