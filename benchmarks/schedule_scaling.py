@@ -13,8 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hone.apps.lab.schedule import Forecast, forecast
-from hone.apps.lab.schedule import Schedule, Speed, Turn
+from hone.apps.lab.schedule import Forecast, Schedule, Speed, Turn, forecast
 
 Length = Callable[[random.Random], int]
 """Draws the tokens of a response."""

@@ -121,7 +121,7 @@ def check(
 
     Exit code 2 when a run would not start with these files.
     """
-    from hone.apps.lab.data.html_report import html_report
+    from hone.apps.lab.data.inspection import html_report
     from hone.data.checks import read_gates
     from hone.data.overlong import check_policy
     from hone.preflight.dataset import DatasetOptions, check_dataset
@@ -173,7 +173,7 @@ def clean(
 
     Example: hone data clean train.jsonl --out clean.jsonl --rejected rejected.jsonl
     """
-    from hone.apps.lab.data.cleaning import clean_files
+    from hone.apps.lab.data.inspection import clean_files
 
     with disk_errors(out):
         counts = clean_files(

@@ -25,7 +25,7 @@ def import_source(
 
     Example: hone archive import outputs/rollouts --out runs/theirs
     """
-    from hone.apps.lab.imported_runs import import_rollouts
+    from hone.apps.lab.importers import import_rollouts
 
     result = import_rollouts(source, out, name)
     typer.echo(f"{out}: {sum(result.rows.values())} sequences of {len(result.rows)} steps ({result.format})")

@@ -18,8 +18,7 @@ from hone.insight.run_files import read_run
 
 if TYPE_CHECKING:
     from hone.apps.ops.retention import Surplus
-    from hone.insight.replica_requests import ReplicaAnswer, ReplicaRequest
-    from hone.insight.stop_requests import StopRequest
+    from hone.insight.stop_requests import ReplicaAnswer, ReplicaRequest, StopRequest
 
 
 def stop(
@@ -116,7 +115,7 @@ def engines(
 
     Example: hone runs engines runs/hone/demo --replicas 2
     """
-    from hone.insight.replica_requests import ReplicaRequest, send_request, withdraw_request
+    from hone.insight.stop_requests import ReplicaRequest, send_request, withdraw_request
 
     shown_run = find_run(run, root)
     _check_replicas(shown_run)
@@ -166,7 +165,7 @@ def _check_replicas(run: Run) -> None:
 
 
 def _wait_for(run: Path, request: ReplicaRequest, seconds: float) -> ReplicaAnswer | None:
-    from hone.insight.replica_requests import read_answer
+    from hone.insight.stop_requests import read_answer
 
     deadline = time.monotonic() + seconds
     while (answer := read_answer(run, request.key)) is None and time.monotonic() < deadline:

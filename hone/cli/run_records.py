@@ -101,14 +101,14 @@ def coverage(
 
     Example: hone runs coverage runs/hone/demo --png coverage.png
     """
-    from hone.apps.lab.coverage.report import coverage_report
-    from hone.insight.coverage.reading import read_coverage
+    from hone.apps.lab.coverage import coverage_report
+    from hone.insight.coverage import read_coverage
 
     shown_run = find_run(run, root)
     fates = read_coverage(shown_run.path)
     report = coverage_report(fates)
     if png is not None:
-        from hone.apps.lab.coverage.picture import draw_coverage
+        from hone.apps.lab.coverage import draw_coverage
 
         with disk_errors(png):
             draw_coverage(png, fates, title=shown_run.name)
@@ -175,8 +175,8 @@ def triage(
 
     Example: hone runs triage runs/hone/demo --steps 3
     """
-    from hone.apps.lab.triage.report import markdown
-    from hone.apps.lab.triage.report import triage as sorted_failures
+    from hone.apps.lab.triage import markdown
+    from hone.apps.lab.triage import triage as sorted_failures
 
     folder = "validation" if validation else "rollouts"
     result = sorted_failures(find_run(run, root), folder=folder, steps=steps, step=step, per_task=per_task)

@@ -40,8 +40,8 @@ from hone.insight.run_files import write_atomically
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hone.apps.lab.comparison.divergence import Bisection, Divergence
     from hone.apps.lab.confidence import ArmComparison
+    from hone.apps.lab.divergence import Bisection, Divergence
 
 
 app = new_group(
@@ -199,8 +199,7 @@ def compare(
     Runs with equal configurations apart from the seed form an arm. Each arm is compared with the first, paired by seed and
     prompt.
     """
-    from hone.apps.lab.confidence import compare_arms
-    from hone.apps.lab.run_scores import scores_in_common
+    from hone.apps.lab.confidence import compare_arms, scores_in_common
 
     if len(runs) < 2:
         raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")
@@ -293,8 +292,7 @@ def bisect(
     Compared are, in this order: config, data, prompt order, tokens, log-probs, rewards, advantages, micro-batches, loss, weights.
     Steps without stored samples are compared by their metrics; trainer.rollout_dump_freq=1 stores all.
     """
-    from hone.apps.lab.comparison.divergence import bisect_runs
-    from hone.apps.lab.run_traces import read_trace
+    from hone.apps.lab.divergence import bisect_runs, read_trace
 
     runs = [find_run(name, root) for name in (good, bad)]
     traces = [read_trace(run) for run in runs]
@@ -376,8 +374,7 @@ def sheet(
     import os
 
     from hone.apps.lab import run_sheet
-    from hone.apps.lab.confidence import compare_pair
-    from hone.apps.lab.run_scores import scores_in_common
+    from hone.apps.lab.confidence import compare_pair, scores_in_common
 
     shown = find_run(run, root)
     compared = find_run(base, root) if base else None

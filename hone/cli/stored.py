@@ -72,8 +72,7 @@ def what_if(
 
     The first line is the run itself. Example: hone what-if demo --step 10 algorithm.adv_estimator=rloo
     """
-    from hone.apps.lab.replay.direction import WeightGradients
-    from hone.apps.lab.replay.stored import load_step
+    from hone.apps.lab.replay.stored import WeightGradients, load_step
     from hone.apps.lab.replay.what_if import every_method, what_if
 
     stored = load_step(find_run(run, root).path, step)
@@ -127,9 +126,8 @@ def oracle(
     Each sequence is computed alone with eager attention in float64 on the CPU: layers, log-probs, loss, gradients. Needs about
     24 bytes of memory per parameter. Exit code 0 if the run agrees up to rounding, 1 if it diverges.
     """
-    from hone.apps.lab.oracle.checks import compare
-    from hone.apps.lab.oracle.report import as_json as plain
-    from hone.apps.lab.oracle.report import show
+    from hone.apps.lab.oracle import as_json as plain
+    from hone.apps.lab.oracle import compare, show
     from hone.training.microbatches import load_micro_batch
 
     result = compare(load_micro_batch(run, step))

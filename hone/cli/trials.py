@@ -153,7 +153,7 @@ def twins(
     after every pair. The same command continues after an interruption; finished runs are not repeated.
     """
     from hone.apps.lab import twins
-    from hone.apps.lab.comparison.sequential import Outcome
+    from hone.apps.lab.paired import Outcome
 
     for file in (first, second):
         if not file.is_file():

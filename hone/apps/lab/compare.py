@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import yaml
 
-from hone.config.comparing import differences
 from hone.config.environment import flatten
+from hone.config.load import differences
 from hone.errors import HoneError, did_you_mean
 from hone.insight.curves import points
 from hone.insight.run_files import CONFIG, RUN, read_metrics, read_run
