@@ -168,6 +168,9 @@ def test_what_is_no_number(text: str) -> None:
         ("1 1/2", r"\frac{3}{2}", True),
         ("", "x", False),
         ("0.333", "1/3", None),
+        ("$5.5", "\u20ac5.6", False),
+        ("$5.5", "$5.6", None),
+        (r"5.2\text{ kg}", r"5.3\text{ m}", False),
         ("x+1", "1+x", None),
     ],
 )

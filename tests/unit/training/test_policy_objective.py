@@ -17,13 +17,13 @@ from hone.config.correction import correction_settings
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError
-from hone.insight.invariants import MASKED_GRADIENT
+from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN
 from hone.insight.metrics import MetricStore, find_metric
 from hone.models.heads import PolicyHead
 from hone.trainers.step_metrics import declared_metrics
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.objectives import PolicyObjective
+from hone.training.objectives import PolicyObjective, ratio_to
 
 LOSSES = policy_losses.names()
 
@@ -162,3 +162,13 @@ def test_the_gradient_of_masked_tokens_is_measured() -> None:
     leaking = objective_of("vanilla")
     leaking.loss, leaking.options = Leaking(), {}  # type: ignore[assignment]
     assert largest_masked_gradient(leaking) == 1
+
+
+def test_how_far_the_policy_is_from_an_older_one() -> None:
+    now, old = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.75, -1.0]])
+    far = ratio_to(now, old, torch.tensor([[1.0, 1.0, 0.0]]))
+    assert {name: (float(value), tokens) for name, (value, tokens) in far.items()} == {
+        RATIO_MAX: (0.5, 2.0),
+        RATIO_MEAN: (0.375, 2.0),
+    }
+    assert ratio_to(now, old, torch.zeros(1, 3)) == {}
