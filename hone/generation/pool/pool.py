@@ -80,9 +80,9 @@ class Resizer:
             if last.leaving and not is_busy:
                 last.state = ReplicaState.CLOSING
                 await self._supervisor.end(last)
-                if len(self._replicas) > self.count:
+                if len(self._replicas) > self.count and self._replicas[-1] is last:
                     self._supervisor.forget(self._replicas.pop())
-                else:  # it was wanted again meanwhile
+                else:  # it was wanted again meanwhile, or others came after it and leave first
                     last.state = ReplicaState.STARTING
                     self._mark()
             else:

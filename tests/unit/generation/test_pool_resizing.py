@@ -191,6 +191,35 @@ def test_a_pool_that_closes_while_replicas_join_and_leave_leaves_none_running() 
     run(makers, 3, work)
 
 
+def test_a_replica_that_comes_and_goes_while_the_one_before_it_ends_is_closed() -> None:
+    """The surplus that was ended is taken out of the pool, not the one that came after it."""
+    closing, may_close = threading.Event(), threading.Event()
+
+    class SlowToClose(Fake):
+        def close(self) -> None:
+            if self.index == 1:
+                closing.set()
+                may_close.wait(SOON)
+            super().close()
+
+    class SlowMakers(Makers):
+        kind = SlowToClose
+
+    makers = SlowMakers()
+
+    async def work(pool: EnginePool) -> None:
+        pool.resize(1)
+        await until(closing.is_set)
+        pool.resize(3)
+        await until(lambda: any(fake.index == 2 for fake in makers.made))
+        pool.resize(1)
+        may_close.set()
+        await until(lambda: len(pool.replicas) == 1)
+        await until(lambda: [fake.index for fake in makers.made if not fake.closed] == [0])
+
+    run(makers, 2, work)
+
+
 def test_a_pool_has_at_least_one_replica() -> None:
     async def work(pool: EnginePool) -> None:
         with pytest.raises(ValueError, match="0"):
