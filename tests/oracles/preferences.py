@@ -1,4 +1,4 @@
-"""Preference losses, Bradley-Terry and PRIME's implicit reward again: plain Python, a pair at a time, from the papers."""
+"""Preference losses and Bradley-Terry again: plain Python, a pair at a time, from the papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every registered preference loss, Bradley-Terry and the implicit reward: oracle, gradients, invariances."""
+"""Every registered preference loss and Bradley-Terry: oracle, gradients, invariances."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_kto_kl_equals_the_oracle(case: Case) -> None:
     assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-12) and not got.requires_grad
 
 
-# -------------------------------------------------------------------------------------- Bradley-Terry, implicit reward
+# ------------------------------------------------------------------------------------------------------ Bradley-Terry
 
 
 @quick
