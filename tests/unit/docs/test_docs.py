@@ -48,6 +48,8 @@ PAGES = sorted(
     if not TRANSLATED.search(path.name)
 )
 WRITTEN = [page for page in PAGES if Path(page).name not in GENERATED]
+PACKAGED = re.compile(f"({'|'.join(path.parent.name for path in ROOT.glob('hone/*/__init__.py'))})/[\\w./]+\\.py")
+"""A module as pages name it without ``hone/``."""
 FENCE = re.compile(
     r"(?:^<!-- not run by tests: (?P<reason>[^\n]+) -->\n)?(?:^<!-- tests add to hone train: (?P<added>[^\n]+) -->\n)?"
     r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$",
@@ -426,6 +428,8 @@ def test_files_of_the_project_named_in_the_text_exist(page: str) -> None:
         name = word.rstrip(",.;:")
         if re.fullmatch(r"(hone|tests|docs|examples|scripts|benchmarks)/[\w./-]+", name):
             assert (ROOT / name).exists(), f"{page}: there is no {name}"
+        if PACKAGED.fullmatch(name):
+            assert (ROOT / "hone" / name).exists(), f"{page}: there is no hone/{name}"
 
 
 @pytest.mark.parametrize("page", WRITTEN)

@@ -11,7 +11,7 @@ from support.coverage_runs import Drop, changed, invented
 from hone.apps.lab.coverage import Comparison, bias_words, compare_dropped
 from hone.insight.coverage import EQUAL_ANSWERS, EndedDraw
 
-pytestmark = pytest.mark.application("hone/insight/coverage", "hone/apps/lab")
+pytestmark = pytest.mark.application("hone/insight/coverage.py", "hone/apps/lab")
 
 
 def chance(share: float) -> Drop:
