@@ -79,9 +79,10 @@ def test_supports_are_kept_where_the_engine_reports_them():
 
 
 def test_tables_of_methods_are_those_of_the_registries():
-    assert set(ESTIMATOR_INPUTS) == set(advantage_estimators.names())
-    assert set(COMPARES_ACROSS_MINI_BATCH) == set(policy_losses.names())
-    assert set(PREFERENCE_LOSS_NEEDS) == set(preference_losses.names())
+    where = "hone/methods.py has a line for every built-in method"
+    assert set(ESTIMATOR_INPUTS) == set(advantage_estimators.names()), where
+    assert set(COMPARES_ACROSS_MINI_BATCH) == set(policy_losses.names()), where
+    assert set(PREFERENCE_LOSS_NEEDS) == set(preference_losses.names()), where
     for name, inputs in ESTIMATOR_INPUTS.items():
         entry = advantage_estimators.get(name)
         assert (entry.needs, entry.uses) == (inputs.needs, inputs.uses)

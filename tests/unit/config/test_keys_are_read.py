@@ -1,7 +1,4 @@
-"""No key stands in the tree that nothing reads: each key's last name is an attribute that some room reads.
-
-This is the quick look, at names; tests/integration/test_keys_are_read.py runs all trees and notes what is read.
-"""
+"""No key stands in the tree that nothing reads: each key's last name is an attribute that some room reads."""
 
 from __future__ import annotations
 

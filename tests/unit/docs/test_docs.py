@@ -432,6 +432,18 @@ def test_files_of_the_project_named_in_the_text_exist(page: str) -> None:
             assert (ROOT / "hone" / name).exists(), f"{page}: there is no hone/{name}"
 
 
+def test_the_architecture_names_files_and_folders_that_exist() -> None:
+    """That page names them in short: from their package on, or by the file alone."""
+    packages = {path.parent.name for path in ROOT.glob("hone/*/__init__.py")}
+    files = {path.name for part in ("hone", "tests") for path in ROOT.glob(f"{part}/**/*.py")}
+    words = {word.rstrip(",.;:") for word in code_words("docs/architecture.md")}
+    folders = {word for word in words if re.fullmatch(r"\w+(/\w+)+", word) and word.split("/")[0] in packages}
+    untrue = {word for word in folders if not list(ROOT.glob(f"hone/{word}*"))}
+    assert not untrue | {
+        word for word in words if re.fullmatch(r"(\w+/)*\w+\.py", word) and word.rpartition("/")[2] not in files
+    }
+
+
 @pytest.mark.parametrize("page", WRITTEN)
 def test_commands_named_in_the_text_exist(page: str) -> None:
     from hone.cli.main import COMMANDS
