@@ -53,6 +53,7 @@ TEMPLATES = {
     "a recursive macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "a branching macro": "{% macro f(n) %}{% if n > 1 %}{{ f(n - 1) }}{{ f(n - 2) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a recursive loop": "{% for x in [[1], [2]] recursive %}{{ loop([[1], [2]]) }}{% endfor %}",
+    "operations alone": "{% set a = [0] * 200000 %}" + "{% set b = '%s' % a %}" * 200,
     "filler": "{{ lipsum(n=10**8) }}",
 }  # fmt: skip
 

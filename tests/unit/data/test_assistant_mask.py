@@ -192,6 +192,12 @@ def test_what_a_template_shows_after_the_last_turn_is_not_learned(with_template,
     assert learned(tokenizer, ids, mask) == ["a b<|eot|>" if template == chats.LAST_END else "a b<|im_end|>"]
 
 
+def test_a_message_that_shows_nothing_is_not_within_the_turn_before(with_template):
+    tokenizer = with_template("{% for m in messages %}{% if not loop.first %}|{% endif %}{{ m.content }}{% endfor %}|")
+    ((ids, mask),) = render_conversations(tokenizer, [[user("q"), assistant("A"), user(""), assistant("B")]])
+    assert learned(tokenizer, ids, mask) == ["A|", "B"]
+
+
 CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<call>{{ c.function.name }} {{ c.function.arguments | default({}) | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"

@@ -200,6 +200,11 @@ def test_a_long_prompt_keeps_its_group_together():
     assert division == [[0, 1], [2, 3, 4, 5]] or division == [[2, 3, 4, 5], [0, 1]]
 
 
+def test_a_group_is_parted_where_the_costlier_side_is_cheapest():
+    parted = balance(lengths_of([(100, [100, 10, 10, 10, 10])]), 2)
+    assert parted is not None and sorted(parted) == [[0], [1, 2, 3, 4]]
+
+
 @given(GROUPS, st.integers(1, 6), st.integers(20, 400), st.integers(1, 6))
 def test_limits_are_kept(groups, parts, max_tokens, max_rows):
     lengths = lengths_of(groups)

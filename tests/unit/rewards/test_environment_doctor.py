@@ -116,6 +116,20 @@ def test_failures_concentrated_in_few_tasks(tmp_path: Path) -> None:
     assert found == {"failing_tasks": list(BROKEN)}
 
 
+def test_tasks_that_lost_nothing_do_not_count_as_failures(tmp_path: Path) -> None:
+    """One of 13 tasks lost its eight answers: all that are missing, though fewer than there are tasks."""
+    lost = Score(0.0, error="the sandbox died", cause=Cause.SANDBOX)
+    doctor = EnvironmentDoctor(RewardConfig(), tmp_path, probes=False)
+    pairs = [
+        (trajectory(task, n, "1"), lost if task == 3 else Score(float(n % 2))) for task in range(13) for n in range(8)
+    ]
+    found = [f for f in doctor.observe(1, [t for t, _ in pairs], [s for _, s in pairs]) if f.kind == "failing_tasks"]
+    doctor.close()
+    assert [finding.tasks for finding in found] == [[trajectory(3, 0, "1").sample.uid]] and "8 of the 8" in found[
+        0
+    ].what
+
+
 def test_failures_at_random_are_not_of_tasks(tmp_path: Path) -> None:
     draw, lost = random.Random(3), Score(0.0, error="the sandbox died", cause=Cause.SANDBOX)
     found = observe(

@@ -12,6 +12,8 @@ from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
 from hone.agents.rendering import Ending, renderer_for
+from hone.agents.serving.chat import ReplyText
+from hone.agents.serving.session import Prompt
 
 TOKENIZER = tokenizer("qwen2_5")
 RENDERER = renderer_for(TOKENIZER)
@@ -120,6 +122,19 @@ def test_special_tokens_are_shown_when_wanted() -> None:
         plain = client(url).completions.create(model="tiny", prompt="Well")
     assert chat.choices[0].message.content == text.choices[0].text == "Yes<|im_start|> no."
     assert plain.choices[0].text == "Yes no."
+
+
+@pytest.mark.parametrize("before", [1, 3, 20])
+def test_the_first_space_of_a_reply_stays(before: int) -> None:
+    """As with SentencePiece, whose decoder drops a text's first space."""
+
+    class Pieces:
+        def decode(self, ids: list[int], special_tokens: bool = False) -> str:
+            return "".join(f" w{token}" for token in ids).removeprefix(" ")
+
+    stand_in: Any = Pieces()
+    prompt = Prompt(None, [], list(range(before)), [], [])
+    assert ReplyText(stand_in, RENDERER, prompt, special_tokens=True).plain([50, 51]) == " w50 w51"
 
 
 @pytest.mark.parametrize("prompt", ["Once upon", ids("Once upon")])
