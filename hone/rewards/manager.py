@@ -150,7 +150,8 @@ class RewardManager:
             [trajectories[number] for number in scored],
             normalized=training,
         )
-        outcomes: list[Outcome | None] = [None] * len(rows)
+        # a row that one source skipped keeps the failure of another, which must not be lost
+        outcomes = [next((o for o in row if o.score.error is not None), None) for row in complete_rows]
         for number, score in zip(scored, scores, strict=True):
             outcomes[number] = Outcome(score, next((o.traceback for o in complete_rows[number] if o.traceback), None))
         return outcomes

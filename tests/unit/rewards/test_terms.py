@@ -14,8 +14,8 @@ from hone.data.episode_log import EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
 from hone.rewards.http import Throttle
-from hone.rewards.manager import RewardManager
-from hone.rewards.score import Score
+from hone.rewards.manager import Outcome, RewardManager
+from hone.rewards.score import Cause, Score
 from hone.rewards.terms import Term, combine, read_terms
 
 
@@ -76,6 +76,21 @@ def test_a_term_that_fails_fails_the_whole_and_takes_no_part_in_the_mean() -> No
     found = combine(terms, columns, [trajectory()] * 3, normalized=True)
     assert found[0].total == pytest.approx(1 - 0.5**0.5) and found[1].total == pytest.approx(1 + 0.5**0.5)
     assert found[2].error == "timeout: term a: too long" and found[2].total == 0.0
+
+
+def test_rows_that_one_term_failed_and_another_skipped_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each term failed on another row, and left out the one after its first failure."""
+    lost = Outcome(Score(0.0, error="timeout: too long", cause=Cause.TIMEOUT))
+    columns = iter([[lost, None], [None, lost]])
+
+    async def outcomes(source: Any, trajectories: list[Trajectory], allowed: int) -> list[Outcome | None]:
+        return next(columns)
+
+    monkeypatch.setattr(RewardManager, "_tried", lambda self, *given: outcomes(*given))
+    terms = [{"scorer": "exact"}, {"scorer": "length", "options": {"max_chars": 9}}]
+    config = RewardConfig(terms=terms, max_no_verdict_rate=0.0)
+    with raises(RewardError, 2, "too long"):
+        scored(config, [trajectory(), trajectory()])
 
 
 def test_placed_rewards_of_terms_keep_their_tokens() -> None:
