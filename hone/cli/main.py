@@ -35,30 +35,6 @@ class Entry(NamedTuple):
     help: str
 
 
-class LazyGroup(TyperGroup):
-    """A group for a table of :class:`Entry`; subclasses set ``table``.
-
-    Listing and suggesting names uses placeholders with the help line; the module is imported when its command runs.
-    """
-
-    table: dict[str, Entry] = {}
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands in the order of the table."""
-        return list(self.table)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the placeholder of a command; None for an unknown name."""
-        entry = self.table.get(cmd_name)
-        return TyperCommand(cmd_name, help=entry.help) if entry else None
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import and return the command that ``args`` names."""
-        self.commands = {name: self.get_command(ctx, name) for name in self.table}  # for suggestions of names
-        name, stand_in, rest = super().resolve_command(ctx, args)
-        return (name, load(self.table[name].place), rest) if stand_in and name else (name, stand_in, rest)
-
-
 def load(place: str) -> Any:
     """Import the module of a command and return the command or group."""
     module, _, name = place.partition(":")
@@ -70,58 +46,83 @@ def load(place: str) -> Any:
     return get_command(command)
 
 
-COMMANDS = {
-    "train": Entry("programs:train", "Train a model by reinforcement learning."),
-    "sft": Entry("programs:sft", "Fine-tune a model on conversations."),
-    "prefer": Entry("programs:prefer", "Train a model on preferences (dpo, kto, orpo, ...)."),
-    "reward-model": Entry("programs:reward_model", "Train a reward model on preference pairs."),
-    "eval": Entry("answers:evaluate", "Measure the accuracy of a model on a dataset."),
-    "gate": Entry("release:gate", "Decide by a suite of checks whether a model may be released."),
-    "release": Entry("release:app", "Keep models that passed their gate, serve them, and roll back."),
-    "generate": Entry("answers:generate", "Let a model answer prompts."),
-    "serve": Entry("serve:serve", "Serve a model with an OpenAI-compatible API."),
-    "engines": Entry("engines:app", "Install, check, list and serve external inference engines."),
-    "export": Entry("models:export", "Write a checkpoint's model as a Hugging Face directory."),
-    "models": Entry("models:app", "Bring a pretrained model to this machine."),
-    "init": Entry("models:init", "Make a small model with random weights."),
-    "data": Entry("data:app", "Make, check, convert and inspect datasets."),
-    "reward": Entry("reward:app", "Try a reward on answers of known quality."),
-    "learn": Entry("learn:app", "Learn by doing: a course whose boxes check your files."),
-    "doctor": Entry("doctor:doctor", "Check this machine: versions, devices, limits, packages, credentials."),
-    "plan": Entry("plan:plan", "Predict memory and step time of a run, and find its placement."),
-    "archive": Entry("looking:app", "Import rollouts of other programs, and export those of a run."),
-    "stop": Entry("run_control:stop", "Stop a run after its step, or at once with its tools."),
-    "audit": Entry("looking:audit", "Show and verify the log of an agent's tool calls."),
-    "profile": Entry("profile:profile", "Show where the time of a run goes, and what to change first."),
-    "runs": Entry("runs:app", "List, show, compare and bisect runs; sheets and samples."),
-    "twins": Entry("trials:twins", "Train two configurations in pairs until one is better, or they are equal."),
-    "sweep": Entry("trials:sweep", "Train a grid or random draws of a configuration, and rank them."),
-    "view": Entry("looking:view", "Look at runs in a browser: curves, answers, tokens, episodes."),
-    "episode": Entry("stored:app", "Continue a recorded episode from any of its turns."),
-    "replay": Entry("stored:replay", "Run a stored step again, from any of its stages, and compare."),
-    "what-if": Entry("stored:what_if", "Compute a stored step again with other methods, and compare."),
-    "oracle": Entry("stored:oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
-    "algorithms": Entry("explain:app", "List the methods, show one, recommend one."),
-    "explain": Entry("explain:explain", "Explain a key, a metric, a code, a method or a term of the field."),
-    "config": Entry("config:app", "Show and explain configuration keys."),
+GROUPS = {
+    "Train": {
+        "train": Entry("programs:train", "Train a model by reinforcement learning."),
+        "sft": Entry("programs:sft", "Fine-tune a model on conversations."),
+        "prefer": Entry("programs:prefer", "Train a model on preferences (dpo, kto, orpo, ...)."),
+        "reward-model": Entry("programs:reward_model", "Train a reward model on preference pairs."),
+        "sweep": Entry("trials:sweep", "Train a grid or random draws of a configuration, and rank them."),
+        "twins": Entry("trials:twins", "Train two configurations in pairs until one is better, or they are equal."),
+    },
+    "Use a model": {
+        "generate": Entry("answers:generate", "Let a model answer prompts."),
+        "eval": Entry("answers:evaluate", "Measure the accuracy of a model on a dataset."),
+        "serve": Entry("serve:serve", "Serve a model with an OpenAI-compatible API."),
+        "export": Entry("models:export", "Write a checkpoint's model as a Hugging Face directory."),
+        "gate": Entry("release:gate", "Decide by a suite of checks whether a model may be released."),
+        "release": Entry("release:app", "Keep models that passed their gate, serve them, and roll back."),
+        "engines": Entry("engines:app", "Install, check, list and serve external inference engines."),
+        "models": Entry("models:app", "Bring a pretrained model to this machine."),
+        "init": Entry("models:init", "Make a small model with random weights."),
+    },
+    "Data and rewards": {
+        "data": Entry("data:app", "Make, check, convert and inspect datasets."),
+        "reward": Entry("reward:app", "Try a reward on answers of known quality."),
+    },
+    "Look into a run": {
+        "view": Entry("looking:view", "Look at runs in a browser: curves, answers, tokens, episodes."),
+        "runs": Entry("runs:app", "List, show, compare and bisect runs; sheets and samples."),
+        "profile": Entry("profile:profile", "Show where the time of a run goes, and what to change first."),
+        "stop": Entry("run_control:stop", "Stop a run after its step, or at once with its tools."),
+        "audit": Entry("looking:audit", "Show and verify the log of an agent's tool calls."),
+        "archive": Entry("looking:app", "Import rollouts of other programs, and export those of a run."),
+    },
+    "Repeat a step or an episode": {
+        "replay": Entry("stored:replay", "Run a stored step again, from any of its stages, and compare."),
+        "what-if": Entry("stored:what_if", "Compute a stored step again with other methods, and compare."),
+        "oracle": Entry("stored:oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
+        "episode": Entry("stored:app", "Continue a recorded episode from any of its turns."),
+    },
+    "Before a run": {
+        "plan": Entry("plan:plan", "Predict memory and step time of a run, and find its placement."),
+        "doctor": Entry("doctor:doctor", "Check this machine: versions, devices, limits, packages, credentials."),
+        "config": Entry("config:app", "Show and explain configuration keys."),
+        "explain": Entry("explain:explain", "Explain a key, a metric, a code, a method or a term of the field."),
+        "algorithms": Entry("explain:app", "List the methods, show one, recommend one."),
+        "learn": Entry("learn:app", "Learn by doing: a course whose boxes check your files."),
+    },
 }
+"""The commands under the headings of ``hone --help``."""
+COMMANDS = {name: entry for commands in GROUPS.values() for name, entry in commands.items()}
 
 
 LOOKING = ("runs", "archive", "profile", "export", "audit")
 """Commands that run no code of a run; those with `--trust` run what is trusted."""
 
 
-class HoneGroup(LazyGroup):
-    """The top-level commands."""
+class HoneGroup(TyperGroup):
+    """The top-level commands: a placeholder with its line of help, until the command runs and its module is imported."""
 
-    table = COMMANDS
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the commands in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the placeholder of a command; None for an unknown name."""
+        entry = COMMANDS.get(cmd_name)
+        heading = next((heading for heading, commands in GROUPS.items() if cmd_name in commands), None)
+        return TyperCommand(cmd_name, help=entry.help, rich_help_panel=heading) if entry else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import and return the command that ``args`` names."""
         if args[0] in LOOKING:
             from hone.user_code import looking
 
             ctx.with_resource(looking())
-        return super().resolve_command(ctx, args)
+        self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}  # for suggestions of names
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return (name, load(COMMANDS[name].place), rest) if stand_in and name else (name, stand_in, rest)
 
 
 app = typer.Typer(cls=HoneGroup, add_completion=False, no_args_is_help=True)
