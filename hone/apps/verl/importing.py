@@ -145,10 +145,13 @@ def translate(lines: list[Argument], translation: Translation) -> None:
         translation.lines.append(Line(line.line, opened(line.text), reading))
         for path, item in reading.sets.items():
             translation.values[path] = _typed(path, item, schema)
+    for line in lines:
+        for name in UNDECIDED:
+            if name in open_names(line.text):
+                what = f"{shown(line.text)}: only the machine knows what the command prints; write it instead of {name}"
+                translation.remarks.append(Trouble(line.line, what))
     for name in dict.fromkeys(name for line in lines for name in open_names(line.text)):
-        if name in UNDECIDED:
-            translation.remarks.append(Trouble(0, f"the output of a command is unknown: write it instead of {name}"))
-        elif name not in ALWAYS_SET:
+        if name not in (*UNDECIDED, *ALWAYS_SET):
             translation.remarks.append(
                 Trouble(0, f"the script does not set {name}: give it as an environment variable")
             )

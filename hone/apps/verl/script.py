@@ -385,7 +385,7 @@ class _Walk:
 
     def __init__(self, directory: str, arguments: list[str], variables: dict[str, str]) -> None:
         self.trace = Trace()
-        self._variables = Variables(directory, self._output, values={**variables}, arguments=arguments)
+        self._variables = Variables(directory, self._output, values={"PWD": ".", **variables}, arguments=arguments)
         self._functions: dict[str, Node] = {}
         self._printed: list[str] | None = None
         """What a command substitution has printed so far; None outside of one."""
@@ -575,7 +575,7 @@ class _Walk:
                 self._variables.arguments = given
                 return True
             case ["cd", *_, folder]:
-                self._folder = posixpath.normpath(folder)
+                self._folder = self._variables.values["PWD"] = posixpath.normpath(folder)
                 return True
             case ["true" | ":" | "set" | "source" | "." | "mkdir" | "ulimit", *_]:
                 return True
