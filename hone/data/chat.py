@@ -1,11 +1,17 @@
-"""Render chat messages to token ids with a tokenizer's chat template."""
+"""Render chat messages to token ids with a tokenizer's chat template, such that contents cannot forge special tokens.
+
+A template inserts contents into text that is full of special tokens, and the tokenizer converts every ``<|im_end|>`` into the token,
+regardless of its author. In prompts, text in contents that looks like a special token is hidden while the template runs, and is encoded
+as ordinary text. In call arguments, tool results and schemas this includes every other named token (``<tool_call>``). Without such text,
+the tokens are exactly those of ``apply_chat_template``.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -24,6 +30,8 @@ _KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "tra
 _UNREAD: set[str] = set()
 _TOLD: set[str] = set()  # templates whose loss of reasoning was said
 """Keys that were named."""
+_TRUSTED = ("system", "developer")
+"""Roles whose contents may contain special tokens, since the operator of the model writes them."""
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError)
 
 
@@ -55,7 +63,15 @@ def render_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
     names: Sequence[str] = (),
 ) -> list[list[int]]:
-    return encode_texts(tokenizer, render_texts(tokenizer, conversations, True, chat_template_kwargs, names))
+    hidden = Hidden(special_pattern(tokenizer), any_of(named_tokens(tokenizer)))
+    settings = dict(chat_template_kwargs or {})
+    if settings.get("tools"):
+        settings["tools"] = hidden.tools(settings["tools"])
+    shown = [[hidden.message(message) for message in messages] for messages in conversations]
+    texts = [one.text for one in render(tokenizer, shown, True, settings, names, hidden)]
+    if not hidden.literals:
+        return encode_texts(tokenizer, texts)
+    return [encode_hidden(tokenizer, HiddenText(text, hidden.literals)) for text in texts]
 
 
 def render_texts(
@@ -74,6 +90,7 @@ def render(
     generation_prompt: bool,
     kwargs: dict[str, Any] | None,
     names: Sequence[str] = (),
+    hidden: Hidden | None = None,
 ) -> list[Rendering]:
     """Render conversations, and check that every part of every message is in the text.
 
@@ -83,6 +100,7 @@ def render(
     Args:
         generation_prompt: True to end with the header of the assistant's turn.
         kwargs: additional arguments of the template, ``tools`` among them.
+        hidden: what messages and tools stand for, if parts of them are hidden.
 
     Raises:
         DataError: there is no template; the template refuses a conversation, or leaves out a part of it.
@@ -95,7 +113,9 @@ def render(
     _name_unread_keys(template, conversations)
     pairs = zip(conversations, names, strict=True)
     special = special_pattern(tokenizer)
-    renderings = [render_with(tokenizer, template, messages, settings, special, name) for messages, name in pairs]
+    renderings = [
+        render_with(tokenizer, template, messages, settings, special, name, hidden=hidden) for messages, name in pairs
+    ]
     dropped = sum(rendering.dropped for rendering in renderings)
     if dropped and template not in _TOLD:
         _TOLD.add(template)
@@ -151,6 +171,7 @@ def render_with(
     name: str = "",
     *,
     whole: bool = True,
+    hidden: Hidden | None = None,
 ) -> Rendering:
     """Render a conversation with a template, see :func:`render`. ``whole``: False to allow that parts are left out; the
     first form that the template takes is then rendered.
@@ -174,9 +195,10 @@ def render_with(
             return Rendering(text, form, trace, shown.spans, shown.dropped)
         if first is None and not whole:  # what the assistant said is the lesser loss
             others = missing_part(text, starts, form, settings.get("tools") or (), special, passed_over=("assistant",))
-            first = Rendering(text, form, trace, [], 0, others if isinstance(others, Missing) else shown)
+            lost = others if isinstance(others, Missing) else shown
+            first = Rendering(text, form, trace, [], 0, lost if hidden is None else hidden.plain(lost))
         if missing is None or (shown.message or 0) > (missing.message or 0):
-            missing = shown
+            missing = shown if hidden is None else hidden.plain(shown)
     if first is not None and not whole:
         return first
     if missing is not None:
@@ -250,6 +272,88 @@ def left_out(missing: Missing, messages: Sequence[Mapping[str, Any]], name: str)
     )
 
 
+class HiddenText:
+    """Rendering in which each character of ``hidden`` stands for ordinary text."""
+
+    def __init__(self, text: str, hidden: Mapping[str, str]) -> None:
+        self.text, self.hidden = text, hidden
+
+    def __str__(self) -> str:
+        return self.text.translate(str.maketrans(dict(self.hidden)))
+
+    def spans(self) -> list[str]:
+        """Split the text at its placeholders, which become separate strings."""
+        if not self.hidden:
+            return [self.text] if self.text else []
+        return [span for span in re.split(f"([{''.join(self.hidden)}])", self.text) if span]
+
+    def __getitem__(self, where: slice) -> HiddenText:
+        return HiddenText(self.text[where], self.hidden)
+
+
+class Hidden:
+    """Replacement of text that looks like a named token by a character that no text can contain (a lone surrogate)."""
+
+    def __init__(self, special: re.Pattern[str], named: re.Pattern[str]) -> None:
+        self._special, self._named = special, named
+        self.literals: dict[str, str] = {}
+        self._characters: dict[str, str] = {}
+
+    def message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with such text replaced, unless its role may contain special tokens."""
+        role = message.get("role")
+        if role in _TRUSTED:
+            return message
+        strict = {"tool_calls", "content"} if role == "tool" else {"tool_calls"}
+        return {
+            key: self._value(value, self._named if key in strict else self._special) for key, value in message.items()
+        }
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return function schemas with such text replaced: servers of others write them."""
+        return [self._value(tool, self._named) for tool in tools]
+
+    def plain(self, missing: Missing) -> Missing:
+        """Return a part that a rendering lacks with the text that its message has."""
+        return replace(missing, text=str(HiddenText(missing.text, self.literals)))
+
+    def _value(self, value: Any, pattern: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda match: self._character(match[0]), value)
+        if isinstance(value, Mapping):
+            return {self._value(key, pattern): self._value(item, pattern) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._value(item, pattern) for item in value]
+        return value
+
+    def _character(self, literal: str) -> str:
+        if literal not in self._characters:
+            character = chr(0xD800 + len(self._characters))
+            self._characters[literal], self.literals[character] = character, literal
+        return self._characters[literal]
+
+
+def encode_hidden(tokenizer: PreTrainedTokenizerBase, text: HiddenText) -> list[int]:
+    """Return the token ids of a rendering, hidden text as ordinary tokens."""
+    ids: list[int] = []
+    for span in text.spans():
+        literal = text.hidden.get(span)
+        if literal is None:
+            ids += encode_texts(tokenizer, [span])[0]
+        else:
+            ids += _spelled(tokenizer, literal)
+    return ids
+
+
+def _spelled(tokenizer: PreTrainedTokenizerBase, literal: str) -> list[int]:
+    """Return ordinary tokens for a text that equals a token's name."""
+    encoded: Any = tokenizer(literal, add_special_tokens=False, split_special_tokens=True)
+    if tokenizer.convert_tokens_to_ids(literal) not in encoded["input_ids"]:
+        return list(encoded["input_ids"])
+    first, rest = encode_texts(tokenizer, [literal[:1], literal[1:]])  # a named token that is not special
+    return [*first, *rest]
+
+
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     if not texts:
         return []
@@ -271,9 +375,19 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return the pattern of all special tokens, the longest first."""
-    texts = sorted((str(tokenizer.convert_ids_to_tokens(token)) for token in special_tokens(tokenizer)), key=len)
-    return re.compile("|".join(map(re.escape, reversed(texts))) or r"(?!)")
+    """Return the pattern of all special tokens."""
+    return any_of(str(tokenizer.convert_ids_to_tokens(token)) for token in special_tokens(tokenizer))
+
+
+def any_of(literals: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of some texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)")
+
+
+def named_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the ids of a tokenizer's added tokens, special or not, by name."""
+    named: Any = tokenizer.added_tokens_encoder
+    return dict(named)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

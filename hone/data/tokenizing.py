@@ -37,7 +37,7 @@ from hone.data.files import cache_directory
 from hone.errors import HoneError
 from hone.progress import Bar, progress
 
-_FORM = 4
+_FORM = 5
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import AssistantTurn, ToolCall
-from hone.data.chat import special_tokens
+from hone.data.chat import named_tokens, special_tokens
 from hone.registry import Registry
 from hone.text import is_valid, valid_text
 
@@ -172,12 +172,6 @@ class ToolParser(ABC):
             else:
                 run.append(token)
         return Lexed("".join(chunks), self._characters)
-
-
-def named_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the ids of a tokenizer's added tokens, special or not, by name."""
-    named: Any = tokenizer.added_tokens_encoder
-    return dict(named)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -22,8 +22,8 @@ from hone.agents.parsers.base import (
     json_end,
     json_value,
     named_object,
-    named_tokens,
 )
+from hone.data.chat import named_tokens
 
 
 class TaggedParser(ToolParser):

@@ -23,9 +23,10 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import AssistantTurn, Message
-from hone.agents.parsers.base import ToolParser, named_tokens
+from hone.agents.parsers.base import ToolParser
 from hone.agents.rendering.probes import probe_conversations
-from hone.agents.rendering.template import Ending, HiddenText, Template, cut_at, marked
+from hone.agents.rendering.template import Ending, Template, cut_at, marked
+from hone.data.chat import HiddenText, named_tokens
 from hone.data.tokenizer import decoded
 from hone.errors import DataError, ModelError, UnknownMethod, did_you_mean
 from hone.registry import Registry

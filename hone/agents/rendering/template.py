@@ -1,35 +1,34 @@
-"""Application of a tokenizer's chat template such that message contents cannot forge special tokens.
-
-A template inserts contents into text that is full of special tokens, and the tokenizer converts every ``<|im_end|>`` into the token,
-regardless of its author. Here text in contents that looks like a special token is hidden while the template runs, and is encoded as
-ordinary text. In call arguments and tool results this includes every other named token (``<tool_call>``). Without such text, the
-tokens are exactly those of ``apply_chat_template``.
-"""
+"""Application of a tokenizer's chat template to conversations; contents cannot forge special tokens (:mod:`hone.data.chat`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
-from hone.agents.parsers.base import named_tokens
-from hone.data.chat import left_out, render_with, special_tokens, template_of
+from hone.data.chat import (
+    Hidden,
+    HiddenText,
+    any_of,
+    encode_hidden,
+    left_out,
+    named_tokens,
+    render_with,
+    special_pattern,
+    special_tokens,
+    template_of,
+)
 from hone.data.messages import as_mapping, with_arguments
 from hone.data.proof import Missing
 from hone.errors import DataError
 from hone.text import check_valid, is_valid
 
 log = logging.getLogger(__name__)
-
-_TRUSTED = ("system", "developer")
-"""Roles whose contents may contain special tokens, since the operator of the model writes them."""
 
 
 class Template:
@@ -49,8 +48,7 @@ class Template:
         self._told: set[str] = set()
         self.source, self._source_with_tools = template_of(tokenizer), template_of(tokenizer, tools=True)
         self.special = special_tokens(tokenizer)
-        self.special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
-        self._named_text = _any_of(named_tokens(tokenizer))
+        self.special_text, self._named_text = special_pattern(tokenizer), any_of(named_tokens(tokenizer))
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
@@ -80,26 +78,25 @@ class Template:
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool
     ) -> HiddenText:
-        hidden = _Hidden(self.special_text, self._named_text)
+        hidden = Hidden(self.special_text, self._named_text)
         source = self._source_with_tools if tools else self.source
         settings = {"tools": hidden.tools(tools) if tools else None, "add_generation_prompt": ask, **self.kwargs}
         plain = [
             with_arguments({**message, "content": message.get("content") or ""}, as_mapping) for message in messages
         ]
         shown = [hidden.message(message) for message in plain]
-        rendering = render_with(self.tokenizer, source, shown, settings, self.special_text, whole=False)
+        rendering = render_with(self.tokenizer, source, shown, settings, self.special_text, whole=False, hidden=hidden)
         if self.strict and rendering.missing is not None:
-            self._refuse(rendering.missing, messages, hidden)
+            self._refuse(rendering.missing, messages)
         return HiddenText(rendering.text, hidden.literals)
 
-    def _refuse(self, missing: Missing, messages: Sequence[Message], hidden: _Hidden) -> None:
+    def _refuse(self, missing: Missing, messages: Sequence[Message]) -> None:
         """Refuse what the template leaves out; of an assistant's message it is said once.
 
         Many templates leave out the words before a call, and agents send them again with every request.
         """
         said = missing.message is not None and messages[missing.message]["role"] == "assistant"
-        plain = dataclasses.replace(missing, text=str(HiddenText(missing.text, hidden.literals)))
-        problem = left_out(plain, messages, str(self.tokenizer.name_or_path))
+        problem = left_out(missing, messages, str(self.tokenizer.name_or_path))
         if missing.message is None:
             fix = "show tools as text with actor_rollout_ref.rollout.multi_turn.renderer=text_tools, or use another template"
             raise DataError(problem.what, where=problem.where, why=problem.why, fix=fix, code=problem.code)
@@ -111,82 +108,7 @@ class Template:
 
     def encode(self, text: HiddenText) -> list[int]:
         """Return the token ids of a rendering, hidden text as ordinary tokens."""
-        ids: list[int] = []
-        for span in text.spans():
-            literal = text.hidden.get(span)
-            if literal is None:
-                ids += self._encoded(span)
-            else:
-                ids += self._spelled(literal)
-        return ids
-
-    def _spelled(self, literal: str) -> list[int]:
-        """Return ordinary tokens for a text that equals a token's name."""
-        ids = self._encoded(literal, split_special_tokens=True)
-        if self.tokenizer.convert_tokens_to_ids(literal) not in ids:
-            return ids
-        return [*self._encoded(literal[:1]), *self._encoded(literal[1:])]  # a named token that is not special
-
-    def _encoded(self, text: str, **options: Any) -> list[int]:
-        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)
-        return list(encoded["input_ids"])
-
-
-class HiddenText:
-    """Rendering in which each character of ``hidden`` stands for ordinary text."""
-
-    def __init__(self, text: str, hidden: Mapping[str, str]) -> None:
-        self.text, self.hidden = text, hidden
-
-    def __str__(self) -> str:
-        return self.text.translate(str.maketrans(dict(self.hidden)))
-
-    def spans(self) -> list[str]:
-        """Split the text at its placeholders, which become separate strings."""
-        if not self.hidden:
-            return [self.text] if self.text else []
-        return [span for span in re.split(f"([{''.join(self.hidden)}])", self.text) if span]
-
-    def __getitem__(self, where: slice) -> HiddenText:
-        return HiddenText(self.text[where], self.hidden)
-
-
-class _Hidden:
-    """Replacement of text that looks like a named token by a character that no text can contain (a lone surrogate)."""
-
-    def __init__(self, special: re.Pattern[str], named: re.Pattern[str]) -> None:
-        self._special, self._named = special, named
-        self.literals: dict[str, str] = {}
-        self._characters: dict[str, str] = {}
-
-    def message(self, message: Message) -> Message:
-        """Return the message with such text replaced, unless its role may contain special tokens."""
-        role = message.get("role")
-        if role in _TRUSTED:
-            return message
-        strict = {"tool_calls", "content"} if role == "tool" else {"tool_calls"}
-        return {
-            key: self._value(value, self._named if key in strict else self._special) for key, value in message.items()
-        }
-
-    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return function schemas with such text replaced: servers of others write them."""
-        return [self._value(tool, self._named) for tool in tools]
-
-    def _value(self, value: Any, pattern: re.Pattern[str]) -> Any:
-        if isinstance(value, str):
-            return pattern.sub(lambda match: self._character(match[0]), value)
-        if isinstance(value, Mapping):
-            return {self._value(key, pattern): self._value(item, pattern) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._value(item, pattern) for item in value]
-        return value
-
-    def _character(self, literal: str) -> str:
-        if literal not in self._characters:
-            character = chr(0xD800 + len(self._characters))
-            self._characters[literal], self.literals[character] = character, literal
-        return self._characters[literal]
+        return encode_hidden(self.tokenizer, text)
 
 
 def _simplified(message: Message) -> Message:
@@ -203,10 +125,6 @@ def _simplified(message: Message) -> Message:
     if message.get("content") and message.get("reasoning_content"):
         simple |= {"reasoning_content": f"{message['reasoning_content']}\n{message['content']}", "content": ""}
     return simple
-
-
-def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)")
 
 
 def _loaded(text: Any) -> Any:

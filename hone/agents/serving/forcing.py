@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.agents.parsers.base import named_tokens
 from hone.agents.parsers.formats import HermesParser, Llama3JsonParser
 from hone.agents.rendering import Renderer
 from hone.agents.serving.errors import bad_request
 from hone.agents.serving.wire import Body, ChatBody, NamedTool
+from hone.data.chat import named_tokens
 from hone.errors import RequestError
 from hone.generation.grammars import expression_of, json_expression
 from hone.generation.protocol import Constraint, ConstraintKind

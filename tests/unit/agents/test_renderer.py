@@ -17,6 +17,7 @@ from hone.agents.messages import AssistantTurn, ToolCall, tool_message
 from hone.agents.rendering import Ending, Renderer, renderer_for
 from hone.agents.rendering.probes import ANSWERED, ASKED, ASKED_AGAIN, TOOL, call, result, thinking
 from hone.agents.rendering.probes import calling as probe_calling
+from hone.data.chat import render_prompts
 from hone.data.chat_formats import CHAT_FORMATS
 from hone.errors import ConfigError, DataError, ModelError
 
@@ -95,6 +96,24 @@ def test_contents_forge_no_special_token(name: str) -> None:
     assert marks(forged) == marks("harmless")
     shown = renderer.tokenizer.decode(renderer.bridge([], [{"role": "user", "content": forged}]))
     assert forged in shown, "and they are shown as they are"
+
+
+def test_the_first_prompt_of_a_row_is_the_renderers(name: str) -> None:
+    """The prompt that a dataset's row begins with is hidden from forgers by the same rule, whatever the row says."""
+    renderer = _renderer(name)
+    if renderer.tools_as_text:
+        return
+    names = " ".join(
+        str(renderer.tokenizer.convert_ids_to_tokens(index)) for index in sorted(renderer.template.special)
+    )
+    messages = [{"role": "user", "content": f"{names} Obey! {' '.join(LOOKALIKES)}"}]
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "description": names}}]
+    rendered = render_prompts(renderer.tokenizer, [messages, [ASKED]], {"tools": tools})
+    assert rendered == [renderer.prompt(messages, tools), renderer.prompt([ASKED], tools)]
+    plain = render_prompts(renderer.tokenizer, [[{"role": "user", "content": "Obey!"}]], {"tools": TOOLS[:1]})[0]
+    assert [i for i in rendered[0] if i in renderer.template.special] == [
+        i for i in plain if i in renderer.template.special
+    ]
 
 
 def test_schemas_and_arguments_forge_no_special_token(name: str) -> None:
