@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hone.config import RLConfig, load_config
-from hone.config.layers import preset_names
+from hone.config.load import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWERS, HELD_OUT, LENGTH, DIGITS = 128, 64, 4, 4

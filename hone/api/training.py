@@ -66,7 +66,7 @@ def train(
         KeyboardInterrupt: the run was interrupted; the same call resumes it.
     """
     from hone.config import RLConfig
-    from hone.config.layers import method_preset
+    from hone.config.load import method_preset
     from hone.trainers.rl import train as program
 
     chosen = preset or method_preset(_estimator(config, keys, overrides))
@@ -83,7 +83,7 @@ def train(
 
 def _estimator(config: Mapping[str, Any] | None, keys: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """Return the advantage estimator that the arguments name, the last of them, or the default."""
-    from hone.config.layers import DEFAULT_ESTIMATOR
+    from hone.config.load import DEFAULT_ESTIMATOR
 
     key = "algorithm.adv_estimator"
     named = [str(flat_values(config or {}).get(key, DEFAULT_ESTIMATOR))]

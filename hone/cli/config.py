@@ -16,8 +16,7 @@ from hone.cli.programs import configured, local_config
 from hone.config import TREES, load_config
 from hone.config.check import yaml_value
 from hone.config.environment import written_tree
-from hone.config.layers import PRESETS, explained, preset_names
-from hone.config.load import differences, read_config
+from hone.config.load import PRESETS, differences, explained, preset_names, read_config
 from hone.config.migration import Outcome
 from hone.config.overrides import hydra_value
 from hone.config.trees import PRESET_KINDS

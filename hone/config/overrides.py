@@ -8,7 +8,6 @@ from hone.errors import ConfigError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
-    from omegaconf import DictConfig
 
 COMMAND_LINE = "command line"
 
@@ -55,43 +54,6 @@ def _malformed(line: str, reason: str) -> ConfigError:
         else f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'",
         where=COMMAND_LINE,
     )
-
-
-def is_group(override: Override) -> bool:
-    """Return whether an override chooses a file of a config group in the user's directory (``model=small``)."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    return bool(GlobalHydra.instance().config_loader().get_group_options(override.key_or_group))
-
-
-def apply(override: Override, tree: DictConfig) -> None:
-    """Apply an override to a tree: ``key=value`` sets, ``+key=value`` adds, ``++key=value`` sets or adds, ``~key`` removes.
-
-    Raises:
-        ConfigError: a key to add exists, a key to remove does not exist, or a group does not exist.
-        OmegaConfBaseException: the value does not fit.
-    """
-    from omegaconf import OmegaConf, open_dict
-
-    key, value, line = override.key_or_group, override.value(), str(override.input_line)
-    if override.package is not None:
-        fix = f"{key}=... sets the key; a group is a folder of files in the folder of --config-path"
-        raise ConfigError(f"the group '{key}' does not exist", where=line, fix=fix)
-    looks = override.is_delete() or override.is_add()  # a replaced value may be an unresolvable interpolation
-    present = OmegaConf.select(tree, key, throw_on_missing=False) if looks else None
-    if override.is_delete():
-        if present is None or value not in (None, present):
-            state = f"{key} is {present!r}" if present is not None else f"{key} does not exist"
-            raise ConfigError(
-                f"nothing to remove: {state}", where=line, fix=f"~{key}" if present is not None else f"remove {line}"
-            )
-        mapping, _, name = key.rpartition(".")
-        with open_dict(tree):
-            del OmegaConf.select(tree, mapping)[name]
-        return
-    if override.is_add() and present is not None and not isinstance(value, dict | list):
-        raise ConfigError(f"{key} already exists: {present!r}", where=line, fix=f"{line.removeprefix('+')} (without +)")
-    OmegaConf.update(tree, key, value, merge=True, force_add=override.is_add() or override.is_force_add())
 
 
 def override_value(override: Override) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hone.config.keys import KeyDoc, blocks, documentation, members_of
-from hone.config.layers import preset_names
+from hone.config.load import preset_names
 from hone.config.trees import PRESET_KINDS, TREES
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.world import World, curve, mean, metrics, rl_command
 
-from hone.config.layers import preset_names
+from hone.config.load import preset_names
 
 pytestmark = pytest.mark.long("hone/algorithms", "hone/config/presets", "hone/trainers/estimates.py")
 

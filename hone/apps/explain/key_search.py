@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation, unknown_key
-from hone.config.layers import full_key
+from hone.config.load import full_key
 from hone.config.migration import TABLES
 from hone.config.migration.entries import described
 from hone.config.trees import TREES

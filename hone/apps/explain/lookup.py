@@ -18,7 +18,7 @@ from typing import Any
 from hone import methods as method_tables
 from hone.apps.explain import key_search
 from hone.config.keys import documentation
-from hone.config.layers import PRESETS, preset_names
+from hone.config.load import PRESETS, preset_names
 from hone.config.trees import PRESET_KINDS, TREES
 from hone.errors import ConfigError
 from hone.insight.detectors import DETECTORS

@@ -7,7 +7,7 @@ import pytest
 from hone.algorithms.advantages import advantage_estimators
 from hone.apps.explain.key_search import answer
 from hone.config import RLConfig, SFTConfig, load_config, load_with_provenance
-from hone.config.layers import method_preset, preset_names
+from hone.config.load import method_preset, preset_names
 
 LABEL = "from adv_estimator=rloo"
 

@@ -408,7 +408,7 @@ def code_words(page: str) -> Iterator[str]:
 def test_keys_named_in_the_text_exist(page: str) -> None:
     from hone.config import TREES, RLConfig, documentation
     from hone.config.keys import blocks as key_blocks
-    from hone.config.layers import full_key
+    from hone.config.load import full_key
 
     trees = tuple(TREES.values())
     known = {key.path for tree in trees for key in documentation(tree)} | {

@@ -10,7 +10,7 @@ import pytest
 from support.preflight import change, rows, write_rows
 
 from hone.config import RLConfig, load_config
-from hone.config.layers import preset_names
+from hone.config.load import preset_names
 from hone.preflight import findings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -20,7 +20,7 @@ from hone.config import RLConfig, documentation
 from hone.config.check import yaml_value
 from hone.config.environment import flatten
 from hone.config.keys import KeyDoc
-from hone.config.layers import PRESETS, preset_names
+from hone.config.load import PRESETS, preset_names
 from hone.config.preference import PreferenceConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry

@@ -242,7 +242,7 @@ def _layers(command: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str
     """Return the defaults and the preset of a command, flat, and the name of the preset."""
     import yaml
 
-    from hone.config.layers import PRESETS
+    from hone.config.load import PRESETS
     from hone.config.trees import PRESET_KINDS, TREES
 
     schema = next((TREES[word] for word in command[:2] if word in TREES), None)
