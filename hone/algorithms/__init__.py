@@ -8,7 +8,6 @@
 """
 
 from hone.algorithms.advantages import AdvantageEstimator, advantage_estimators
-from hone.algorithms.aggregate import AGGREGATION_MODES, aggregate_loss
 from hone.algorithms.distillation import (
     DISTILLATION_MODES,
     distillation_advantages,
@@ -25,7 +24,7 @@ from hone.algorithms.logits import (
     sum_pi_squared_from_logits,
     token_log_probs,
 )
-from hone.algorithms.masked import masked_mean, masked_sum
+from hone.algorithms.masked import AGGREGATION_MODES, aggregate_loss, masked_mean, masked_sum
 from hone.algorithms.off_policy import (
     Correction,
     check_rollout_correction,

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.aggregate import aggregate_loss
 from hone.algorithms.divergences import DIVERGENCES, LOG_PROB_FLOOR, divergence
 from hone.algorithms.kl import KL_KINDS, kl_penalty
-from hone.algorithms.masked import masked_mean, where_mask, wide
+from hone.algorithms.masked import aggregate_loss, masked_mean, where_mask, wide
 from hone.errors import ConfigError, did_you_mean
 
 
@@ -117,7 +116,7 @@ def distillation_loss(
     response_mask: Tensor,  # ``[B, T]``; values outside it, NaN included, affect neither loss nor gradient
     *,
     loss_mode: str = "reverse_kl_topk",
-    loss_agg_mode: str = "token-mean",  # see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for ``counts``
+    loss_agg_mode: str = "token-mean",  # see :func:`~hone.algorithms.masked.aggregate_loss`, also for ``counts``
     beta: float = 0.5,
     tail_bucket: bool = True,
     log_prob_min_clamp: float | None = None,

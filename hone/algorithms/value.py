@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.aggregate import aggregate_loss
-from hone.algorithms.masked import masked_mean, where_mask, wide
+from hone.algorithms.masked import aggregate_loss, masked_mean, where_mask, wide
 
 
 def value_loss(
@@ -26,7 +25,7 @@ def value_loss(
     ``0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``, as in the published PPO code (baselines' ppo2).
 
     Predictions and targets are ``[B, T]``. Metrics ``critic/vf_clipfrac`` and ``critic/vpred_mean`` are means over the mask.
-    ``loss_agg_mode`` and ``counts`` are those of :func:`~hone.algorithms.aggregate.aggregate_loss`.
+    ``loss_agg_mode`` and ``counts`` are those of :func:`~hone.algorithms.masked.aggregate_loss`.
     """
     new, target, old = (wide(where_mask(x, response_mask)) for x in (values, returns.detach(), old_values.detach()))
     near = torch.maximum(torch.minimum(new, old + cliprange_value), old - cliprange_value)

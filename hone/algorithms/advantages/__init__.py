@@ -7,9 +7,9 @@ take part.
 
 One file per idea::
 
-    base                      registration and calls of estimators, and checks of their inputs
-    groups                    statistics over the responses to one prompt
-    tokens, scan              row values to token values; discounted sums over sampled tokens, without a loop over time
+    base                      registration and calls of estimators, checks of their inputs; row values to token values;
+                              statistics over the responses to one prompt
+    scan                      discounted sums over sampled tokens, without a loop over time
     group_relative            grpo, grpo_passk, rloo, opo, gpg, maxrl: a score compared with the scores of its group
     gdpo                      several rewards, each normalised separately
     reinforce                 reinforce_plus_plus, reinforce_plus_plus_baseline, remax; gae, the critic's estimator
@@ -18,8 +18,7 @@ One file per idea::
 """
 
 from hone.algorithms.advantages import gdpo, gigpo, group_relative, reinforce, token_baseline, turn_level
-from hone.algorithms.advantages.base import INPUTS, AdvantageEstimator, advantage_estimators, register_estimator
-from hone.algorithms.advantages.groups import Groups
+from hone.algorithms.advantages.base import INPUTS, AdvantageEstimator, Groups, advantage_estimators, register_estimator
 from hone.algorithms.advantages.turns import Turns, turn_returns
 
 __all__ = [

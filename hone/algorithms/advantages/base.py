@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,3 +294,126 @@ def register_estimator(
         return advantage_estimators.register(*names)(estimator)
 
     return decorate
+
+
+ROWS = 64
+"""Number of rows per block where float64 copies are made, so that they stay in the processor's cache."""
+
+
+def row_blocks(size: int) -> Iterator[slice]:
+    """Yield slices of :data:`ROWS` rows that cover ``size`` rows."""
+    return (slice(start, start + ROWS) for start in range(0, size, ROWS))
+
+
+def sequence_scores(token_level_rewards: Tensor) -> Tensor:
+    """Return the sum of each row of rewards that are 0 outside the mask, ``[B]`` float64.
+
+    In float64, responses of equal reward have equal scores wherever in the row the rewards are.
+    """
+    blocks = [token_level_rewards[rows].double().sum(dim=-1) for rows in row_blocks(len(token_level_rewards))]
+    return torch.cat(blocks)
+
+
+def token_counts(response_mask: Tensor) -> Tensor:
+    """Return the number of selected tokens of each row, ``[B]`` int64 (in blocks: the sum of a boolean tensor copies it to int64)."""
+    return torch.cat([response_mask[rows].sum(dim=-1) for rows in row_blocks(len(response_mask))])
+
+
+def broadcast(values: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy the value of each row to its selected tokens, ``[B]`` to ``[B, T]``; 0 outside the mask."""
+    return response_mask * values.to(dtype)[:, None]
+
+
+def broadcast_twice(values: Tensor, response_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the result of :func:`broadcast` twice, as advantages and as returns (two tensors)."""
+    advantages = broadcast(values, response_mask, dtype)
+    return advantages, advantages.clone()
+
+
+def whiten_(values: Tensor, response_mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """Scale ``values [B, T]``, which are 0 outside the mask, to mean 0 and variance 1 over it, in place.
+
+    The variance divides by n - 1. A single selected value, and equal values, become 0: the mean is computed in
+    float64, because its rounding, divided by sqrt(epsilon), would otherwise look like an advantage.
+    """
+    count = token_counts(response_mask).sum().double().clamp(min=1)
+    mean = sequence_scores(values).sum() / count
+    values.sub_(mean.to(values.dtype)).mul_(response_mask)
+    squares = torch.linalg.vector_norm(values, dim=-1).double().square().sum()
+    return values.mul_(torch.rsqrt(squares / (count - 1).clamp(min=1) + epsilon).to(values.dtype))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of rows; rows without a selected token belong to none. Statistics are float64, one per row, ``[B]``.
+
+    Attributes:
+        index: ``[B]`` group number of each row.
+        member: ``[B]`` true if the row takes part.
+        count: ``[B]`` number of members of the row's group, float64.
+        size: number of groups.
+    """
+
+    index: Tensor
+    member: Tensor
+    count: Tensor
+    size: int
+
+    @classmethod
+    def from_ids(cls, group_ids: Sequence[Any] | Tensor, response_mask: Tensor) -> Groups:
+        """Number the groups in order of appearance; members are rows with a selected token."""
+        return cls.from_numbers(*number(group_ids, response_mask.device), response_mask.any(dim=-1))
+
+    @classmethod
+    def from_numbers(cls, index: Tensor, size: int, member: Tensor) -> Groups:
+        """Build from group numbers below ``size``."""
+        count = torch.bincount(index[member], minlength=size).double()
+        return cls(index, member, count[index], size)
+
+    @property
+    def singleton(self) -> Tensor:
+        """Return ``[B]``, true for groups without another member."""
+        return self.count <= 1
+
+    def agree(self, values: Tensor) -> Tensor:
+        """Return ``[B]``, true if all members of the group have the same value; for a group of one, if it is 0."""
+        lowest = -self.best_two(-values)[0]
+        return torch.where(self.singleton, values == 0, self.best_two(values)[0] == lowest)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over the group's members."""
+        values = torch.where(self.member, values.double(), 0.0)
+        return values.new_zeros(self.size).index_add_(0, self.index, values)[self.index]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the group's members in float64, so that the standard deviation of equal values is nearly 0."""
+        return self.total(values) / self.count.clamp(min=1)
+
+    def std(self, values: Tensor) -> Tensor:
+        """Return the standard deviation (n - 1) over the group's members; 0 for groups of one."""
+        squares = (values.double() - self.mean(values)).square()
+        return (self.total(squares) / (self.count - 1).clamp(min=1)).sqrt()
+
+    def best_two(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the largest ``[B]`` and second largest ``[B]`` of the group's members, -inf if there are fewer.
+
+        Third is true on the row of the largest (the first of equal ones).
+        """
+        values = torch.where(self.member, values.double(), -torch.inf)
+        best = values.new_full((self.size,), -torch.inf).scatter_reduce_(0, self.index, values, "amax")[self.index]
+        row = torch.arange(len(values), device=values.device)
+        holder = torch.where(self.member & (values == best), row, len(row))
+        first = row.new_full((self.size,), len(row)).scatter_reduce_(0, self.index, holder, "amin")[self.index]
+        others = torch.where(row == first, -torch.inf, values)
+        second = values.new_full((self.size,), -torch.inf).scatter_reduce_(0, self.index, others, "amax")[self.index]
+        return best, second, row == first
+
+
+def number(ids: Sequence[Any] | Tensor, device: torch.device) -> tuple[Tensor, int]:
+    """Number equal ids equally from 0; return the numbers and their count."""
+    if isinstance(ids, Tensor):
+        distinct, index = torch.unique(ids.to(device), return_inverse=True)
+        return index, len(distinct)
+    numbers: dict[Any, int] = {}
+    index = torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64)
+    return index.to(device), len(numbers)

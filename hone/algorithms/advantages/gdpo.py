@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.base import Result, register_estimator
+from hone.algorithms.advantages.base import Groups, Result, broadcast, register_estimator, whiten_
 from hone.algorithms.advantages.group_relative import normalised
-from hone.algorithms.advantages.groups import Groups
-from hone.algorithms.advantages.tokens import broadcast, whiten_
 from hone.errors import ConfigError, did_you_mean
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.base import Result, register_estimator
+from hone.algorithms.advantages.base import Groups, Result, broadcast, number, register_estimator, sequence_scores
 from hone.algorithms.advantages.group_relative import normalised
-from hone.algorithms.advantages.groups import Groups, number
-from hone.algorithms.advantages.tokens import broadcast, sequence_scores
 from hone.algorithms.advantages.turns import Turns, turn_returns
 from hone.errors import ConfigError
 

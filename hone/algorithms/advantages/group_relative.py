@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.base import Result, register_estimator
-from hone.algorithms.advantages.groups import Groups
-from hone.algorithms.advantages.tokens import broadcast_twice, sequence_scores, token_counts
+from hone.algorithms.advantages.base import (
+    Groups,
+    Result,
+    broadcast_twice,
+    register_estimator,
+    sequence_scores,
+    token_counts,
+)
 from hone.errors import ConfigError, did_you_mean
 
 Ids = Sequence[Any] | Tensor

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.base import Result, register_estimator
+from hone.algorithms.advantages.base import Groups, Result, broadcast, register_estimator, sequence_scores, whiten_
 from hone.algorithms.advantages.group_relative import centred
-from hone.algorithms.advantages.groups import Groups
 from hone.algorithms.advantages.scan import discounted_returns, packings, suffix_sums
-from hone.algorithms.advantages.tokens import broadcast, sequence_scores, whiten_
 
 
 @register_estimator(

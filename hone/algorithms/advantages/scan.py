@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hone.algorithms.advantages.tokens import row_blocks
+from hone.algorithms.advantages.base import row_blocks
 
 BLOCK = 32
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.base import Result, register_estimator
-from hone.algorithms.advantages.groups import Groups
+from hone.algorithms.advantages.base import Groups, Result, register_estimator, token_counts
 from hone.algorithms.advantages.scan import packings, suffix_sums
-from hone.algorithms.advantages.tokens import token_counts
 
 
 @register_estimator(

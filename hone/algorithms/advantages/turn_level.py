@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.base import Result, register_estimator
-from hone.algorithms.advantages.groups import Groups
+from hone.algorithms.advantages.base import Groups, Result, register_estimator, whiten_
 from hone.algorithms.advantages.scan import packings, suffix_sums
-from hone.algorithms.advantages.tokens import whiten_
 from hone.algorithms.advantages.turns import Turns, turn_returns
 from hone.algorithms.masked import where_mask
 

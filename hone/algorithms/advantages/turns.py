@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hone.algorithms.advantages.base import row_blocks
 from hone.algorithms.advantages.scan import discounted_returns
-from hone.algorithms.advantages.tokens import row_blocks
 from hone.algorithms.masked import where_mask
 from hone.errors import ConfigError
 

@@ -1,23 +1,26 @@
 """Policy losses: the objectives of policy gradient steps.
 
-==============  ==========================================================================================
-``base``        interface of a loss; masking, weights, aggregation and metric names; the mini-batch contract
-``parts``       ratios and clip rules
-``ppo``         vanilla, sapo; gspo and geo_mean, of the ratio of a sequence
+==============  ===========================================================================
+``base``        masking, weights, aggregation and metric names; the mini-batch contract; ratios and clip rules;
+                vanilla, sapo; gspo and geo_mean, of the ratio of a sequence
 ``reinforce``   gpg, cispo, topr, dro
 ``divergence``  dppo_tv, dppo_kl, m2po
 ``covariance``  clip_cov, kl_cov; selection of tokens of a batch, independent of its order
 ``bypass``      bypass_mode
-==============  ==========================================================================================
+==============  ===========================================================================
 """
 
-from hone.algorithms.policy_losses import bypass, covariance, divergence, ppo, reinforce
-from hone.algorithms.policy_losses.base import PolicyLoss, Prepared, TokenLoss, policy_losses, register_policy_loss
-from hone.algorithms.policy_losses.parts import (
+from hone.algorithms.policy_losses import bypass, covariance, divergence, reinforce
+from hone.algorithms.policy_losses.base import (
+    PolicyLoss,
+    Prepared,
+    TokenLoss,
     beyond_trust_region,
     clamped_log_ratio,
     clipped_surrogate,
     dual_clip,
+    policy_losses,
+    register_policy_loss,
     row_mean,
     sequence_ratio,
     token_ratio,
@@ -35,7 +38,6 @@ __all__ = [
     "divergence",
     "dual_clip",
     "policy_losses",
-    "ppo",
     "register_policy_loss",
     "reinforce",
     "row_mean",

@@ -1,11 +1,12 @@
 """Policy losses: a per-token part that each method supplies, and the shared rest.
 
-A method is composed of a ratio, a clip rule, a weight and an aggregation (:mod:`hone.algorithms.policy_losses.parts`). Its
-per-token part maps ``[B, T]`` tensors to a :class:`TokenLoss`; masking, importance weights, aggregation and the names of
-the metrics are :class:`PolicyLoss`'s.
+A method is composed of a ratio, a clip rule, a weight and an aggregation. Its per-token part maps ``[B, T]`` tensors that are 0
+outside the mask to a :class:`TokenLoss`; masking, importance weights, aggregation and the names of the metrics are
+:class:`PolicyLoss`'s. After it come the ratios and clip rules, then PPO's clip, the soft gate that replaces it, and the losses of the
+ratio of a whole sequence.
 
 **Micro-batches.** A loss over a mini-batch is the sum of the losses of its micro-batches, on every rank, if the counts of the
-mini-batch are passed (see :func:`~hone.algorithms.aggregate.aggregate_loss`). Most methods need one token or one sequence at
+mini-batch are passed (see :func:`~hone.algorithms.masked.aggregate_loss`). Most methods need one token or one sequence at
 a time. A few select tokens by comparing them across the batch. The selection must be made over the mini-batch, or the
 split would change the training. Such a method therefore has a second, earlier part::
 
@@ -31,10 +32,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hone.algorithms.aggregate import aggregate_loss
-from hone.algorithms.masked import where_mask, wide
+from hone.algorithms.masked import aggregate_loss, where_mask, wide
 from hone.algorithms.options import check_options, options_of
-from hone.algorithms.policy_losses.parts import require
+from hone.errors import ConfigError
 from hone.methods import COMPARES_ACROSS_MINI_BATCH
 from hone.registry import Registry
 
@@ -133,7 +133,7 @@ class PolicyLoss:
             log_probs: log-probs of the sampled tokens under the trained policy, ``[B, T]``.
             advantages: ``[B, T]``; a constant.
             response_mask: ``[B, T]``; values outside it, NaN included, affect neither loss nor gradient.
-            loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for the counts and ``dp_size``.
+            loss_agg_mode: see :func:`~hone.algorithms.masked.aggregate_loss`, also for the counts and ``dp_size``.
             rollout_is_weights: importance weights ``[B, T]`` that multiply the per-token loss; constants.
             prepared: result of :meth:`prepare` for the whole mini-batch, with the rows of this batch; computed from this
                 batch if omitted.
@@ -270,3 +270,179 @@ def register_policy_loss(
         return policy_losses.register(*names)(entry)
 
     return decorate
+
+
+LOG_RATIO_LIMIT = 20.0
+"""Limit of the size of log-ratios before every exponential, in every loss, so that none overflows."""
+
+# ------------------------------------------------------------------------------------------------------------- ratios
+
+
+def clamped_log_ratio(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
+    """Return ``log(policy / old policy)`` of each token, clamped to +-20; no gradient where it is clamped."""
+    return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def token_ratio(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
+    """Return policy / old policy at each token; the log-ratio is clamped to +-20 so that the exponential is finite."""
+    return torch.exp(clamped_log_ratio(old_log_probs, log_probs))
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the selected tokens of each row, ``[B, 1]``; 0 for empty rows. ``values`` are 0 outside the mask."""
+    return values.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def sequence_ratio(old_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return the length-normalised ratio of the whole sequence (GSPO, eq. 7) at each of its tokens.
+
+    The value is the geometric mean of the row's token ratios. The gradient of an entry reaches its token only
+    (GSPO-token, eq. 14), so that a token-level advantage affects its token only. If all tokens of a row have the same
+    advantage, the gradients of a row add up to those of the sequence ratio.
+    """
+    mean = row_mean((log_probs - old_log_probs).detach(), mask)
+    log_ratio = mean + (log_probs - log_probs.detach())
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+# --------------------------------------------------------------------------------------------------------- clip rules
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return PPO's pessimistic loss ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where the clip is active (bool)."""
+    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(free, clipped), clipped > free
+
+
+def dual_clip(loss: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Limit the loss of tokens with a negative advantage to ``-A bound``; also return where it is active (bool)."""
+    ceiling = -advantages * bound
+    active = (advantages < 0) & (loss > ceiling)
+    return torch.where(active, ceiling, loss), active
+
+
+def beyond_trust_region(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return the tokens that already moved in the direction of their advantage, where PPO's clip can act (bool)."""
+    return ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+
+
+def by_sign(advantages: Tensor, positive: float, otherwise: float) -> Tensor:
+    """Return ``positive`` where the advantage is above 0, ``otherwise`` elsewhere."""
+    return torch.full_like(advantages, otherwise).masked_fill_(advantages > 0, positive)
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+def require(holds: bool, what: str, *, why: str, fix: str) -> None:
+    if not holds:
+        raise ConfigError(what, why=why, fix=fix, where="actor_rollout_ref.actor")
+
+
+@register_policy_loss(
+    "vanilla",
+    formula="max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)), at most -A clip_ratio_c where A < 0",
+    paper="Schulman et al. 2017, arXiv:1707.06347, eq. 7; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5",
+)
+def vanilla(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> TokenLoss:
+    """Use PPO's clipped objective, with separate lower and upper clips (DAPO's clip-higher) and the dual clip.
+
+    The dual clip limits the weight of a token with a negative advantage, a side that PPO's clip leaves open.
+    """
+    ratio = token_ratio(old_log_probs, log_probs)
+    loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    loss, lower = dual_clip(loss, advantages, clip_ratio_c)
+    return TokenLoss(loss, ratio, {"pg_clipfrac": clipped, "pg_clipfrac_lower": lower})
+
+
+@register_policy_loss(
+    "sapo",
+    formula="-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg",
+    paper="Gao et al. 2025, arXiv:2511.20347",
+)
+def sapo(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> TokenLoss:
+    """Use a sigmoid gate in place of the clip: the gradient is PPO's at ratio 1 and fades smoothly on both sides.
+
+    A larger temperature fades faster; ``tau_neg`` above ``tau_pos`` damps negative advantages more. The paper averages
+    over the tokens of a sequence, then over sequences: ``loss_agg_mode=seq-mean-token-mean``.
+    """
+    for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+        require(
+            tau > 0,
+            f"{name}={tau} must be positive",
+            why="it is the steepness of the gate",
+            fix=f"actor_rollout_ref.actor.{name}=1.0",
+        )
+    ratio = token_ratio(old_log_probs, log_probs)
+    tau = by_sign(advantages, tau_pos, tau_neg)
+    return TokenLoss(-advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), ratio)
+
+
+@register_policy_loss(
+    "gspo",
+    formula="max(-A s, -A clip(s, 1 - clip_ratio_low, 1 + clip_ratio_high)), s = exp(mean over the sequence of log r)",
+    paper="Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7; gradient per token: eq. 13 and 14",
+)
+def gspo(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> TokenLoss:
+    """Apply PPO's clip to the length-normalised ratio of the sequence: a sequence is clipped as a whole.
+
+    A mean of log-ratios changes far less than one of them: the paper clips at 3e-4 and 4e-4, and averages over the tokens
+    of a sequence, then over sequences (``loss_agg_mode=seq-mean-token-mean``).
+    """
+    ratio = sequence_ratio(old_log_probs, log_probs, response_mask)
+    loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    return TokenLoss(loss, ratio, {"pg_clipfrac": clipped})
+
+
+@register_policy_loss(
+    "geo_mean",
+    formula="-A g, g = exp(mean over the sequence of log r, cut at clip_ratio_high where A > 0, -clip_ratio_low where A < 0)",
+    paper="Zhao et al. 2025, arXiv:2507.20673",
+)
+def geo_mean(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> TokenLoss:
+    """Use the geometric mean of the clipped token ratios of a sequence, in place of PPO's arithmetic one.
+
+    The clip acts on each token, in log space and only on the side that its advantage pushes to: the paper's range
+    (e^-0.4, e^0.4) is ``clip_ratio_low=0.4 clip_ratio_high=0.4``. A token without advantage counts as ratio 1. The
+    paper's normalisation is ``loss_agg_mode=seq-mean-token-mean``; it is global here, not over a micro-batch.
+    """
+    free = clamped_log_ratio(old_log_probs, log_probs)
+    cut = torch.where(advantages > 0, free.clamp(max=clip_ratio_high), free.clamp(min=-clip_ratio_low))
+    cut = torch.where(advantages == 0, 0.0, cut)
+    ratio = torch.exp(row_mean(cut, response_mask)).expand_as(advantages)
+    clipped = cut.detach() != free.detach()
+    flags = {"pg_clipfrac": clipped & (advantages > 0), "pg_clipfrac_lower": clipped & (advantages < 0)}
+    return TokenLoss(-advantages * ratio, ratio, flags)

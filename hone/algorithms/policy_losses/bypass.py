@@ -10,9 +10,7 @@ from torch import Tensor
 from hone.algorithms.off_policy.rejection import reject, veto
 from hone.algorithms.off_policy.rules import CorrectionRules, Threshold, check_rollout_correction
 from hone.algorithms.off_policy.weights import bounded, importance_ratio
-from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss
-from hone.algorithms.policy_losses.parts import token_ratio
-from hone.algorithms.policy_losses.ppo import vanilla
+from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss, token_ratio, vanilla
 
 
 @torch.no_grad()

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.masked import where_mask
-from hone.algorithms.policy_losses.base import Prepared, TokenLoss, register_policy_loss
-from hone.algorithms.policy_losses.parts import clipped_surrogate, require, token_ratio
+from hone.algorithms.policy_losses.base import (
+    Prepared,
+    TokenLoss,
+    clipped_surrogate,
+    register_policy_loss,
+    require,
+    token_ratio,
+)
 
 _MULTIPLIER = (
     -7046029254386353131

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.masked import where_mask
-from hone.algorithms.policy_losses.base import Prepared, TokenLoss, register_policy_loss
-from hone.algorithms.policy_losses.parts import beyond_trust_region, by_sign, require, token_ratio
+from hone.algorithms.policy_losses.base import (
+    Prepared,
+    TokenLoss,
+    beyond_trust_region,
+    by_sign,
+    register_policy_loss,
+    require,
+    token_ratio,
+)
 
 SMALLEST_PROBABILITY = 1e-8
 """Lower bound for the probability of "any other token": log-probs are rounded, and log 0 is not finite."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss
-from hone.algorithms.policy_losses.parts import require, token_ratio
+from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss, require, token_ratio
 
 
 @register_policy_loss(

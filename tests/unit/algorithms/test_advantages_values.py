@@ -11,8 +11,8 @@ from support.messages import raises
 
 from hone.algorithms import advantage_estimators, masked_mean
 from hone.algorithms.advantages import Groups, Turns, turn_returns
+from hone.algorithms.advantages.base import whiten_
 from hone.algorithms.advantages.scan import BLOCK, Packing, suffix_sums
-from hone.algorithms.advantages.tokens import whiten_
 from hone.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from hone.algorithms.advantages.base import Groups
 from hone.algorithms.advantages.group_relative import normalised
-from hone.algorithms.advantages.groups import Groups
 from hone.apps.lab.compare import find_run
 from hone.config.reward import RewardConfig
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
