@@ -1,23 +1,29 @@
-"""Reward manager: score responses by a custom reward function, built-in scorers, or a sum of terms."""
+"""Reward manager: score responses by a custom reward function, built-in scorers, or a sum of terms, and place rewards on tokens.
+
+A reward is on the last sampled token, unless the scorer returned turn or token rewards. :class:`JudgedRewards` adds what a run has: a
+reward model's scores, and the length penalty of training.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import logging
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
-from hone.rewards.outcome import NoVerdictRate, failed, is_usable, shown_number
-from hone.rewards.placement import first_turns, place, place_rewards, turn_ends
+from hone.rewards.rubric import Rubric
 from hone.rewards.score import Cause, Score
-from hone.rewards.scorers import SCORERS
+from hone.rewards.scorers import SCORERS, scorer_for
 from hone.rewards.services import Services
 from hone.rewards.sources import ScorerSource, Source, function_source
-from hone.rewards.target import Outcome
+from hone.rewards.target import NoVerdictRate, Outcome, failed, is_usable, shown_number
 from hone.rewards.terms import Term, combine, read_terms
 
 logger = logging.getLogger("hone.rewards")
@@ -277,3 +283,270 @@ def _with_episode(score: Score, trajectory: Trajectory, first_turn: int) -> Scor
         score.terms.setdefault("turn_rewards", sum(earned))
         place_rewards(score, zip(ends, earned, strict=False))
     return score
+
+
+def turn_ends(response_mask: Sequence[int]) -> list[int]:
+    """Return the last token of each assistant turn; a turn is a run of sampled tokens.
+
+    >>> turn_ends([1, 1, 0, 0, 1, 0])
+    [1, 4]
+    """
+    last = len(response_mask) - 1
+    return [
+        token
+        for token, sampled in enumerate(response_mask)
+        if sampled and (token == last or not response_mask[token + 1])
+    ]
+
+
+def first_turns(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return the index of each trajectory's first turn in its episode, above 0 only for later segments."""
+    order = sorted(range(len(trajectories)), key=lambda i: trajectories[i].part)
+    counted: dict[tuple[str, int], int] = {}
+    first = [0] * len(trajectories)
+    for index in order:
+        trajectory = trajectories[index]
+        episode = (trajectory.uid, trajectory.index)
+        first[index] = counted.get(episode, 0)
+        counted[episode] = first[index] + len(turn_ends(trajectory.response_mask))
+    return first
+
+
+def place(score: Score, trajectory: Trajectory) -> Score:
+    """Fill ``placed`` from a scorer's turn and token rewards; a response without a mask, as in trials, stays unchanged.
+    Returns the score, or a failed one if the number of rewards is not that of turns or tokens.
+    """
+    if not trajectory.response_mask:
+        return score
+    ends = turn_ends(trajectory.response_mask)
+    for rewards, positions, unit in (
+        (score.turn_rewards, ends, "turn"),
+        (score.token_rewards, range(len(trajectory.response_ids)), "token"),
+    ):
+        if rewards is None:
+            continue
+        if len(rewards) != len(positions):
+            return failed(f"returned {len(rewards)} {unit}_rewards for a response of {len(positions)} {unit}s")
+        place_rewards(score, zip(positions, rewards, strict=True))
+    return score
+
+
+def place_rewards(score: Score, rewards: Iterable[tuple[int, float]]) -> None:
+    for token, reward in rewards:
+        if reward:
+            score.placed[token] = score.placed.get(token, 0.0) + reward
+
+
+def share_rewards(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
+    """Give every segment of an episode the reward of the complete episode.
+
+    Segments of an episode share one score: the last segment's score plus the turn rewards of the others. Each turn reward is
+    placed in its segment; all else in the last segment.
+    """
+    rows: dict[tuple[str, int], list[int]] = {}
+    for row, trajectory in enumerate(trajectories):
+        rows.setdefault((trajectory.uid, trajectory.index), []).append(row)
+    shared, first = list(scores), first_turns(trajectories)
+    for segment_rows in rows.values():
+        if len(segment_rows) > 1:
+            segment_rows = sorted(segment_rows, key=lambda row: trajectories[row].part)
+            earned = [_earned(trajectories[row], first[row]) if scores[row].placed else {} for row in segment_rows]
+            before = sum(sum(turns.values()) for turns in earned[:-1])
+            complete = scores[segment_rows[-1]]
+            for row, turns in zip(segment_rows[:-1], earned, strict=False):
+                shared[row] = _segment_score(complete, before, turns, complete.total + before - sum(turns.values()))
+            shared[segment_rows[-1]] = _segment_score(complete, before, complete.placed, before)
+    return shared
+
+
+def _segment_score(complete: Score, before: float, placed: dict[int, float], elsewhere: float) -> Score:
+    if complete.error is not None:
+        return complete
+    unshaped = None if complete.unshaped is None else complete.unshaped + before
+    terms = dict(complete.terms)
+    if before:
+        terms["turn_rewards"] = terms.get("turn_rewards", 0.0) + before
+    return dataclasses.replace(
+        complete,
+        total=complete.total + before,
+        unshaped=unshaped,
+        terms=terms,
+        placed=dict(placed),
+        elsewhere=elsewhere,
+    )
+
+
+def _earned(trajectory: Trajectory, first_turn: int) -> dict[int, float]:
+    """Return the turn rewards of a segment by the last token of each turn."""
+    if trajectory.episode is None:
+        return {}
+    ends = turn_ends(trajectory.response_mask)
+    return dict(zip(ends, trajectory.episode.turn_rewards[first_turn : first_turn + len(ends)], strict=False))
+
+
+def token_rewards(score: Score, response_mask: Sequence[int]) -> dict[int, float]:
+    """Return the reward of every token that has one; they sum to the total without rewards in other segments.
+
+    A reward placed on a token that the policy did not sample moves to the last sampled token before it, else to the first.
+    """
+    sampled = [token for token, is_sampled in enumerate(response_mask) if is_sampled]
+    last = sampled[-1] if sampled else len(response_mask) - 1
+    rewards: dict[int, float] = {}
+    for token, reward in score.placed.items():
+        before = [position for position in sampled if position <= token]
+        target = before[-1] if before else (sampled or [last])[0]
+        rewards[target] = rewards.get(target, 0.0) + reward
+    rest = score.total - sum(score.placed.values()) - score.elsewhere
+    rewards[last] = rewards.get(last, 0.0) + rest
+    return rewards
+
+
+class JudgedRewards(RewardManager):
+    """Reward manager that also uses the scores of a reward model (``reward.reward_model``), alone or added.
+
+    With a reward model, the terms of a score are ``rm``, the model's raw score; ``rule``, the reward function's or built-in scorer's
+    total, if any; and its terms. A generative reward model adds its text as ``judgement``.
+
+    Args:
+        required: whether rewards change the policy. Otherwise every answer has reward 0 if a data source has no scorer.
+        max_response_length: tokens near which training penalises responses (``reward.overlong_buffer``).
+    """
+
+    def __init__(self, config: RewardConfig, *, required: bool = True, max_response_length: int = 0) -> None:
+        super().__init__(config)
+        self._max_response_length = max_response_length
+        self.settings, self.with_rules, self._required = config.reward_model, True, required
+        self._judge_rate = NoVerdictRate(config.max_no_verdict_rate)
+
+    @functools.cached_property
+    def rubric(self) -> Rubric:
+        """Rubric of a generative reward model."""
+        return Rubric.from_config(self.config.judge)
+
+    def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
+        """Check that every data source can be scored; with ``combine=replace`` the model alone suffices.
+
+        Raises:
+            RewardError: with ``combine=add`` a data source has no scorer, or a scorer's package is missing.
+        """
+        unknown = [
+            source
+            for source in data_sources
+            if not self._is_global and source not in self_scored and scorer_for(source) is None
+        ]
+        if self.settings.enable and self.settings.combine == "replace" and unknown:
+            self.with_rules = False
+            logger.info("no scorer for data_source %s: only the reward model scores", ", ".join(sorted(unknown)))
+        elif unknown and not self._required:
+            self.with_rules = False
+            logger.info("no scorer for data_source %s: rewards are 0", ", ".join(sorted(unknown)))
+        else:
+            super().check(data_sources, self_scored)
+
+    async def score(
+        self,
+        trajectories: Sequence[Trajectory],
+        judged: Sequence[float] | None = None,
+        *,
+        judgements: Sequence[str] | None = None,
+        training: bool = False,
+    ) -> list[Score]:
+        """Score each trajectory; scores are in the same order.
+
+        Args:
+            judged: reward model's score of each; None without a reward model.
+            judgements: texts of a generative reward model; a text without a score gives no verdict.
+            training: True to normalise terms, and to penalise responses near the length limit.
+
+        Raises:
+            RewardError: as :meth:`RewardManager.score`, or a score of the model is not finite.
+        """
+        scores = await self._judged(trajectories, judged, judgements, training=training)
+        if training:
+            scores = penalised(scores, trajectories, self.config, self._max_response_length)
+        return scores
+
+    async def _judged(
+        self,
+        trajectories: Sequence[Trajectory],
+        judged: Sequence[float] | None,
+        judgements: Sequence[str] | None,
+        *,
+        training: bool,
+    ) -> list[Score]:
+        if judged is None and not self.with_rules:
+            return [Score(0.0) for _ in trajectories]
+        if judged is None:
+            return await super().score(trajectories, training=training)
+        for value, trajectory in zip(judged, trajectories, strict=True):
+            if judgements is None and not math.isfinite(value):
+                raise RewardError(
+                    f"the reward model gives row {trajectory.uid} the score {value}",
+                    why="training needs finite rewards",
+                    fix="train the reward model again with a lower optim.lr, or actor_rollout_ref.actor.dtype=float32",
+                    where="reward.reward_model.path",
+                )
+        scores = [Score(0.0) for _ in judged]
+        if self.with_rules:
+            scores = await super().score(trajectories, training=training)
+        scores = [self._combined(value, score) for value, score in zip(judged, scores, strict=True)]
+        return scores if judgements is None else self._with_judgements(trajectories, scores, judged, judgements)
+
+    def _with_judgements(
+        self,
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[Score],
+        judged: Sequence[float],
+        judgements: Sequence[str],
+    ) -> list[Score]:
+        """Add the judgements to the scores; a judgement without a score gives no verdict, as for a failing scorer."""
+        results, outcomes = [], []
+        for score, value, judgement in zip(scores, judged, judgements, strict=True):
+            result = dataclasses.replace(score, extra=score.extra | {"judgement": judgement[-500:]})
+            if not math.isfinite(value):
+                result = failed(f"the reward model gave {self.rubric.missing(judgement)}", Cause.SERVICE)
+                result = result if score.error is None else score
+            results.append(result)
+            outcomes.append(Outcome(result if score.error is None else Score(0.0)))  # other errors are already counted
+        self._tolerate(trajectories, outcomes, self._judge_rate, "the reward model")
+        return results
+
+    def _combined(self, value: float, rule: Score) -> Score:
+        if not self.with_rules:
+            return Score(self.settings.coef * value, {"rm": value})
+        added = self.settings.combine == "add"
+        return dataclasses.replace(
+            rule,
+            total=self.settings.coef * value + (rule.total if added else 0.0),
+            terms=rule.terms | {"rule": rule.total, "rm": value},
+            placed=rule.placed if added else {},
+        )
+
+
+def penalised(
+    scores: Sequence[Score], trajectories: Sequence[Trajectory], config: RewardConfig, max_response_length: int
+) -> list[Score]:
+    """Return the scores less the penalty of ``reward.overlong_buffer``; the segments of an episode share one length."""
+    overlong = config.overlong_buffer
+    if not (overlong.enable or config.reward_manager == "dapo"):
+        return list(scores)
+    import torch
+
+    from hone.algorithms import overlong_penalty
+
+    lengths = torch.tensor(episode_lengths(trajectories))
+    penalties = overlong_penalty(lengths, max_response_length, overlong.len, overlong.penalty_factor).tolist()
+    result = []
+    for score, penalty in zip(scores, penalties, strict=True):
+        terms = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if overlong.log else {}
+        changes = {"total": score.total + penalty, "unshaped": score.total, "terms": score.terms | terms}
+        result.append(dataclasses.replace(score, **changes))
+    return result
+
+
+def episode_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return the response tokens of each trajectory's episode, over all segments, which share one limit."""
+    total: Counter[tuple[str, int]] = Counter()
+    for trajectory in trajectories:
+        total[trajectory.uid, trajectory.index] += len(trajectory.response_ids)
+    return [total[trajectory.uid, trajectory.index] for trajectory in trajectories]

@@ -17,12 +17,20 @@ from hone.data.types import Trajectory
 from hone.errors import NoVerdict, RewardError, did_you_mean
 from hone.insight import activity
 from hone.rewards.http import JsonService, ServiceError, Throttle
-from hone.rewards.outcome import failed, failed_by, to_score, to_scores
-from hone.rewards.pool import WorkerPool
-from hone.rewards.process import ASYNC_GRACE, WorkerLimits
+from hone.rewards.pool import ASYNC_GRACE, WorkerLimits, WorkerPool
 from hone.rewards.scorers import SCORERS, Scorer, scorer_for
 from hone.rewards.services import Services
-from hone.rewards.target import ARGUMENTS, CONVERSATIONS, PLURALS, Outcome, Target
+from hone.rewards.target import (
+    ARGUMENTS,
+    CONVERSATIONS,
+    PLURALS,
+    Outcome,
+    Target,
+    failed,
+    failed_by,
+    to_score,
+    to_scores,
+)
 from hone.user_objects import UserObject, is_user_object, user_object
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from hone.config.reward import CustomRewardConfig
 from hone.data.types import Trajectory
 from hone.errors import ConfigError, did_you_mean
-from hone.rewards.outcome import as_number
 from hone.rewards.score import Score
+from hone.rewards.target import as_number
 
 NORMALIZATIONS = ("group", "batch")
 """Sets of responses over which a term is normalised to mean 0 and deviation 1: one prompt's, or all."""

@@ -34,9 +34,8 @@ from hone.errors import did_you_mean
 from hone.insight import activity
 from hone.insight.redaction import redact_text
 from hone.rewards.frames import Channel
-from hone.rewards.outcome import failed, failed_by
 from hone.rewards.score import Cause, Score
-from hone.rewards.target import BROKEN, Adapted, LoadFailure, Ready, Target, encode_result
+from hone.rewards.target import BROKEN, Adapted, LoadFailure, Ready, Target, encode_result, failed, failed_by
 from hone.user_code import UserCodeError, last_line, load_file
 
 _FIRST_DESCRIPTOR = 100

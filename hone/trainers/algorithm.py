@@ -11,15 +11,16 @@ processes on a cluster and a batch holds references. The code is the same for bo
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hone.algorithms import advantage_estimators
-from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.cluster.any_batch import AnyBatch, concat_batches, rows_of
 from hone.cluster.dispatch import RowGroups, mini_batches
-from hone.cluster.handles import RoleUpdate
+from hone.cluster.handles import RoleUpdate, Rollout, Work
 from hone.cluster.runtime import Roles
 from hone.cluster.weight_sync import WeightSync
 from hone.config.derived import OldLogProbs, RunSpec
@@ -33,16 +34,14 @@ from hone.errors import ConfigError
 from hone.generation.protocol import SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.trainers.archiving import Archiving
-from hone.trainers.episodes import Episodes
 from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.inputs import quarantined_rows
-from hone.trainers.rollouter import Rollouter
+from hone.trainers.rollouter import Rollouter, Score
 from hone.trainers.stages import SAMPLED, SCORED, Stage, StepState
 from hone.trainers.step_metrics import update_metrics
 from hone.trainers.update_view import learnt_tokens
-from hone.trainers.verdicts import keep_verdicts, too_few_in
 
 if TYPE_CHECKING:
     from hone.agents.forking import ForkPoint
@@ -52,13 +51,23 @@ class TurnForks:
     """Continues recorded episodes from some of their turns, to value these.
 
     Args:
+        score: function that returns a batch with its scores.
         engines_sleep: whether the engines free their memory before the log-probs are known.
 
     Raises:
         ConfigError: they do, so none could continue an episode.
     """
 
-    def __init__(self, config: RLConfig, episodes: Episodes, sampling: SamplingParams, *, engines_sleep: bool) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        rollout: Rollout,
+        work: Work,
+        score: Score,
+        sampling: SamplingParams,
+        *,
+        engines_sleep: bool,
+    ) -> None:
         if engines_sleep:
             raise ConfigError(
                 "the engines free their memory before turns are forked",
@@ -67,19 +76,19 @@ class TurnForks:
                 where="actor_rollout_ref.rollout.free_cache_engine",
             )
         self._samples, self._seed = config.algorithm.forks.samples, config.trainer.seed
-        self._episodes, self._sampling = episodes, sampling
+        self._rollout, self._work, self._score, self._sampling = rollout, work, score, sampling
 
     async def add_values(self, state: StepState) -> StepState:
         """Add the column ``turn_values``: for each row, the mean reward of continuations from the forked turns of its episode.
 
         The batch is scored, and has entropies.
         """
-        work, samples = self._episodes.work, self._samples
+        work, samples = self._work, self._samples
         points = await work.fork_points(state.batch, state.step)
         rewards: dict[str, list[float]] = {}
         if points:
             played = await self._play(points, state.step)
-            rewards = await work.fork_rewards(await self._episodes.score(played))
+            rewards = await work.fork_rewards(await self._score(played))
             state.metrics.add("forks/no_verdict_rate", 1 - sum(map(len, rewards.values())) / (samples * len(points)))
             state.metrics.add("forks/continued_tokens", await work.sampled_tokens(played))
         state.metrics.add("forks/turns", len(points))
@@ -87,7 +96,17 @@ class TurnForks:
 
     async def _play(self, points: list[ForkPoint], step: int) -> AnyBatch:
         seeding = (self._seed, "forks", step)
-        return await self._episodes.rollout.play_forks(points, self._sampling, n=self._samples, seeding=seeding)
+        return await self._rollout.play_forks(points, self._sampling, n=self._samples, seeding=seeding)
+
+
+async def answer_greedily(rollout: Rollout, samples: Sequence[Sample], sampling: SamplingParams) -> AnyBatch:
+    """Return the greedy answer to every prompt, with the training limits on length and stop strings.
+
+    A greedy answer has the most likely token of the full distribution at every position.
+    """
+    prompts = list({sample.uid: sample for sample in samples}.values())
+    greedy = dataclasses.replace(sampling, temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, report_support=False)
+    return await rollout.play(prompts, greedy, n=1, seeding=(0,))
 
 
 STREAMED_PARTS = 4
@@ -126,17 +145,17 @@ class Algorithm:
             roles.critic,
             roles.teacher,
         )
-        self.rollout, self.work = roles.rollout, roles.work
+        self.rollout, self.work, self._reward_model = roles.rollout, roles.work, roles.reward_model
+        self._under_way: Counter[int] = Counter()  # groups by rollout worker
         self.sampler, self.sampling, self.total_steps = sampler, sampling, total_steps
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
-        self.episodes = Episodes(roles)
         self.weight_sync = WeightSync(config, roles.actor, roles.rollout, dataset[0])
         self.archive = Archiving(config.trainer, dataset, roles.work)
         batch_size, keys = config.data.train_batch_size, config.trainer.async_training
         self.group_filter = None
         if config.algorithm.filter_groups.enable:
             filtering = config.algorithm.filter_groups
-            self.group_filter = GroupFilter(filtering, self.episodes.score, roles.work.values_of, batch_size)
+            self.group_filter = GroupFilter(filtering, self.judged, roles.work.values_of, batch_size)
         self.rollouter = Rollouter(
             dataset,
             sampler,
@@ -147,7 +166,7 @@ class Algorithm:
             seed=config.trainer.seed,
             means=roles.work.group_means,
             group_filter=self.group_filter,
-            too_few_in=functools.partial(too_few_in, roles.work),
+            too_few_in=self.too_few_in,
             max_no_verdict_rate=config.reward.max_no_verdict_rate,
             score=self.scored if self.spec.asynchronous else None,
             quarantine=quarantined_rows(config.data, dataset),
@@ -157,7 +176,7 @@ class Algorithm:
         self.forks = None
         if "turn_values" in self.estimator.needs:
             sleep = self.weight_sync.sleeps
-            self.forks = TurnForks(config, self.episodes, sampling, engines_sleep=sleep)
+            self.forks = TurnForks(config, roles.rollout, roles.work, self.judged, sampling, engines_sleep=sleep)
 
     def stages(self) -> list[Stage]:
         """Return the stages of a step, in order."""
@@ -263,34 +282,68 @@ class Algorithm:
         state.metrics.add("training/no_verdict_groups", self.rollouter.dropped)
 
     async def play(self, samples: Sequence[Sample], seeding: tuple[Any, ...]) -> AnyBatch:
-        """Play ``rollout.n`` episodes of each sample."""
+        """Play ``rollout.n`` episodes of each sample; in asynchronous training in the worker with the fewest groups under way.
+
+        Rows are in the order of the samples. ``seeding`` determines the random streams.
+        """
         n = self.config.actor_rollout_ref.rollout.n
-        if self.spec.asynchronous:
-            (sample,) = samples
-            return await self.episodes.play_group(sample, self.sampling, n=n, seeding=seeding)
-        return await self.episodes.play(samples, self.sampling, n=n, seeding=seeding)
+        if not self.spec.asynchronous:
+            return await self.rollout.play(samples, self.sampling, n=n, seeding=seeding)
+        worker = min(range(self.rollout.dp_size), key=self._under_way.__getitem__)
+        self._under_way[worker] += 1
+        try:
+            return await self.rollout.play_here(worker, samples, self.sampling, n=n, seeding=seeding)
+        finally:
+            self._under_way[worker] -= 1
+
+    async def judged(self, batch: AnyBatch, *, training: bool = True) -> AnyBatch:
+        """Add the reward model's scores and the final scores; in training, with the length penalty."""
+        if self._reward_model is not None:
+            batch = batch.updated(await self._reward_model.score(batch))
+        return batch.updated(await self.work.score(batch, training=training))
 
     async def scored(self, batch: AnyBatch) -> AnyBatch:
         """Score every trajectory, and report the rewards to a sampler that learns from them."""
-        batch = await self.episodes.score(batch)
+        batch = await self.judged(batch)
         if self.sampler.learns:
             values, _ = await self.work.values_of(batch, None)
             pairs = [(uid, value) for uid, value in zip(batch.uids, values, strict=True) if value is not None]
             self.rollouter.report([uid for uid, _ in pairs], [value for _, value in pairs])
         return batch
 
+    async def too_few_in(self, batch: AnyBatch) -> list[str]:
+        """Return the groups of a scored batch with too few verdicts."""
+        return (await self.work.verdicts(batch.select("uid", "part", "verdict")))[2]
+
     async def score(self, state: StepState) -> StepState:
         """Score every trajectory, unless its group has been scored already; rows without a verdict leave the batch.
 
-        The reward is placed on a response's last token.
+        In synchronous training, groups with too few verdicts are replaced here by those of other prompts, until there are none. In
+        asynchronous training they have been replaced as they finished. The reward is placed on a response's last token.
         """
-        await keep_verdicts(state, self.scored, self.rollouter, self.work)
+        if "score" not in state.batch:
+            state.batch = await self.scored(state.batch)
+            while replaced := await self.rollouter.replace(state.batch, state.step):
+                dropped, groups = replaced
+                rows = rows_of(state.batch.uids)
+                state.left_out.append(state.batch.reorder([row for uid in dropped for row in rows[uid]]))
+                kept = [row for uid in rows if uid not in dropped for row in rows[uid]]
+                state.groups = [group for group in state.groups if group.uid not in dropped] + groups
+                played = concat_batches([group.batch for group in groups])
+                await self.work.check_sampled(played)
+                scored = await self.scored(played)
+                state.batch = concat_batches([state.batch.reorder(kept), scored]) if kept else scored
+            state.metrics.add("training/no_verdict_groups", self.rollouter.dropped)
+        with_verdict, without, _ = await self.work.verdicts(state.batch.select("uid", "part", "verdict"))
+        if without:
+            state.left_out.append(state.batch.reorder(without))
+            state.batch = state.batch.reorder(with_verdict)
         return state.add(await self.work.place_rewards(state.batch))
 
     async def greedy_baseline(self, state: StepState) -> StepState:
         """Score the greedy response to every prompt."""
-        greedy = await self.episodes.answer_greedily([group.sample for group in state.groups], self.sampling)
-        return state.add(await self.work.baselines(state.batch, greedy))
+        greedy = await answer_greedily(self.rollout, [group.sample for group in state.groups], self.sampling)
+        return state.add(await self.work.baselines(state.batch, await self.judged(greedy)))
 
     async def free_engines(self, state: StepState) -> StepState:
         """Let the engines free their memory until the next weight sync."""

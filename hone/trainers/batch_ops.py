@@ -6,7 +6,12 @@ keeps the state between steps: the KL controller and the invariants.
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import functools
+import gzip
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +24,7 @@ from torch import Tensor
 from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
 from hone.cluster.any_batch import rows_of
+from hone.cluster.columns import TOKENS
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.handles import GroupMeans, RoleUpdate
@@ -26,9 +32,12 @@ from hone.cluster.reward_model import JUDGED, JUDGEMENT
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
+from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
+from hone.data.images import ImageData
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import decoded, outside_tokenizer, token_texts
-from hone.data.types import Sample
+from hone.data.trajectories import to_batch
+from hone.data.types import Sample, StopReason, Trajectory
 from hone.insight.archive.read import table_records
 from hone.insight.archive.write import BackgroundWriter, write_vocabulary
 from hone.insight.invariants import Invariants, require_version
@@ -37,18 +46,17 @@ from hone.insight.run_directory import RunDirectory
 from hone.models.devices import dtype_on
 from hone.models.loading import saved_settings
 from hone.rewards.doctor import EnvironmentDoctor
-from hone.rewards.outcome import no_verdict_metrics
-from hone.rewards.placement import share_rewards, token_rewards
+from hone.rewards.manager import JudgedRewards, share_rewards, token_rewards
+from hone.rewards.score import Score
+from hone.rewards.target import no_verdict_metrics
 from hone.trainers.archive_rows import prompt_texts, rollout_table
 from hone.trainers.archiving import TRAINED
 from hone.trainers.estimates import estimate
-from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import age_metrics, batch_metrics
-from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.teacher_inputs import TeacherInputs, mixed_advantages, span_columns
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
-from hone.trainers.verdicts import scored, sort_rows
+from hone.training.checkpoints.storage import Storage
 from hone.training.preferences import own_pairs
 from hone.training.served_teacher import ServedTeachers
 
@@ -122,7 +130,7 @@ class BatchOps:
 
     @dispatch(Split.ZERO)
     def verdicts(self, batch: Batch) -> tuple[list[int], list[int], list[str]]:
-        """Return the rows with and without a verdict, and the groups with too few; see :func:`~hone.trainers.verdicts.sort_rows`."""
+        """Return the rows with and without a verdict, and the groups with too few; see :func:`~hone.trainers.batch_ops.sort_rows`."""
         return sort_rows(batch, max(min(2, self.config.actor_rollout_ref.rollout.n), self.estimator.min_group))
 
     @dispatch(Split.ZERO, objects=True)
@@ -477,3 +485,81 @@ def baselines(batch: Batch, greedy: Batch) -> Tensor:
     totals = {uid: score.total for uid, score in pairs if score.error is None}
     mean = fmean(totals.values()) if totals else 0.0
     return torch.tensor([totals.get(uid, mean) for uid in batch.uids], dtype=torch.float32)
+
+
+def scored(scores: Sequence[Score]) -> Batch:
+    """Return the columns ``score`` and ``verdict`` (1 or 0) of every row."""
+    verdicts = torch.tensor([score.error is None for score in scores], dtype=torch.int64)
+    return Batch({"score": list(scores), "verdict": verdicts})
+
+
+def sort_rows(batch: Batch, fewest: int) -> tuple[list[int], list[int], list[str]]:
+    """Sort the rows of a scored batch by their verdicts.
+
+    A response without a verdict is as if it had never been sampled: baselines, group statistics and pass rates are those of the others.
+    Whether a verdict is missing must not depend on the response; then every estimate keeps its expectation.
+
+    Args:
+        batch: with the columns ``uid``, ``part`` and ``verdict``.
+        fewest: smallest number of verdicts with which a group is trained on.
+
+    Returns:
+        Rows with a verdict and rows without, and the uids of groups with too few verdicts, all in order.
+    """
+    verdicts = batch.tensor("verdict").tolist()
+    counts = Counter(dict.fromkeys(batch.uids, 0))
+    for uid, part, verdict in zip(batch.uids, batch.tensor("part").tolist(), verdicts, strict=True):
+        counts[uid] += verdict and part == 0
+    small = [uid for uid, count in counts.items() if count < fewest]
+    rows = range(len(batch))
+    return [row for row in rows if verdicts[row]], [row for row in rows if not verdicts[row]], small
+
+
+FILE = "groups.jsonl.gz"
+
+
+def save_groups(location: str, batch: Batch) -> None:
+    """Write scored trajectories to the checkpoint at ``location``."""
+    pairs = zip(batch.objects("trajectory"), batch.objects("score"), strict=True)
+    with Storage(location).create(FILE) as file, gzip.open(file, "wt", compresslevel=1, encoding="utf-8") as lines:
+        for trajectory, score in pairs:
+            lines.write(json.dumps(_record(trajectory, score), default=_plain) + "\n")
+
+
+def load_groups(location: str, samples: Mapping[str, Sample], *, reads_images: bool = False) -> Batch:
+    """Return the batch that :func:`save_groups` wrote, given the sample of every uid; ``reads_images`` as for :func:`to_batch`."""
+    with Storage(location).open(FILE) as file, gzip.open(file, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    scores = [_score(record.pop("score")) for record in records]
+    batch = to_batch([_trajectory(record, samples[record["uid"]]) for record in records], reads_images=reads_images)
+    return batch.updated(scored(scores))
+
+
+def _record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
+    values = {name: value for name, value in vars(trajectory).items() if name not in ("sample", "episode")}
+    values |= {name: list(values[name]) for name in ("prompt_ids", *TOKENS)}
+    later = trajectory.images[len(trajectory.sample.images) :]
+    values["images"] = [base64.b64encode(image.content).decode() for image in later]
+    episode = None if trajectory.episode is None else dataclasses.asdict(trajectory.episode)
+    return {**values, "episode": episode, "score": dataclasses.asdict(score)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the user's that JSON lacks as numbers, lists or text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _trajectory(record: dict[str, Any], sample: Sample) -> Trajectory:
+    episode = record["episode"] and _episode(record["episode"])
+    later = tuple(ImageData(base64.b64decode(content)) for content in record.pop("images"))
+    values = {**record, "stop_reason": StopReason(record["stop_reason"]), "episode": episode}
+    return Trajectory(**values, sample=sample, images=sample.images + later)
+
+
+def _episode(record: dict[str, Any]) -> EpisodeLog:
+    calls = [CallRecord(**{**call, "status": CallStatus(call["status"])}) for call in record["calls"]]
+    return EpisodeLog(**{**record, "end": EpisodeEnd(record["end"]), "calls": calls})
+
+
+def _score(record: dict[str, Any]) -> Score:
+    return Score(**{**record, "placed": {int(token): reward for token, reward in record["placed"].items()}})

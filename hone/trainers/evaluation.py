@@ -41,8 +41,7 @@ from hone.insight.run_files import containing_run, read_run
 from hone.models.devices import dtype_on
 from hone.models.loading import load_policy
 from hone.progress import progress
-from hone.rewards.manager import RewardManager
-from hone.rewards.placement import share_rewards
+from hone.rewards.manager import RewardManager, share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
 from hone.trainers.inputs import reads_columns, report_contract, self_scored_by
 from hone.trainers.validation import Evaluation, evaluate_answers

@@ -23,6 +23,7 @@ from hone.cluster.supervisor import Supervisor
 from hone.config.tree import RLConfig
 from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
+from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
@@ -72,10 +73,10 @@ class RLTrainer(Algorithm):
         )
         roles, ledger = Roles(self.runtime), CoverageLedger(self.session.directory.coverage)
         super().__init__(config, roles, dataset, sampler, training_sampling(config, tokenizer), ledger, total_steps)
-        self.validator = Validator(config, tokenizer, self.episodes, self.session.directory)
+        self.validator = Validator(config, tokenizer, self.rollout, self.work, self.judged, self.session.directory)
         share = config.trainer.async_training.validation_share
         if self.spec.asynchronous and share and self.validator.dataset is not None:
-            limit = self.episodes.limit_validation
+            limit = self.rollout.limit_validation
             self.rollouter.validation = ValidationTask(self._validate_and_log, limit, share)
         sources = dataset.data_sources() + self.validator.data_sources()
         self_scored_sources = self_scored(config, tokenizer, dataset, self.validator.dataset)
@@ -146,7 +147,9 @@ class RLTrainer(Algorithm):
         metrics.add("training/epoch", self.sampler.epoch)
         metrics.update(self.sampler.metrics())
         memory_metrics(metrics)
-        metrics.update(await self.episodes.engine_metrics(self.config.actor_rollout_ref.rollout))
+        rollout = self.config.actor_rollout_ref.rollout
+        if is_served(rollout) or rollout.speculative.method is not None:  # other engines have no metrics of their own
+            metrics.update(await self.rollout.take_engine_metrics())
         overhead_metrics(metrics, time.perf_counter() - started, await self._busy_seconds())
         logged = metrics.reduce()
         if self.rollouter.validation is None and self.session.due(trainer.test_freq, self.step):

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.cluster.any_batch import concat_batches
+from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.cluster.handles import Rollout, Work
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
 from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.together import gather_or_cancel
-from hone.trainers.episodes import Episodes
 from hone.trainers.inputs import prompt_dataset, validation_sampling
 
 TESTING = "timing_s/testing"
@@ -22,12 +22,18 @@ TESTING = "timing_s/testing"
 
 
 class Validator:
-    """Validation of a run; does nothing without validation files."""
+    """Validation of a run; does nothing without validation files. ``judged``: function that returns a batch with its scores."""
 
     def __init__(
-        self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, episodes: Episodes, directory: RunDirectory
+        self,
+        config: RLConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: Rollout,
+        work: Work,
+        judged: Callable[..., Awaitable[AnyBatch]],
+        directory: RunDirectory,
     ) -> None:
-        self.config, self.episodes, self.directory = config, episodes, directory
+        self.config, self.rollout, self.work, self._judged, self.directory = config, rollout, work, judged, directory
         self.dataset: PromptDataset | None = None
         if config.data.val_files:
             self.dataset = prompt_dataset(config, config.data.val_files, tokenizer, config.data.val_max_samples)
@@ -60,14 +66,14 @@ class Validator:
         config, samples = self.config, [self.dataset[row] for row in range(len(self.dataset))]
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size or len(samples)
         seeding = (config.trainer.seed, "validation")
-        play = self.episodes.play_during_training if during_training else self.episodes.play
+        play = self.rollout.play_during_training if during_training else self.rollout.play
         played = [
             await play(samples[start : start + size], self.sampling, n=n, seeding=seeding)
             for start in range(0, len(samples), size)
         ]
-        scored = await self.episodes.score(concat_batches(played), training=False)
+        scored = await self._judged(concat_batches(played), training=False)
         shown = config.trainer.log_val_generations
-        metrics, records = await self.episodes.work.validation(scored, n, shown, version)
+        metrics, records = await self.work.validation(scored, n, shown, version)
         if records:
             self.directory.write_validation(step, records)
         return {**metrics, TESTING: time.perf_counter() - started}

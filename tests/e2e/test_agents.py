@@ -66,7 +66,7 @@ class Louder(Environment):
 """
 
 
-@pytest.mark.long("hone/agents", "hone/algorithms", "hone/trainers/episodes.py")
+@pytest.mark.long("hone/agents", "hone/algorithms", "hone/trainers/algorithm.py")
 def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     (tmp_path / "louder.py").write_text(LOUDER)
     made = run("data", "make", "environment:louder:Louder", "--out", tmp_path / "data", "--size", 24, "--val-size", 8)
@@ -106,7 +106,7 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     assert json.loads(bounded.output[bounded.output.index("{") :])["episode/end/assistant_turns"] == 1
 
 
-@pytest.mark.long("hone/agents", "hone/trainers/episodes.py")
+@pytest.mark.long("hone/agents", "hone/trainers/algorithm.py")
 @pytest.mark.parametrize(
     ("preset", "more"),
     [

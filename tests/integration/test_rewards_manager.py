@@ -20,8 +20,8 @@ from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
 from hone.rewards.manager import RewardManager
-from hone.rewards.outcome import no_verdict_metrics
 from hone.rewards.score import Score
+from hone.rewards.target import no_verdict_metrics
 
 FUNCTIONS = """
 import asyncio, os, signal, sys, threading, time

@@ -22,9 +22,9 @@ from hone.agents.yaml_files import read_yaml
 from hone.data.types import Sample
 from hone.errors import ConfigError, HoneError
 from hone.registry import Registry, imported
-from hone.rewards.outcome import to_score
 from hone.rewards.scorers import scorer_for
 from hone.rewards.scorers.base import SCORERS
+from hone.rewards.target import to_score
 from hone.user_objects import PREFIX, is_user_object
 
 

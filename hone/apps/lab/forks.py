@@ -25,8 +25,7 @@ from hone.data.types import Sample, Trajectory, row_of
 from hone.errors import ConfigError, HoneError
 from hone.generation.protocol import Engine, SamplingParams
 from hone.insight.archive.read import images_of
-from hone.rewards.manager import RewardManager
-from hone.rewards.placement import share_rewards
+from hone.rewards.manager import RewardManager, share_rewards
 from hone.rewards.score import Score
 from hone.trainers.evaluation import open_model, weights_of
 from hone.trainers.inputs import file_list, prompt_dataset, training_sampling

@@ -33,8 +33,8 @@ from hone.errors import DataError
 from hone.insight.run_directory import trajectory_record
 from hone.insight.run_files import jsonable
 from hone.rewards.http import JsonService
-from hone.rewards.outcome import MAX_NESTING, to_score
 from hone.rewards.services import Judge
+from hone.rewards.target import MAX_NESTING, to_score
 
 LONE = "\ud800"
 SCHEMA = Calculator().schema

@@ -28,8 +28,8 @@ from hone.data.episode_log import EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ProcessError, RewardError
 from hone.rewards.manager import RewardManager
-from hone.rewards.outcome import LARGEST, to_score
 from hone.rewards.score import Score
+from hone.rewards.target import LARGEST, to_score
 
 pytestmark = pytest.mark.application("hone/rewards")
 

@@ -29,7 +29,7 @@ from hone.insight.archive.write import BackgroundWriter
 from hone.rewards.score import Cause, Score
 from hone.trainers.archive_rows import prompt_texts, rollout_table
 from hone.trainers.archiving import Archiving, place
-from hone.trainers.verdicts import scored
+from hone.trainers.batch_ops import scored
 
 FLOATS = st.floats(-10, 0, width=32)
 

@@ -28,11 +28,10 @@ from hone.insight.coverage import CoverageLedger
 from hone.insight.metrics import MetricStore
 from hone.insight.run_files import StepLines
 from hone.rewards.score import Cause, Score
-from hone.trainers.batch_ops import group_means, values_of
+from hone.trainers.batch_ops import group_means, sort_rows, values_of
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.rollouter import Rollouter
-from hone.trainers.verdicts import sort_rows
 
 N = 3
 

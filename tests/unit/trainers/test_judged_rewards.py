@@ -20,9 +20,9 @@ from hone.data.chat import render_prompt
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
-from hone.rewards.outcome import no_verdict_metrics
+from hone.rewards.manager import JudgedRewards
 from hone.rewards.score import Cause, Score
-from hone.trainers.judged_rewards import JudgedRewards
+from hone.rewards.target import no_verdict_metrics
 
 ASK = [{"role": "user", "content": "copy 12"}]
 

@@ -13,7 +13,7 @@ from hone.data.images import ImageData
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.score import Score
-from hone.trainers.saved_groups import load_groups, save_groups
+from hone.trainers.batch_ops import load_groups, save_groups
 
 SAMPLE = Sample("p~2", [1, 2], [{"role": "user", "content": "?"}], "x", {"a": 1})
 

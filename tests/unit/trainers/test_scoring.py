@@ -14,10 +14,10 @@ from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.generation.protocol import Completion, SamplingParams
+from hone.rewards.manager import penalised
 from hone.rewards.score import Score
+from hone.trainers.algorithm import answer_greedily
 from hone.trainers.batch_ops import baselines
-from hone.trainers.episodes import Episodes
-from hone.trainers.judged_rewards import penalised
 
 
 def trajectory(length: int) -> Trajectory:
@@ -85,11 +85,11 @@ def test_every_prompt_is_asked_once_and_its_score_goes_to_all_its_rows():
     context: Any = SimpleNamespace(
         config=RLConfig(), tokenizer=Words(), roles={}, rank=0, world=1, engine_devices=None, image_processor=None
     )
-    roles: Any = SimpleNamespace(rollout=RolloutWorker(context, engine), work=Work(), reward_model=None)
-    episodes = Episodes(roles)
+    rollout: Any = RolloutWorker(context, engine)
     samples = [Sample(uid, [number], None, "x") for uid, number in (("b", 5), ("a", 7), ("c", 9), ("b", 5))]
     sampling = SamplingParams(max_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop=("x",))
-    greedy: Any = asyncio.run(episodes.answer_greedily(samples, sampling))
+    greedy: Any = asyncio.run(answer_greedily(rollout, samples, sampling))
+    greedy = greedy.updated(asyncio.run(Work().score(greedy, training=True)))
     assert len(engine.requests) == 3
     assert {request.sampling for request in engine.requests} == {
         SamplingParams(max_tokens=6, temperature=0.0, stop=("x",))

@@ -17,10 +17,9 @@ from hone.data.episode_log import EpisodeLog
 from hone.data.ragged import Ragged
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
-from hone.rewards.placement import share_rewards, token_rewards
+from hone.rewards.manager import episode_lengths, share_rewards, token_rewards
 from hone.rewards.score import Score
 from hone.trainers.estimates import COLUMNS, estimate
-from hone.trainers.judged_rewards import episode_lengths
 from hone.trainers.reporting import episode_sums, first_segments
 from hone.trainers.split_episodes import join_segments
 from hone.trainers.validation import evaluate_answers

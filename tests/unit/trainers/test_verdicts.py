@@ -16,10 +16,10 @@ from hone.algorithms import advantage_estimators
 from hone.config.algorithm import AlgorithmConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.rewards.outcome import FEWEST, LATEST, NoVerdictRate
 from hone.rewards.score import Score
+from hone.rewards.target import FEWEST, LATEST, NoVerdictRate
+from hone.trainers.batch_ops import sort_rows
 from hone.trainers.estimates import estimate
-from hone.trainers.verdicts import sort_rows
 
 N, CHANCES, REWARDS, LOST = 4, (0.5, 0.3, 0.2), (1.0, 0.0, 0.25), 0.3
 """A bandit of three actions: responses per prompt, probability and reward of each action, share of lost verdicts."""

@@ -25,8 +25,7 @@ from hone.data.seeding import derive_seed
 from hone.data.types import Sample, StopReason, Trajectory, row_of
 from hone.errors import DataError, did_you_mean
 from hone.insight.archive.read import images_of, require_archive
-from hone.rewards.manager import RewardManager
-from hone.rewards.placement import share_rewards
+from hone.rewards.manager import RewardManager, share_rewards
 from hone.rewards.score import Score
 
 log = logging.getLogger(__name__)
