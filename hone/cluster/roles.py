@@ -167,33 +167,33 @@ class PolicyWorker(WeightSource, TrainedModel):
 
     @dispatch(Split.ROWS)
     def update(
-        self, batch: Batch, minis: RowGroups, step: int, *, keep_outputs: bool = False, keep_last: bool = False
+        self, batch: Batch, minis: RowGroups, step: int, *, gives_old_log_probs: bool = False, keep_last: bool = False
     ) -> Batch:
         """Apply all optimizer updates of one step.
 
         Args:
             minis: rows of each mini-batch, in the order of the updates.
             step: position in the learning-rate schedule (0 is the first).
-            keep_outputs: return ``log_probs`` and ``entropy`` of the response tokens from the forward pass of the single
+            gives_old_log_probs: return ``log_probs`` and ``entropy`` of the response tokens from the forward pass of the single
                 update, under the weights before it.
             keep_last: return ``new_log_probs`` from the forward pass of the last update of each token.
 
         Returns:
             The kept columns, and in the metadata ``update``, the :class:`RoleUpdate`.
         """
-        if keep_outputs and len(minis) != 1:
+        if gives_old_log_probs and len(minis) != 1:
             raise RuntimeError(
-                f"keep_outputs needs 1 update, got {len(minis)}: only the first forward pass uses the weights that sampled"
+                f"gives_old_log_probs needs 1 update, got {len(minis)}: only the first forward pass uses the weights that sampled"
             )
-        outputs = Outputs(batch.ragged("response_ids")) if keep_outputs or keep_last else None
+        outputs = Outputs(batch.ragged("response_ids")) if gives_old_log_probs or keep_last else None
         objective = self._by_pairs or self._objective
-        with_entropy = keep_outputs or self.config.actor_rollout_ref.actor.entropy_coeff > 0
+        with_entropy = gives_old_log_probs or self.config.actor_rollout_ref.actor.entropy_coeff > 0
         self._save_micro_batch(step)
         results: list[UpdateResult] = []
         whole = list(range(len(batch)))
         with self._profiled(step):
-            for rows in [whole] if keep_outputs else minis:
-                mini = batch if keep_outputs else batch.reorder(rows)
+            for rows in [whole] if gives_old_log_probs else minis:
+                mini = batch if gives_old_log_probs else batch.reorder(rows)
                 seen = None if outputs is None else outputs.for_rows(rows)
                 if self._by_pairs is None and self._objective.needs_preparation:
                     mini = self._prepared(mini, first=not results)
@@ -203,7 +203,7 @@ class PolicyWorker(WeightSource, TrainedModel):
         update = RoleUpdate(results, self.engine.learning_rate(step))
         columns = outputs.columns() if outputs else {}
         new = {"new_log_probs": columns["log_probs"]} if keep_last else {}
-        return Batch((columns if keep_outputs else {}) | new, update=update)
+        return Batch((columns if gives_old_log_probs else {}) | new, update=update)
 
     @dispatch(Split.ROWS)
     def accumulate(self, batch: Batch, step: int, *, first: bool) -> Batch:

@@ -45,7 +45,9 @@ class OldLogProbs(Enum):
     """Source of the old log-probs, those of the policy that sampled."""
 
     OWN_PASS = "own_pass"  # a forward pass of the trainer before the update
-    UPDATE_PASS = "update_pass"  # the forward pass of the single update, before the weights change
+    # the forward pass of the single update, before the weights change: the batch has no old log-probs then, and the loss takes
+    # the pass's own, without gradient (`PolicyObjective.__call__`); the ratio is 1
+    UPDATE_PASS = "update_pass"
     ENGINE = "engine"  # the engine that sampled (bypass mode)
 
 

@@ -437,7 +437,7 @@ class Algorithm:
         minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, seed)
         same_rows = not by_pairs and not self.config.algorithm.use_pf_ppo
         keep_last = same_rows and self.archive.whole(state.step)
-        pending = self.actor.update(view, minis, state.step - 1, keep_outputs=from_update, keep_last=keep_last)
+        pending = self.actor.update(view, minis, state.step - 1, gives_old_log_probs=from_update, keep_last=keep_last)
         state.metrics.update(pending.balance())
         outputs = await pending
         update = outputs.meta.pop("update")

@@ -19,9 +19,8 @@ from hone.models.loading import (
     narrow_frozen_matrices,
 )
 from hone.models.padding import set_model_padding
-from hone.training.backends.base import LoopBackend, model_stager
 from hone.training.backends.protocol import ModelKind
-from hone.training.engine import MicroBatchLoop, TrainSettings
+from hone.training.engine import LoopBackend, MicroBatchLoop, TrainSettings, model_stager
 from hone.training.layout import Meshes
 from hone.training.microbatches import MicroBatchRecorder, MicroBatchTarget
 from hone.training.optimizer import ScheduledOptimizer

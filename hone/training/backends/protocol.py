@@ -19,15 +19,12 @@ from hone.config.parallel import ParallelConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import Head
-from hone.training.engine import TrainSettings
+from hone.training.engine import TrainSettings, Weights
 from hone.training.layout import Meshes
 from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, UpdateResult
 
 ModelKind = Literal["policy", "frozen", "value", "reward"]
 """A trained ``policy`` (with adapters if configured), a ``frozen`` policy, a ``value`` model, or a trained ``reward`` model."""
-
-Weights = Literal["all", "adapter", "merged"]
-"""``all`` parameters by the module's names; only the ``adapter``; or ``merged`` parameters, with adapters added to the base."""
 
 
 class TrainBackend(Protocol):

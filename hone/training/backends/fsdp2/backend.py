@@ -34,13 +34,12 @@ from hone.models.loading import (
 )
 from hone.models.padding import set_model_padding
 from hone.models.streaming import WeightFiles, fill, materialise
-from hone.training.backends.base import LoopBackend, model_stager
 from hone.training.backends.fsdp2.gradients import clip_gradients
 from hone.training.backends.fsdp2.pipeline import Fsdp2PipelineLoop, StageComputation
 from hone.training.backends.fsdp2.sharding import Sharded, shard_model
 from hone.training.backends.fsdp2.tensor_parallel import add_partial_gradients
 from hone.training.backends.protocol import ModelKind, Weights
-from hone.training.engine import MicroBatchLoop, TrainSettings
+from hone.training.engine import LoopBackend, MicroBatchLoop, TrainSettings, model_stager
 from hone.training.layout import Meshes
 from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import ProcessRanks

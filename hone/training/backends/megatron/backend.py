@@ -21,7 +21,6 @@ from hone.insight import activity
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.loading import model_settings
-from hone.training.backends.base import LoopBackend
 from hone.training.backends.megatron.cpu import on_device
 from hone.training.backends.megatron.groups import Groups, build_groups
 from hone.training.backends.megatron.mapping import LoadedStage, load_stage
@@ -33,7 +32,7 @@ from hone.training.checkpoints.model_state import check_saved, optimizer_folder,
 from hone.training.checkpoints.shards import load_shards, read_index, stage_whole
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.weights import in_layers, stage_layers
-from hone.training.engine import MicroBatchLoop, TrainSettings
+from hone.training.engine import LoopBackend, MicroBatchLoop, TrainSettings
 from hone.training.export_stream import in_dtype
 from hone.training.layout import Meshes
 from hone.training.packing import pack
