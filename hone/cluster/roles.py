@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.cluster.handles import RoleUpdate
-from hone.cluster.weight_ends import WeightSource
+from hone.cluster.weight_broadcast import WeightSource
 from hone.config.derived import RunSpec
 from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig

@@ -16,7 +16,7 @@ from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.cluster.handles import Weights
-from hone.cluster.weight_ends import WeightTarget
+from hone.cluster.weight_broadcast import WeightTarget
 from hone.config.derived import RunSpec
 from hone.config.pools import engine_devices
 from hone.config.tree import RLConfig

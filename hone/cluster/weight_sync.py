@@ -21,7 +21,7 @@ from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
 
 if TYPE_CHECKING:
-    from hone.cluster.weight_ends import Bucket
+    from hone.cluster.weight_broadcast import Bucket
 
 log = logging.getLogger("hone")
 
@@ -40,7 +40,7 @@ class WeightSync:
     have copies. Colocated ones gather the actor's shards in their process. Remote ones receive weights bucket by bucket, in one of
     two ways (``checkpoint_engine.between_workers``): through the object store, which is memory that the processes of a node share,
     copied once to every other node; or by a broadcast from the actor's device to those of the rollout workers
-    (:mod:`hone.cluster.weight_ends`). What a failed broadcast leaves goes through the object store. Weights enter an
+    (:mod:`hone.cluster.weight_broadcast`). What a failed broadcast leaves goes through the object store. Weights enter an
     engine's separate process by one of :mod:`hone.generation.remote.transports`. An engine serves no request between the first
     bucket and the last. Then every engine answers a fixed prompt, and the trainer computes the log-probs of the answers.
 
@@ -161,7 +161,7 @@ ATTEMPTS = 3
 
 
 class BroadcastSync:
-    """Broadcasts weights from the actor to the rollout workers; see :mod:`hone.cluster.weight_ends`.
+    """Broadcasts weights from the actor to the rollout workers; see :mod:`hone.cluster.weight_broadcast`.
 
     The members connect before the first weight sync, and again before the next one after a failure. A member whose process died
     ends the sync with :class:`~hone.cluster.failures.WorkerLost`, as any lost worker does; the run then resumes with new workers, and

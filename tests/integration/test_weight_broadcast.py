@@ -21,7 +21,7 @@ from hone.config import RLConfig, load_config
 from hone.data.types import Sample
 
 pytestmark = pytest.mark.long(
-    "hone/cluster/weight_sync.py", "hone/cluster/weight_ends.py", "hone/cluster/weight_ends.py"
+    "hone/cluster/weight_sync.py", "hone/cluster/weight_broadcast.py", "hone/cluster/weight_broadcast.py"
 )
 
 BUCKET = 20_000

@@ -12,12 +12,12 @@ import torch
 from support.patience import LONG
 from torch import Tensor
 
-from hone.cluster import weight_ends
+from hone.cluster import weight_broadcast
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.cluster.roles import PolicyWorker
 from hone.cluster.rollout import RolloutWorker
-from hone.cluster.weight_ends import Bucket
+from hone.cluster.weight_broadcast import Bucket
 from hone.generation.build import engine_dtype
 
 Digest = tuple[str, str, tuple[int, ...], str]
@@ -36,7 +36,7 @@ class ChangingActor(PolicyWorker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        weight_ends._BASE_SECONDS = 10 * LONG  # a member that dies ends a broadcast, not its time limit
+        weight_broadcast._BASE_SECONDS = 10 * LONG  # a member that dies ends a broadcast, not its time limit
 
     @dispatch(Split.ALL, Collect.FIRST)
     def change(self) -> list[Digest]:
@@ -53,7 +53,7 @@ class WatchedRollout(RolloutWorker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        weight_ends._BASE_SECONDS = 10 * LONG
+        weight_broadcast._BASE_SECONDS = 10 * LONG
         self.given: list[Digest] = []
         self.ways: list[str] = []
         self.fault = ""

@@ -2,8 +2,8 @@
 
 ===============  ====================================================================================================
 ``replica``      one engine with its state, its load and its counters, and the limit of its requests
-``pool``         queue, choice of replica, retries, more or fewer replicas; the engine protocol
-``supervision``  probes, restarts, admission after the weights have been checked; the latest weights for replicas that restart
+``pool``         queue, choice of replica, retries, more or fewer replicas; probes, restarts, the latest weights and
+                 admission once they have been checked; the engine protocol
 ===============  ====================================================================================================
 """
 

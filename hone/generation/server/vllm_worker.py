@@ -31,7 +31,7 @@ from hone.errors import GenerationError
 from hone.generation.protocol import require_weights
 from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.processes import die_with_parent
-from hone.generation.server.vllm_weights import UnsupportedCopy, WeightRoutes, weight_routes
+from hone.generation.server.vllm_cpu_weights import UnsupportedCopy, WeightRoutes, weight_routes
 
 _GREEDY = 1e-5
 """Temperature below which vLLM samples greedily."""

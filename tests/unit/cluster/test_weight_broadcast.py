@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support.patience import LONG
 from torch import Tensor
 
-from hone.cluster import weight_ends
+from hone.cluster import weight_broadcast
 from hone.cluster.failures import BroadcastError
-from hone.cluster.weight_ends import (
+from hone.cluster.weight_broadcast import (
     BroadcastGroup,
     Bucket,
     BucketBuffers,
@@ -101,7 +101,7 @@ def test_every_member_has_what_the_source_sent() -> None:
 
 
 def test_a_member_that_left_ends_the_broadcast_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_ends, "_BASE_SECONDS", 10 * LONG)
+    monkeypatch.setattr(weight_broadcast, "_BASE_SECONDS", 10 * LONG)
     source, other = group_of(2)
     other.abort()
     with pytest.raises(BroadcastError, match="dropped"):
@@ -111,7 +111,7 @@ def test_a_member_that_left_ends_the_broadcast_of_the_others(monkeypatch: pytest
 
 
 def test_a_member_that_does_not_answer_ends_the_wait_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_ends, "_BASE_SECONDS", 0.5)
+    monkeypatch.setattr(weight_broadcast, "_BASE_SECONDS", 0.5)
     _, receiver = group_of(2)
     began = time.monotonic()
     with pytest.raises(BroadcastError, match="gloo"):
@@ -120,7 +120,7 @@ def test_a_member_that_does_not_answer_ends_the_wait_after_the_limit(monkeypatch
 
 
 def test_members_that_do_not_come_are_an_error_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_ends, "JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(weight_broadcast, "JOIN_SECONDS", 0.5)
     store = open_store("127.0.0.1")
     with pytest.raises(BroadcastError, match="2 members"):
         BroadcastGroup(store, 0, 2, CPU)
@@ -142,8 +142,8 @@ def test_nccl_waits_block_the_host_and_no_watchdog_ends_the_process(monkeypatch:
             made.append(device)
 
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(weight_ends.dist, "ProcessGroupNCCL", Nccl, raising=False)
-    monkeypatch.setattr(weight_ends, "gpu_identity", str)
+    monkeypatch.setattr(weight_broadcast.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(weight_broadcast, "gpu_identity", str)
     for before in ("0", None):
         monkeypatch.delenv(VARIABLE, raising=False)
         if before is not None:
@@ -153,7 +153,7 @@ def test_nccl_waits_block_the_host_and_no_watchdog_ends_the_process(monkeypatch:
 
 
 def test_two_members_on_one_gpu_are_a_mistake_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_ends, "gpu_identity", str)
+    monkeypatch.setattr(weight_broadcast, "gpu_identity", str)
     errors = [member.exception() for member in members_of(2, torch.device("cuda", 0))]
     assert all(isinstance(error, ConfigError) and error.code == "R02" for error in errors)
 

@@ -20,8 +20,8 @@ from hone.config.engines import ServerPoolConfig
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError
 from hone.generation.pool import EnginePool, ReplicaState
+from hone.generation.pool.pool import PublishedWeights, within
 from hone.generation.pool.replica import Concurrency, Replica
-from hone.generation.pool.supervision import PublishedWeights, within
 from hone.generation.protocol import Completion
 
 pytestmark = pytest.mark.application("hone/generation")

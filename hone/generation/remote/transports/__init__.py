@@ -10,15 +10,23 @@
 returns its tensors on the engine's side. While the engine loads one chunk the next is packed: at most two are in flight
 (:data:`CHUNKS_IN_FLIGHT`). Their buffers alternate, so each is mapped once and stays in the processor's cache.
 
-:mod:`.layout` divides weights into chunks, :mod:`.receiving` is the engine's side.
+:mod:`.layout` divides weights into chunks, :mod:`.route` has the choice and the engine's side.
 """
 
 from __future__ import annotations
 
 from hone.generation.remote.transports.cuda_ipc import CudaSender
 from hone.generation.remote.transports.layout import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Named, buckets, copy, padded, view
-from hone.generation.remote.transports.receiving import Mappings, open_chunk
-from hone.generation.remote.transports.route import CUDA_IPC, FileSender, Route, Sender, SocketSender, make_sender
+from hone.generation.remote.transports.route import (
+    CUDA_IPC,
+    FileSender,
+    Mappings,
+    Route,
+    Sender,
+    SocketSender,
+    make_sender,
+    open_chunk,
+)
 from hone.generation.remote.transports.shared_memory import SharedBuffer, SharedMemorySender, share_parameters
 
 __all__ = [

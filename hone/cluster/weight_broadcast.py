@@ -1,4 +1,4 @@
-"""Both ends of a weight sync: what the actor and the rollout workers do when :class:`~hone.cluster.weight_sync.WeightSync` calls them.
+"""Both ends of a broadcast of weights, on the roles of actor and rollout: what the actor and the rollout workers do when :class:`~hone.cluster.weight_sync.WeightSync` calls them.
 
 A broadcast from the actor's first worker sends buckets in flat buffers::
 
@@ -227,7 +227,7 @@ class BucketBuffers:
 
 
 class BroadcastEnd:
-    """One member's part of a broadcast; see :mod:`hone.cluster.weight_ends`."""
+    """One member's part of a broadcast; see :mod:`hone.cluster.weight_broadcast`."""
 
     context: WorkerContext[RLConfig]
     _group: BroadcastGroup | None = None
