@@ -45,7 +45,7 @@ class AgentLoop(ABC):
     async def play(self, episode: Episode) -> None:
         """Play one episode to its end.
 
-        A limit raises :class:`~hone.agents.budget.BudgetSpent`, which must propagate. Any other exception except HoneError
+        A limit raises :class:`~hone.agents.episode.BudgetSpent`, which must propagate. Any other exception except HoneError
         means that the episode failed: it is retried or dropped according to ``agent.on_error``.
         """
 

@@ -1,4 +1,4 @@
-"""One episode as an agent loop sees it: its conversation, tokens, limits and rewards."""
+"""One episode as an agent loop sees it: its conversation, limits and rewards, and the ledger of exactly its tokens."""
 
 from __future__ import annotations
 
@@ -6,21 +6,198 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hone.agents.budget import Budget, BudgetSpent, Limits
+import numpy as np
+
 from hone.agents.client import EngineClient
-from hone.agents.ledger import TokenLedger
 from hone.agents.messages import Message
 from hone.data.episode_log import EpisodeEnd, EpisodeLog
 from hone.data.image_processor import ImageProcessor
 from hone.data.images import IMAGE_PARTS, ImageData, read_image
 from hone.data.row_images import PLACE, part_image
 from hone.data.seeding import derive_seed
-from hone.data.types import Sample, StopReason, Trajectory
-from hone.errors import DataError
+from hone.data.types import ExpertIds, Sample, StopReason, Trajectory
+from hone.errors import DataError, InvariantError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.text import valid_text
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """Position of one policy turn in the response."""
+
+    start: int  # index of its first token, counted from the end of the prompt
+    stop: int  # index after its last token
+    stop_reason: StopReason  # reason for its end
+
+
+class TokenLedger:
+    """Token ids of one conversation: the prompt, then sampled and given tokens in order.
+
+    The ledger only grows at its end, so the tokens after turn k are an exact prefix of those after turn k + 1.
+
+    >>> from hone.data.types import StopReason
+    >>> ledger = TokenLedger([1, 2])
+    >>> ledger.add_sampled(ledger.ids, Completion("a", [3, 4], [-0.5, -0.25], [-0.5, -0.25], StopReason.STOP))
+    >>> ledger.add_given([5])
+    >>> ledger.ids, ledger.mask, ledger.log_probs
+    ([1, 2, 3, 4, 5], [1, 1, 0], [-0.5, -0.25, 0.0])
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ValueError("a conversation begins with at least one token")
+        self.prompt_ids = list(prompt_ids)
+        self.response_ids: list[int] = []  # all tokens after the prompt, length T
+        self.mask: list[int] = []  # 1 on sampled tokens, length T
+        self.log_probs: list[float] = []  # of sampled tokens under the policy, 0 elsewhere, length T
+        # of sampled tokens under the sampling distribution (temperature, top-k, top-p), 0 elsewhere, length T
+        self.sampling_log_probs: list[float] = []
+        # number of tokens in the support of each sampled token, 0 elsewhere and where it is the whole vocabulary,
+        # length T
+        self.support_sizes: list[int] = []
+        self.support_ids: list[int] = []  # the tokens of all supports
+        # the experts of the first tokens, prompt included, as the newest turn reported them; see
+        # :attr:`hone.generation.protocol.Completion.expert_ids`
+        self.expert_ids: ExpertIds = ()
+        self._expert_tokens = 0
+        self.turns: list[SampledTurn] = []  # the sampled turns
+        self.token_versions: list[int] = []  # weight version that sampled each token, -1 elsewhere, length T
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens: the prompt of the next turn."""
+        return self.prompt_ids + self.response_ids
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def add_sampled(self, prompt: Sequence[int], completion: Completion) -> None:
+        """Add the policy's completion of ``prompt``, which must equal the ledger's tokens.
+
+        Raises:
+            InvariantError: the prompt differs, or tokens and log-probs differ in number.
+        """
+        count = len(completion.token_ids)
+        if len(prompt) != len(self) or list(prompt) != self.ids:
+            raise InvariantError(
+                f"turn {len(self.turns)} was sampled after {len(prompt)} tokens; the episode has {len(self)}, and the two are "
+                "not the same",
+                code="D-prefix",
+                why="log-probs would be of a different conversation",
+                fix="generate turns with Episode.generate, which uses the episode's tokens",
+            )
+        if len(completion.log_probs) != count or len(completion.sampling_log_probs) != count:
+            raise InvariantError(
+                f"the engine gave {len(completion.log_probs)} log-probs for {count} tokens",
+                code="D-prefix",
+                why="every sampled token is trained on with its own log-prob",
+                fix="check the engine",
+            )
+        start = len(self.response_ids)
+        self.response_ids += completion.token_ids
+        self.mask += [1] * count
+        self.log_probs += completion.log_probs
+        self.sampling_log_probs += completion.sampling_log_probs
+        self.support_sizes += completion.support_sizes or [0] * count
+        self.support_ids += completion.support_ids
+        if len(completion.expert_ids):
+            self.expert_ids, self._expert_tokens = completion.expert_ids, len(prompt) + count - 1
+        self.turns.append(SampledTurn(start, start + count, completion.stop_reason))
+        self.token_versions += completion.token_versions or _versions(completion)
+
+    def add_given(self, ids: Sequence[int]) -> None:
+        """Add tokens that the policy did not sample: tool results, user turns, template tokens."""
+        self.response_ids += ids
+        self.mask += [0] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        self.sampling_log_probs += [0.0] * len(ids)
+        self.support_sizes += [0] * len(ids)
+        self.token_versions += [-1] * len(ids)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Lowest and highest weight version that sampled; None before the first sampled token."""
+        sampled = [version for version in self.token_versions if version >= 0]
+        return (min(sampled), max(sampled)) if sampled else None
+
+    def experts_of(self, tokens: int) -> ExpertIds:
+        """Return the experts of the first ``tokens`` tokens, -1 where no engine reported them; empty if none did."""
+        if not self._expert_tokens:
+            return ()
+        reported = np.asarray(self.expert_ids, dtype=np.int16).reshape(self._expert_tokens, -1)[:tokens]
+        unknown = np.full((tokens - len(reported), reported.shape[1]), -1, dtype=np.int16)
+        return np.concatenate([reported, unknown]).ravel()
+
+    @property
+    def sampled(self) -> int:
+        return sum(self.mask)
+
+    @property
+    def trained_length(self) -> int:
+        """Length of the response up to its last sampled token; later tokens have no loss."""
+        return max((turn.stop for turn in self.turns if turn.stop > turn.start), default=0)
+
+
+def _versions(completion: Completion) -> list[int]:
+    """Return the version of each token; where the engine changed it in mid-response, the oldest that is possible."""
+    first, last = completion.weight_versions
+    return [first] * (len(completion.token_ids) - 1) + [last] if completion.token_ids else []
+
+
+class BudgetSpent(Exception):  # noqa: N818 - a signal that ends an episode, not an error
+    """Signal that the episode has reached a limit."""
+
+    def __init__(self, end: EpisodeEnd) -> None:
+        super().__init__(end.value)
+        self.end = end  # the limit that was reached
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one episode; None means unlimited."""
+
+    tokens: int  # all tokens after the prompt, sampled or not
+    assistant_turns: int | None = None  # turns of the policy
+    user_turns: int | None = None  # turns of a simulated user or an environment
+    tool_calls: int | None = None  # executed tool calls
+    seconds: float | None = None  # wall time
+    context: int | None = None  # tokens that the engine can hold, prompt included
+
+
+class Budget:
+    """Consumption of one episode measured against its limits."""
+
+    def __init__(self, limits: Limits, started: float) -> None:
+        self.limits, self._started = limits, started
+
+    def check_time(self) -> None:
+        """Raise :class:`BudgetSpent` when the time is over."""
+        if self.limits.seconds is not None and self.seconds_left <= 0:
+            raise BudgetSpent(EpisodeEnd.TIME)
+
+    @property
+    def seconds_left(self) -> float:
+        """Remaining wall time in seconds; infinite without a limit."""
+        if self.limits.seconds is None:
+            return float("inf")
+        return self.limits.seconds - (time.perf_counter() - self._started)
+
+    def check_turn(self, assistant_turns: int, tokens_left: int) -> None:
+        """Raise :class:`BudgetSpent` when the policy has no turn left, or no token of the episode's limit."""
+        self.check_time()
+        if self.limits.assistant_turns is not None and assistant_turns >= self.limits.assistant_turns:
+            raise BudgetSpent(EpisodeEnd.ASSISTANT_TURNS)
+        if tokens_left <= 0:
+            raise BudgetSpent(EpisodeEnd.TOKENS)
+
+    def check_user_turn(self, user_turns: int) -> None:
+        """Raise :class:`BudgetSpent` when the user, or the environment, has no turn left."""
+        if self.limits.user_turns is not None and user_turns >= self.limits.user_turns:
+            raise BudgetSpent(EpisodeEnd.USER_TURNS)
+
 
 KEY = "key"
 """Key of an image in its place."""

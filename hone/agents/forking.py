@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.agents.chat import ChatLoop, Tools
 from hone.agents.client import EngineClient
 from hone.agents.episode import Episode
 from hone.agents.messages import Message
 from hone.agents.player import Player
+from hone.agents.tool_agent import ChatLoop, Tools
 from hone.config.algorithm import ForksConfig
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed

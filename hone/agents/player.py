@@ -10,11 +10,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hone.agents import catalogue
-from hone.agents.base import AgentLoop, EpisodeContext
-from hone.agents.budget import BudgetSpent, Limits
+from hone.agents.base import AGENT_LOOPS, AgentLoop, EpisodeContext
 from hone.agents.client import EngineClient
-from hone.agents.episode import Episode
+from hone.agents.episode import BudgetSpent, Episode, Limits
+from hone.agents.tool_agent import default_loop
 from hone.data.episode_log import EpisodeEnd
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample, StopReason, Trajectory
@@ -63,9 +62,9 @@ class Player:
         return [trajectory for segments in played for trajectory in segments]
 
     def loop_of(self, sample: Sample) -> AgentLoop:
-        name = sample.agent_name or catalogue.default_loop(self.context.multi_turn, self.context.agent)
+        name = sample.agent_name or default_loop(self.context.multi_turn, self.context.agent)
         if name not in self._loops:
-            loop = catalogue.AGENT_LOOPS.get(name)
+            loop = AGENT_LOOPS.get(name)
             if loop.several_turns and not self.context.multi_turn.enable:
                 raise ConfigError(
                     f"row {sample.uid} needs the loop '{name}', but multi-turn episodes are not enabled",

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.agents.base import AgentLoop
-from hone.agents.catalogue import AGENT_LOOPS, EnvironmentLoop, default_loop
 from hone.agents.context import EpisodeContext
 from hone.agents.environments.base import make_environment
 from hone.agents.messages import check_read
-from hone.agents.tool_agent import ToolAgent
+from hone.agents.tool_agent import AGENT_LOOPS, EnvironmentLoop, ToolAgent, default_loop
 from hone.agents.tools.delegate import SCHEMA as DELEGATE
 from hone.data.prompts import ToolsOf
 from hone.data.types import Sample

@@ -178,8 +178,8 @@ def _tool_path(value: Any, objects: GivenObjects) -> str:
 
 def _check(keys: Mapping[str, Any]) -> None:
     """Check that loop and user are classes derived from the right ones, before other checks wonder about them."""
-    from hone.agents.catalogue import AGENT_LOOPS
     from hone.agents.interactions.loading import load_interactions
+    from hone.agents.tool_agent import AGENT_LOOPS
 
     if is_user_object(keys.get(_LOOP)):
         AGENT_LOOPS.get(keys[_LOOP])

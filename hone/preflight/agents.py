@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hone.agents.chat import compaction_reserve
+from hone.agents.tool_agent import compaction_reserve
 from hone.config.tree import RLConfig
 from hone.data.files import Row
 from hone.errors import DataError, HoneError
@@ -123,7 +123,7 @@ def conversations_begin_with_messages(config: RLConfig, evidence: Evidence) -> F
 @rule("R48", Stage.FILES)
 def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Findings:
     """Agent loops, tools, users and environments named in rows exist, and their files can be read."""
-    from hone.agents.catalogue import AGENT_LOOPS
+    from hone.agents.tool_agent import AGENT_LOOPS
     from hone.data import checks
 
     rows = [*evidence.train_rows, *evidence.val_rows]

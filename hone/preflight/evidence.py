@@ -261,7 +261,7 @@ class Loops:
     """Agent loops of an RL run."""
 
     def __init__(self, config: RLConfig) -> None:
-        from hone.agents.catalogue import default_loop
+        from hone.agents.tool_agent import default_loop
 
         rollout = config.actor_rollout_ref.rollout
         self._default = default_loop(rollout.multi_turn, rollout.agent)
@@ -278,7 +278,7 @@ class Loops:
         return self._classes[name]
 
     def _class(self, name: str) -> type[AgentLoop] | None:
-        from hone.agents.catalogue import AGENT_LOOPS
+        from hone.agents.tool_agent import AGENT_LOOPS
 
         try:
             return AGENT_LOOPS.get(name)

@@ -18,8 +18,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from hone.agents.base import AgentLoop
-from hone.agents.budget import BudgetSpent
-from hone.agents.episode import Episode
+from hone.agents.episode import BudgetSpent, Episode
 from hone.agents.program.process import ProgramFailed, ProgramOutcome
 from hone.data.episode_log import EpisodeEnd
 

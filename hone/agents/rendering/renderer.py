@@ -23,8 +23,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import AssistantTurn, Message
-from hone.agents.parsers.base import ToolParser
-from hone.agents.rendering.probes import probe_conversations
+from hone.agents.parsers.base import TOOL_PARSERS, ToolParser
+from hone.agents.rendering.probes import parser_that_reads, probe_conversations, shows_tools
 from hone.agents.rendering.template import Ending, Template, cut_at, marked
 from hone.data.chat import HiddenText, named_tokens
 from hone.data.tokenizer import decoded
@@ -608,3 +608,37 @@ class Renderer:
                 code="R35",
             )
         self._checked_tools.add(names)
+
+
+TEXT_TOOLS = "text_tools"
+"""Name of the renderer that writes tools into message contents, for any family."""
+
+
+def renderer_for(
+    tokenizer: PreTrainedTokenizerBase,
+    name: str = "auto",
+    *,
+    parser: str = "auto",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Renderer:
+    """Return the renderer of a tokenizer.
+
+    Args:
+        name: a family (``qwen``, ``llama3``, ``gemma``, ``gemma4``, ``harmony``, ``deepseek``, ``kimi``, ``generic``), ``auto``
+            (chosen by the vocabulary's tokens), or ``text_tools`` for templates without tools.
+        parser: format of tool calls, ``auto`` for the parser that reads the template's calls.
+        template_kwargs: extra arguments of the template (``enable_thinking`` and the like).
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+        ModelError: the tokenizer lacks the tokens of the named family.
+    """
+    template = Template(tokenizer, template_kwargs)
+    if name == TEXT_TOOLS:
+        read = TOOL_PARSERS.get("hermes" if parser == "auto" else parser)(tokenizer)
+        return Renderer(template, family_of(tokenizer), read, tools_as_text=True)
+    family = family_called(name, tokenizer)
+    as_text = family.name == "gemma" and not shows_tools(template)  # Gemma 2 and 3
+    if parser == "auto":
+        parser = "hermes" if as_text else parser_that_reads(template, family.parser)
+    return Renderer(template, family, TOOL_PARSERS.get(parser)(tokenizer), tools_as_text=as_text)

@@ -6,7 +6,7 @@ the call begins a new conversation, rendered completely: a first call, an agent 
 (reasoning removed).
 
 The turns form a forest, because an agent may branch from an earlier turn. Every path from root to leaf is a
-:class:`~hone.agents.ledger.TokenLedger`. A turn shared by several paths counts as sampled in the first one and as given context in
+:class:`~hone.agents.episode.TokenLedger`. A turn shared by several paths counts as sampled in the first one and as given context in
 the others, so each sampled token is trained on once.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.agents.ledger import TokenLedger
+from hone.agents.episode import TokenLedger
 from hone.agents.messages import Message
 from hone.agents.rendering import Ending, Renderer
 from hone.agents.serving.errors import ApiError, bad_request

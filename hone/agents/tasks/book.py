@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hone.agents.chat import SUMMARY
 from hone.agents.tasks.demonstrations import calls, result, says
+from hone.agents.tool_agent import SUMMARY
 from hone.agents.tools.lookup import Lookup
 from hone.data.tasks.base import Problem, require, task
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.agents.chat import ChatLoop
 from hone.agents.context import EpisodeContext
 from hone.agents.forking import RecordedTurn, ReplayClient, change_last_message, recorded_turns
 from hone.agents.player import Player
+from hone.agents.tool_agent import ChatLoop
 from hone.apps.lab.compare import find_run
 from hone.apps.lab.rewards.comparison import stored_episodes
 from hone.config import RLConfig

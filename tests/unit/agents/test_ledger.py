@@ -10,7 +10,7 @@ from support.messages import raises
 from support.models import VOCABULARY, tiny_model
 
 from hone.agents.base import AGENT_LOOPS, AgentLoop
-from hone.agents.ledger import TokenLedger
+from hone.agents.episode import TokenLedger
 from hone.algorithms.masked import where_mask
 from hone.data.trajectories import to_batch
 from hone.data.types import StopReason

@@ -14,7 +14,7 @@ from support.examples import examples
 from support.families import make_engine, serve, tiny_model
 from support.prefix_trees import tree_batch
 
-from hone.agents.ledger import TokenLedger
+from hone.agents.episode import TokenLedger
 from hone.data.ragged import Ragged
 from hone.data.types import StopReason
 from hone.errors import ModelError
