@@ -72,7 +72,13 @@ class Actor(Learning, Protocol):
         self, batch: AnyBatch, *, with_entropy: bool = False, with_sum_pi_squared: bool = False
     ) -> Answer[AnyBatch]: ...
     def update(
-        self, batch: AnyBatch, minis: RowGroups, step: int, *, gives_old_log_probs: bool = False, keep_last: bool = False
+        self,
+        batch: AnyBatch,
+        minis: RowGroups,
+        step: int,
+        *,
+        gives_old_log_probs: bool = False,
+        keep_last: bool = False,
     ) -> Answer[Any]: ...
     def accumulate(self, batch: AnyBatch, step: int, *, first: bool) -> Answer[AnyBatch]: ...
     def apply_gradients(self, step: int) -> Answer[RoleUpdate]: ...

@@ -8,33 +8,112 @@ is then a task that runs during the next step (:class:`~hone.trainers.validator.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import pkgutil
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from hone.cluster.any_batch import concat_batches
 from hone.cluster.context import RoleSpec, run_tokenizer
-from hone.cluster.handles import Computing
+from hone.cluster.handles import Computing, Rollout
 from hone.cluster.plan import model_roles
 from hone.cluster.runtime import Roles
 from hone.cluster.supervisor import Supervisor
 from hone.config.tree import RLConfig
 from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
+from hone.errors import ConfigError, HoneError
 from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
+from hone.insight.stop_requests import (
+    ReplicaAnswer,
+    ReplicaRequest,
+    take_request,
+    withdraw_request,
+    write_answer,
+)
 from hone.trainers.algorithm import Algorithm
 from hone.trainers.attempts import supervised
 from hone.trainers.inputs import prompt_dataset, report_contract, run_contract, self_scored, training_sampling
-from hone.trainers.replica_control import replica_requests
 from hone.trainers.session import RunSession, session_steps
 from hone.trainers.stages import StepState, check_stages, run_stages
 from hone.trainers.step_metrics import memory_metrics, overhead_metrics
 from hone.trainers.validator import ValidationTask, Validator
+
+PERIOD = 1.0
+"""Seconds between two looks at the run directory."""
+
+log = logging.getLogger("hone")
+
+
+def replica_requests(config: RLConfig, run: Path, rollout: Rollout) -> AbstractAsyncContextManager[None]:
+    """Return a block within which requests are answered; it does nothing for an engine without replicas."""
+    served = is_served(config.actor_rollout_ref.rollout)
+    return ReplicaControl(run, rollout).watching() if served else contextlib.nullcontext()
+
+
+class ReplicaControl:
+    """Answers requests about the replicas of a run while it trains."""
+
+    def __init__(self, run: Path, rollout: Rollout) -> None:
+        self._run, self._rollout = run, rollout
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Answer requests within this block. One from before belongs to an earlier process of the run, and is dropped."""
+        withdraw_request(self._run)
+        watch = asyncio.create_task(self._watch(), name="requests about replicas")
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD)
+            try:
+                request = take_request(self._run)
+                if request is not None:
+                    write_answer(self._run, await self.answer(request))
+            except HoneError as error:  # training continues
+                log.warning("a request about the engines failed: %s", error)
+
+    async def answer(self, request: ReplicaRequest) -> ReplicaAnswer:
+        """Carry a request out, or refuse it."""
+        limit, reason = await self._rollout.replica_limit()
+        refused: dict[str, str] = {}
+        if request.replicas is not None:
+            try:
+                check_count(request.replicas, limit, reason)
+                await self._rollout.resize(request.replicas)
+                log.info("%d replicas per rollout worker from now on", request.replicas)
+            except ConfigError as error:
+                refused = {"what": error.what, "why": error.why, "fix": error.fix}
+        wanted, reports = await self._rollout.replicas(), await self._rollout.replica_reports()
+        return ReplicaAnswer(request.key, wanted, limit, reports, refused)
+
+
+def check_count(replicas: int, limit: int, reason: str) -> None:
+    """Check that a number of replicas can be placed.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not 1 <= replicas <= limit:
+        raise ConfigError(
+            f"--replicas {replicas}: the number of a rollout worker's replicas can be 1 to {limit}",
+            why=reason if replicas > limit else "a run without engines cannot generate",
+            fix=f"--replicas {limit if replicas > limit else 1}",
+        )
+
 
 _WORK = "hone.trainers.batch_ops:BatchOps"  # by path, as in hone.cluster.plan: the driver knows only its handle
 

@@ -21,7 +21,7 @@ pytestmark = [
         "hone/insight",
         "hone/apps/lab",
         "hone/trainers/archiving.py",
-        "hone/trainers/archive_rows.py",
+        "hone/trainers/batch_ops.py",
         "hone/trainers/session.py",
     ),
 ]

@@ -26,7 +26,7 @@ pytestmark = [
         "hone/apps/lab",
         "hone/cli/runs.py",
         "hone/trainers/archiving.py",
-        "hone/trainers/archive_rows.py",
+        "hone/trainers/batch_ops.py",
     ),
 ]
 

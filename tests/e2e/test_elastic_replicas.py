@@ -14,7 +14,7 @@ from support import forked_engines
 from support.launch import Command, Ended, hone
 from support.world import World, metrics, rl_command, run_record
 
-pytestmark = pytest.mark.long("hone/trainers/replica_control.py", "hone/generation/pool")
+pytestmark = pytest.mark.long("hone/trainers/rl.py", "hone/generation/pool")
 PROMPTS = 4
 KEYS = (
     *("trainer.async.max_staleness=2", "trainer.async.partial_rollouts=true", "preflight.reward_rows=0"),

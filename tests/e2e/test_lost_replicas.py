@@ -17,7 +17,7 @@ from support.launch import Command, kill
 from support.patience import SOON
 from support.world import World, metrics, rl_command
 
-pytestmark = pytest.mark.long("hone/generation/pool", "hone/trainers/replica_control.py")
+pytestmark = pytest.mark.long("hone/generation/pool", "hone/trainers/rl.py")
 KILLS, STEPS, PROMPTS, N = 20, 12, 12, 4
 SERVED = (
     *("actor_rollout_ref.rollout.name=native", "actor_rollout_ref.rollout.num_replicas=3"),

@@ -24,9 +24,7 @@ from hone.insight.activity import Record
 from hone.insight.coverage import Fate, read_coverage
 from hone.trainers.rl import train
 
-pytestmark = pytest.mark.long(
-    "hone/training/checkpoints", "hone/trainers/run_checkpoints.py", "hone/cluster/supervisor.py"
-)
+pytestmark = pytest.mark.long("hone/training/checkpoints", "hone/trainers/session.py", "hone/cluster/supervisor.py")
 
 ONCE = ("starting", "checkpoint")
 STAGES = (*ONCE, "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")

@@ -249,7 +249,7 @@ def train(case: Case) -> Outcome:
 def train_with_prefetch(case: Case) -> Outcome:
     """Train as ``case`` says, with the gathering of neighbours started early as on CUDA."""
     from hone.models.loading import causal_lm, layers_of
-    from hone.training.backends.fsdp2.sharding import prefetch_neighbours
+    from hone.training.backends.fsdp2.backend import prefetch_neighbours
 
     backend, layout = backend_of(case)
     prefetch_neighbours(backend._sharded.computation, layers_of(causal_lm(backend.model)))  # type: ignore[attr-defined]
@@ -276,11 +276,11 @@ def train_with_compiled_layers(case: Case) -> tuple[Outcome, int, dict[str, str]
 
     from torch._dynamo.utils import counters
 
-    from hone.training.backends.fsdp2 import sharding
+    from hone.training.backends.fsdp2 import backend as fsdp2
 
     torch._dynamo.reset()
     counters.clear()
-    with patch.object(sharding, "compile_layers", partial(sharding.compile_layers, compiler="aot_eager")):
+    with patch.object(fsdp2, "compile_layers", partial(fsdp2.compile_layers, compiler="aot_eager")):
         backend, layout = backend_of(case)
     losses, norms = continued(backend, layout, case, range(case.updates))
     compiled = backend._sharded.computation.compiled  # type: ignore[attr-defined]

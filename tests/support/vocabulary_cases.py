@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hone.algorithms.logits import chunked_log_probs, chunked_sum_pi_squared
 from hone.algorithms.support import Supports, support_log_probs
-from hone.models.fused_head import fused_log_probs
+from hone.models.heads import fused_log_probs
 
 
 def inputs(seed: int, rows: int, vocabulary: int, bias: bool) -> dict[str, Tensor | None]:

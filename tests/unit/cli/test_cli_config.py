@@ -11,11 +11,10 @@ import pytest
 from support.patience import SOON
 from typer.testing import CliRunner
 
-from hone.cli.config import app
+from hone.cli.config import app, json_schema
 from hone.config import TREES, RLConfig, documentation, load_config, to_yaml
 from hone.config.keys import leaf_values
 from hone.config.load import preset_names
-from hone.config.schema import json_schema
 from hone.config.trees import PRESET_KINDS
 from hone.errors import ConfigError
 

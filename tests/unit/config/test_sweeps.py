@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.messages import raises
 
-from hone.config.sweeps import draw_trials, grid, parse_sweep
+from hone.cli.trials import draw_trials, grid, parse_sweep
 from hone.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import torch
 from support.paged import PAGE, paged_engine
 
 from hone.generation.native.paged import rows as paged_rows
-from hone.generation.native.paged.decoding import StepGraphs, size_of_graph
+from hone.generation.native.paged.rows import StepGraphs, size_of_graph
 from hone.generation.protocol import GenerationRequest, SamplingParams
 
 LONGEST = 16

@@ -14,8 +14,7 @@ from support.image_models import ARCHITECTURES, batch_of, image_model, lively_po
 from hone.data.images import ImageData, token_ids
 from hone.errors import RequestError
 from hone.generation.native.speculative import Speculation
-from hone.generation.native.speculative.build import NgramDrafter
-from hone.generation.native.speculative.draft_model import ModelDrafter
+from hone.generation.native.speculative.build import ModelDrafter, NgramDrafter
 from hone.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
 from hone.models.routing import use_hone_attention

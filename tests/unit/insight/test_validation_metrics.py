@@ -12,7 +12,7 @@ from support.examples import examples
 from support.messages import raises
 
 from hone.insight.metrics import find_metric
-from hone.insight.validation import best_of, majority, subset_sizes, validation_metrics
+from hone.trainers.validation import best_of, majority, subset_sizes, validation_metrics
 
 VALUES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, -2.0]), min_size=1, max_size=7)
 

@@ -10,8 +10,8 @@ from gpu_simulation.simulation import META, simulated_gpu
 from torch import Tensor
 
 from hone.algorithms.logits import chunked_log_probs
-from hone.models import fused_head
-from hone.models.fused_head import fused_log_probs
+from hone.models import heads
+from hone.models.heads import fused_log_probs
 
 ROWS, VOCABULARY, WIDTH = 300, 17, 6
 
@@ -31,7 +31,7 @@ def problem(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def test_values_and_gradients_are_those_of_chunks(
     with_bias: bool, settings: dict[str, float], learns_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_head, "_GRADIENTS", 128 * VOCABULARY)  # three chunks in the backward pass
+    monkeypatch.setattr(heads, "_GRADIENTS", 128 * VOCABULARY)  # three chunks in the backward pass
     hidden, weight, bias, targets = problem()
     inputs = [hidden, weight, *([bias] if with_bias else [])]
     options: dict[str, Any] = {"bias": bias if with_bias else None, "with_entropy": True, **settings}
@@ -59,7 +59,7 @@ def test_bfloat16_rounds_neither_logits_nor_the_weight_gradient() -> None:
 def test_a_gpu_holds_no_float32_logits() -> None:
     with simulated_gpu() as gpu, torch.autocast("meta"):
         hidden, weight = (torch.empty(4096, 64, device=META).requires_grad_() for _ in range(2))
-        assert fused_head.supports(hidden)
+        assert heads.fuses(hidden)
         log_probs, _ = fused_log_probs(hidden, weight, torch.empty(4096, dtype=torch.int64, device=META))
         log_probs.sum().backward()
     logits = 4096 * 4096
@@ -70,9 +70,9 @@ def test_a_gpu_holds_no_float32_logits() -> None:
 
 
 def test_float32_and_the_cpu_keep_chunks_of_rows() -> None:
-    assert not fused_head.supports(torch.empty(2, 2)) and not fused_head.supports(
+    assert not heads.fuses(torch.empty(2, 2)) and not heads.fuses(
         torch.empty(2, 2, dtype=torch.bfloat16)
     )
     with simulated_gpu():
-        assert not fused_head.supports(torch.empty(2, 2, device=META))
-        assert fused_head.supports(torch.empty(2, 2, device=META, dtype=torch.bfloat16))
+        assert not heads.fuses(torch.empty(2, 2, device=META))
+        assert heads.fuses(torch.empty(2, 2, device=META, dtype=torch.bfloat16))

@@ -23,8 +23,16 @@ from hone.preflight.plan.devices import GIB, Device, device_named, known_devices
 from hone.preflight.plan.fit import TIGHT, Fitter
 from hone.preflight.plan.memory import Memory, Phase, memory_of
 from hone.preflight.plan.model import ModelShape
-from hone.preflight.plan.plan import as_json, model_shape, plan_of, render, run_settings, search
-from hone.preflight.plan.step_time import rows_at_once, step_time
+from hone.preflight.plan.plan import (
+    as_json,
+    model_shape,
+    plan_of,
+    render,
+    rows_at_once,
+    run_settings,
+    search,
+    step_time,
+)
 from hone.preflight.plan.work import Work, largest_micro_batch, work_of
 from hone.training.packing import plan_micro_batches
 

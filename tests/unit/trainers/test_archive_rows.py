@@ -27,9 +27,8 @@ from hone.insight.archive.read import table_records
 from hone.insight.archive.schema import COLUMNS
 from hone.insight.archive.write import BackgroundWriter
 from hone.rewards.score import Cause, Score
-from hone.trainers.archive_rows import prompt_texts, rollout_table
 from hone.trainers.archiving import Archiving, place
-from hone.trainers.batch_ops import scored
+from hone.trainers.batch_ops import prompt_texts, rollout_table, scored
 
 FLOATS = st.floats(-10, 0, width=32)
 

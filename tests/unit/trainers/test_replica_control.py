@@ -17,8 +17,8 @@ from hone.config import RLConfig, load_config
 from hone.generation.build import replica_limit
 from hone.generation.pool import EnginePool
 from hone.insight.stop_requests import REQUEST, ReplicaAnswer, ReplicaRequest, read_answer, send_request
-from hone.trainers import replica_control
-from hone.trainers.replica_control import replica_requests
+from hone.trainers import rl
+from hone.trainers.rl import replica_requests
 
 
 def configured(*overrides: str) -> RLConfig:
@@ -42,7 +42,7 @@ async def ask(folder: Path, replicas: int | None) -> ReplicaAnswer:
 def test_a_request_changes_the_number_of_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)))
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    monkeypatch.setattr(replica_control, "PERIOD", 0.01)
+    monkeypatch.setattr(rl, "PERIOD", 0.01)
     config, makers = configured(), Makers()
 
     async def work(pool: EnginePool) -> None:

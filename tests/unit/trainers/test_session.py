@@ -11,8 +11,7 @@ from hone.config.tree import RLConfig
 from hone.errors import HoneError
 from hone.insight import stop_requests
 from hone.insight.run_files import read_metrics, read_run
-from hone.trainers.run_checkpoints import changed_keys, redacted
-from hone.trainers.session import RunSession
+from hone.trainers.session import RunSession, changed_keys, redacted
 
 
 def test_changed_keys_names_every_leaf_that_differs():

@@ -10,8 +10,8 @@ from support.models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.errors import ModelError
+from hone.training.backends.fsdp2.backend import apply_expert_parallel, experts_of
 from hone.training.backends.fsdp2.sequence_parallel import check_heads
-from hone.training.backends.fsdp2.sharding import apply_expert_parallel, experts_of
 from hone.training.backends.fsdp2.tensor_parallel import apply_tensor_parallel
 
 

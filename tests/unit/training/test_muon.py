@@ -20,7 +20,7 @@ from hone.models.loading import load_policy
 from hone.preflight.plan.memory import state_bytes
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import TrainedModel
-from hone.training import muon
+from hone.training import optimizer as muon
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective

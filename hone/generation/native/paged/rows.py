@@ -12,9 +12,12 @@ when.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,27 +25,13 @@ from torch import Tensor
 from hone.config.limits import PREFILL_TOKENS
 from hone.data.types import StopReason
 from hone.generation.native.cache import closing_moves
-from hone.generation.native.paged.decoding import (
-    LOG_PROB,
-    NOT_FINITE,
-    REASONS,
-    SAMPLING_LOG_PROB,
-    STOPPED,
-    TOKEN,
-    CaptureError,
-    Decoder,
-    Occurrences,
-    StepGraphs,
-    report_eager,
-    size_of_graph,
-)
+from hone.generation.native.paged.context import PagedContext
 from hone.generation.native.paged.pool import OutOfPages, PagePool, Pages, PageShape, pages_for
-from hone.generation.native.paged.prompts import Prompts
 from hone.generation.native.paged.support import number_of_pages
 from hone.generation.native.paged.table import RowTable
-from hone.generation.native.paged.transfer import Arriving, Readback
+from hone.generation.native.paged.transfer import Arriving, Readback, to_device
 from hone.generation.native.rows import CacheLimits, End, HostWork, LastToken, RowStore, not_finite
-from hone.generation.native.sampler import RowSampling
+from hone.generation.native.sampler import Allowed, RowSampling, sample
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.native.sessions import CachedTurn, SessionCache
 from hone.models.module_forward import Forward
@@ -382,3 +371,254 @@ def _eager_reason(work: HostWork, sampling: RowSampling) -> str | None:
     if sampling.bias.shape[1]:
         return "a request has a logit bias"
     return None
+
+
+log = logging.getLogger("hone.generation.native")
+
+STOPPED, FULL, NOT_FINITE = 1, 2, 4
+"""Bits of the reasons why a row ends."""
+TOKEN, LOG_PROB, SAMPLING_LOG_PROB, REASONS = range(4)
+"""Rows of a step's results; the log-probs are the bits of float32 numbers."""
+
+
+class Decoder:
+    """Computes decode steps.
+
+    Args:
+        outside: see :func:`hone.generation.native.sampler.sample`.
+    """
+
+    def __init__(self, forward: Forward, pool: PagePool, table: RowTable, outside: Tensor | None = None) -> None:
+        self._forward, self._pool, self._table, self._outside = forward, pool, table, outside
+
+    def step(
+        self,
+        rows: int,
+        sampling: RowSampling,
+        occurrences: Occurrences | None = None,
+        allowed: Allowed | None = None,
+        work: HostWork | None = None,
+    ) -> Tensor:
+        """Sample one token for each of the first rows of the table, as ``[4, rows]`` int32: see :data:`TOKEN`.
+
+        Without the last three arguments neither a shape nor a branch depends on the numbers of a tensor, so that a graph can
+        repeat it. ``work`` gets the logits and the support of the tokens.
+        """
+        table = self._table
+        context = PagedContext.of_step(self._pool, table.pages(rows), table.lengths(rows))
+        logits = self._forward.logits(table.next_tokens(rows)[:, None], context)[:, -1]
+        seen, counts = (occurrences.seen, occurrences.counts) if occurrences else (None, None)
+        tokens, log_probs, sampling_log_probs, support = sample(
+            logits, sampling, table.generated(rows), seen, counts, allowed, self._outside
+        )
+        if work is not None and work.keep_alternatives is not None:
+            work.keep_alternatives(range(rows), logits, sampling)
+        if work is not None and work.keep_support is not None and support is not None:
+            work.keep_support(range(rows), support)
+        if occurrences is not None:
+            occurrences.add(tokens)
+        table.record(tokens)
+        finite = (log_probs + sampling_log_probs).isfinite()
+        reasons = STOPPED * table.stopped(rows) + FULL * table.full(rows) + NOT_FINITE * ~finite
+        bits = (values.contiguous().view(torch.int32) for values in (log_probs, sampling_log_probs))
+        return torch.stack([tokens.to(torch.int32), *bits, reasons.to(torch.int32)])
+
+
+class Occurrences:
+    """Tokens that occurred in rows, for penalties.
+
+    ``seen [A, V]`` bool is about prompt and response, None without a repetition penalty; ``counts [A, V]`` int32 about the
+    response, None without a presence or frequency penalty.
+    """
+
+    def __init__(self, jobs: Sequence[Job], sampling: RowSampling, vocabulary: int, device: torch.device) -> None:
+        self.seen = self.counts = None
+        shape = len(jobs), vocabulary
+        if sampling.penalises:
+            places = [(row, token) for row, job in enumerate(jobs) for token in job.ids]
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            self.seen[to_device(places, torch.int64, device).unbind(1)] = True
+        if sampling.counts:
+            places = [(row, token) for row, job in enumerate(jobs) for token in job.sampled.tokens]
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+            index = to_device(places, torch.int64, device).view(-1, 2)
+            self.counts.index_put_(index.unbind(1), torch.ones_like(index[:, 0], dtype=torch.int32), accumulate=True)
+
+    def add(self, tokens: Tensor) -> None:
+        place = tokens[:, None]
+        if self.seen is not None:
+            self.seen.scatter_(1, place, True)
+        if self.counts is not None:
+            self.counts.scatter_add_(1, place, torch.ones_like(place, dtype=torch.int32))
+
+
+class CaptureError(RuntimeError):
+    """A step cannot be a CUDA graph."""
+
+
+class StepGraphs:
+    """CUDA graphs of decode steps, one for each size of the batch and way of sampling; all allocate from one pool."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: object, step: Callable[[], Tensor], table: RowTable) -> Tensor:
+        """Repeat the step that ``key`` names, captured at the first call; its results are in the same memory every time."""
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(step, table)
+        graph, results = self._graphs[key]
+        graph.replay()
+        return results
+
+    def _capture(self, step: Callable[[], Tensor], table: RowTable) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture a step. Its kernels are loaded by one that is undone; the keys and values that this writes are those of the next."""
+        before, stream = table.saved(), _capture_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        table.restore(before)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads of the trainer's process may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                results = step()
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
+        self._pool = graph.pool()
+        return graph, results
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device: torch keeps a workspace of cuBLAS for every stream that ever multiplied."""
+    return torch.cuda.Stream(device)
+
+
+def size_of_graph(rows: int, most: int) -> int:
+    """Return the number of rows of the graph that decodes ``rows`` rows: a power of two, or three quarters of one from 24 on."""
+    size = 1 << (rows - 1).bit_length()
+    return min(size * 3 // 4 if size >= 32 and rows <= size * 3 // 4 else size, most)
+
+
+@functools.cache
+def report_eager(reason: str) -> None:
+    """Log once for each reason that steps are launched operator by operator."""
+    log.warning("decode steps run without a CUDA graph, which takes more time of the host: %s", reason)
+
+
+PromptKey = tuple[bytes, int]
+"""A prompt, and the version of the weights that compute it."""
+
+
+class _Wave(NamedTuple):
+    """Rows that can be computed together: pages to copy first, then tokens to compute."""
+
+    copies: list[tuple[int, int]]  # (page, its copy)
+    missing: list[tuple[Job, int]]  # (job, number of its tokens that are in its pages)
+
+
+class Prompts:
+    """Fills the pages of entering rows.
+
+    Kept turns of sessions have their pages as a user. Prompts of more than ``max_tokens`` are computed in chunks.
+    """
+
+    def __init__(
+        self, forward: Forward, sessions: SessionCache[list[int]], stats: dict[str, int], *, max_tokens: int
+    ) -> None:
+        self._forward, self._sessions, self._stats, self._max_tokens = forward, sessions, stats, max_tokens
+
+    def fill(self, pool: PagePool, pages: Pages, running: Sequence[Job], jobs: Sequence[Job], version: int) -> None:
+        """Give each job pages with all of its tokens but the last, and space for the last.
+
+        ``running`` are the jobs whose prompts can be shared, ``jobs`` those that enter, without pages.
+
+        Raises:
+            OutOfPages: there are too few pages. Jobs may have pages already.
+        """
+        owners = {(job.prompt, job.version): job for job in running}
+        filled = set(map(id, running))
+        first, second = _Wave([], []), _Wave([], [])
+        for job in jobs:
+            twin = owners.setdefault((job.prompt, version), job)
+            if twin is job or len(job.request.prompt_ids) == 1:
+                wave, kept = first, self._resume(job, pool, pages, first, version)
+            else:
+                wave = first if id(twin) in filled else second  # a twin that enters too has no content yet
+                kept = self._share_prompt(job, twin, pool, pages, wave)
+            job.pages += self.take(pages, pages_for(len(job.ids), pool.page_tokens) - len(job.pages))
+            if kept < len(job.ids) - 1:
+                wave.missing.append((job, kept))
+        for wave in (first, second):
+            pool.copy_pages([source for source, _ in wave.copies], [target for _, target in wave.copies])
+            self._compute(pool, wave.missing)
+
+    def _share_prompt(self, job: Job, twin: Job, pool: PagePool, pages: Pages, wave: _Wave) -> int:
+        """Let a job begin with the prompt of another; return the number of its tokens."""
+        tokens = len(job.request.prompt_ids) - 1
+        self._fork(job, twin.pages, tokens, pool, pages, wave)
+        self._stats["prefix_hits"] += 1
+        self._stats["cached_tokens"] += tokens
+        return tokens
+
+    def _resume(self, job: Job, pool: PagePool, pages: Pages, wave: _Wave, version: int) -> int:
+        """Let a job begin with the kept turn of its session; return the number of common tokens."""
+        cached: tuple[CachedTurn[list[int]], int] | None = self._sessions.find(job.request.session, job.ids, version)
+        if cached is None:
+            return 0
+        turn, tokens = cached
+        self._fork(job, turn.entries, tokens, pool, pages, wave)
+        self._stats["session_hits"] += 1
+        self._stats["session_tokens"] += tokens
+        self._stats["cached_tokens"] += tokens
+        return tokens
+
+    def _fork(self, job: Job, source: Sequence[int], tokens: int, pool: PagePool, pages: Pages, wave: _Wave) -> None:
+        """Let a job begin with the first tokens of other pages."""
+        full, rest = divmod(tokens, pool.page_tokens)
+        job.pages += source[:full]
+        pages.share(source[:full])
+        if rest:
+            job.pages += self.take(pages, 1)
+            wave.copies.append((source[full], job.pages[-1]))
+
+    def take(self, pages: Pages, count: int) -> list[int]:
+        """Return free pages; kept turns are dropped if there are too few.
+
+        A dropped page may be one that is still to be copied: all copies of a wave read before one of them writes.
+
+        Raises:
+            OutOfPages: there are too few even so.
+        """
+        while pages.free < count and len(self._sessions):
+            self._sessions.forget_oldest()
+        return pages.take(count)
+
+    def droppable(self, pages: Pages) -> int:
+        """Return the number of pages that only kept turns use."""
+        users = Counter(page for turn in self._sessions for page in turn.entries)
+        return sum(pages.users(page) == count for page, count in users.items())
+
+    def _compute(self, pool: PagePool, missing: Sequence[tuple[Job, int]]) -> None:
+        """Compute the missing tokens of rows in forward passes of bounded size; a long prompt is cut into chunks."""
+        rows = [(job, past, job.ids[:-1]) for job, past in missing]
+        while rows:
+            chunk: list[tuple[Job, int, list[int]]] = []
+            room = self._max_tokens
+            while rows and room:
+                job, past, ids = rows.pop(0)
+                new = ids[past : past + room]
+                chunk.append((job, past, new))
+                room -= len(new)
+                if past + len(new) < len(ids):
+                    rows.insert(0, (job, past + len(new), ids))
+            tables, past_tokens = [job.pages for job, _, _ in chunk], [past for _, past, _ in chunk]
+            context = PagedContext.of_chunks(pool, tables, past_tokens, [len(new) for _, _, new in chunk])
+            tokens = [token for _, _, new in chunk for token in new]
+            self._forward.hidden(to_device([tokens], torch.int64, pool.device), context)
+            self._stats["prefill_tokens"] += len(tokens)

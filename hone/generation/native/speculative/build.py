@@ -1,19 +1,193 @@
-"""Construction of the configured speculation."""
+"""Construction of the configured speculation, and drafts by a small model of the same vocabulary, with a KV cache of its own."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor, nn
 
+from hone.config.limits import PREFILL_TOKENS
 from hone.config.model import ModelConfig
 from hone.config.rollout import SpeculativeConfig
+from hone.generation.native.cache import KVCache, closing_moves, with_spare
+from hone.generation.native.contexts import DecodeContext, RowExtent
+from hone.generation.native.prefill import Part, Prefill
+from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
-from hone.generation.native.speculative.draft_model import ModelDrafter
+from hone.generation.native.sessions import SessionCache
 from hone.generation.native.speculative.drafts import Drafter, DraftRow, Speculation
-from hone.generation.native.speculative.training import DraftTrainer
+from hone.generation.native.speculative.training import DraftTrainer, Example
+from hone.generation.native.speculative.verification import DraftedContext, Places
+from hone.models.llama.choice import generation_forward
 from hone.models.loading import load_policy
+from hone.models.module_forward import Forward
+from hone.models.registry import family_of
+
+
+@dataclass
+class _Slot:
+    """A row of the draft model's cache."""
+
+    job: Job  # whose tokens it has
+    length: int = 0  # number of its prompt and sampled tokens in the cache
+    drafts: Sequence[int] = ()  # tokens in the cache after these
+
+    @property
+    def end(self) -> int:
+        """Number of tokens in the cache."""
+        return self.length + len(self.drafts)
+
+    def accept(self, ids: Sequence[int]) -> None:
+        """Count the drafts that the policy sampled, too, given all tokens ``ids``; the last of them is always computed again."""
+        pairs = zip(self.drafts, ids[self.length :], strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.length, self.drafts = min(self.length + right, len(ids) - 1), ()
+
+
+class ModelDrafter:
+    """Drafts of a causal language model.
+
+    Args:
+        model: the draft model, which uses Hone's attention; its cache has one entry a token.
+        trainer: trains it whenever the policy has new weights; None keeps it as it is.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, device: torch.device, dtype: torch.dtype, trainer: DraftTrainer | None = None
+    ) -> None:
+        self._device, self._trainer = device, trainer
+        causal: Any = model
+        config = causal.get_decoder().config
+        self._vocabulary: int = causal.get_input_embeddings().num_embeddings
+        self._forward: Forward = generation_forward(causal, dtype=dtype)
+        self._cache = KVCache(device, dtype, functools.partial(family_of(config.model_type).layer_cache, config))
+        sessions: SessionCache[Any] = SessionCache(0)
+        counters: dict[str, int] = {"prefill_tokens": 0}
+        self._prefill = Prefill(self._forward, sessions, counters, device=device, max_tokens=PREFILL_TOKENS)
+        self._slots: list[_Slot] = []
+        self._sampling: RowSampling | None = None
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        if not rows:
+            return []
+        with self._forward.computing():
+            by_job = {row.job: row for row in rows}
+            self._place(by_job)
+            ordered = [by_job[slot.job] for slot in self._slots]
+            drafts = self._compute(ordered)
+        by_slot = {slot.job: tokens for slot, tokens in zip(self._slots, drafts, strict=True)}
+        for slot, row, tokens in zip(self._slots, ordered, drafts, strict=True):
+            slot.length, slot.drafts = len(row.ids), tokens[:-1]
+        return [by_slot[row.job][: row.most] for row in rows]
+
+    def end(self, job: Job, ids: list[int]) -> None:
+        """Keep the response for training; the slot of the job is reused when other rows are drafted."""
+        sampling = job.request.sampling
+        if self._trainer is not None and all(0 <= token < self._vocabulary for token in ids):
+            self._trainer.add(Example(ids, len(job.request.prompt_ids), sampling.temperature))
+
+    def begin_version(self) -> None:
+        """Train the draft model on the responses since the last version."""
+        if self._trainer is not None and self._trainer.train() is not None:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Drop what the weights have computed, and their fused copies."""
+        self._slots, self._sampling = [], None
+        self._forward.release()
+
+    def free(self) -> None:
+        self._drop()
+        self._cache.free()
+
+    def _place(self, rows: dict[Job, DraftRow]) -> None:
+        """Give each row a slot, and compute in it all tokens but the last; other jobs lose theirs."""
+        most = max(row.most for row in rows.values())
+        longest = max(len(row.ids) for row in rows.values()) + most
+        removed = {index for index, slot in enumerate(self._slots) if slot.job not in rows}
+        if removed:
+            gaps, movers = closing_moves(len(self._slots), removed)
+            self._cache.copy_rows(movers, gaps, max((self._slots[mover].end for mover in movers), default=0))
+            for gap, mover in zip(gaps, movers, strict=True):
+                self._slots[gap] = self._slots[mover]
+            del self._slots[len(self._slots) - len(removed) :]
+        entered = rows.keys() - {slot.job for slot in self._slots}
+        new = [row for job, row in rows.items() if job in entered]
+        used = len(self._slots)
+        self._cache.reserve(used + len(new), longest, used=used, generous=with_spare(longest), limit=1 << 62)
+        if removed or new:
+            self._slots += [_Slot(row.job) for row in new]
+            params = [slot.job.request.sampling for slot in self._slots]
+            seeds = [slot.job.request.seed for slot in self._slots]
+            self._sampling = RowSampling.from_params(params, seeds, self._device)
+        self._catch_up(rows, most)
+
+    def _catch_up(self, rows: dict[Job, DraftRow], most: int) -> None:
+        """Compute what a slot lacks, where that is more than the tokens of a step; equal prompts once."""
+        first: dict[bytes, int] = {}
+        copies: list[tuple[int, int]] = []
+        added: list[Part] = []
+        for index, slot in enumerate(self._slots):
+            ids = rows[slot.job].ids
+            slot.accept(ids)
+            if slot.length > 0 and len(ids) - slot.length <= most + 2:
+                continue
+            prompt = slot.job.prompt if slot.length == 0 and len(ids) == len(slot.job.request.prompt_ids) else None
+            if prompt is not None and prompt in first:
+                copies.append((first[prompt], index))
+            else:
+                added.append(Part(index, slot.length, self._known(ids[slot.length : -1])))
+            if prompt is not None:
+                first.setdefault(prompt, index)
+            slot.length = len(ids) - 1
+        self._prefill.extend(self._cache, added)
+        longest = max((self._slots[source].length for source, _ in copies), default=0)
+        self._cache.copy_rows([source for source, _ in copies], [target for _, target in copies], longest)
+
+    def _compute(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Return drafts of the rows, which are in the order of the slots."""
+        sampling = self._sampling
+        assert sampling is not None
+        cached = [slot.length for slot in self._slots]
+        fed = [self._known(row.ids[count:]) for row, count in zip(rows, cached, strict=True)]
+        places = Places([len(ids) for ids in fed], self._device)
+        past = torch.tensor(cached, device=self._device)
+        shared = torch.zeros_like(past)
+        lengths = [len(row.ids) for row in rows]
+        context: DecodeContext = DraftedContext(self._cache, past, shared, max(lengths), None, places)
+        ids = torch.tensor([[token for tokens in fed for token in tokens]], device=self._device)
+        logits = self._forward.logits(ids, context)[0, places.first + places.lengths - 1]
+        counters = torch.tensor([row.sampled for row in rows], device=self._device)
+        past, extent = torch.tensor(lengths, device=self._device), RowExtent(min(lengths), max(lengths), 0)
+        drafts: list[Tensor] = []
+        for number in range(max(row.most for row in rows)):
+            if number:
+                context = DecodeContext(self._cache, past, shared, extent, None)
+                logits = self._forward.logits(self._clamped(drafts[-1])[:, None], context)[:, -1]
+                past, extent = past + 1, RowExtent(extent.shortest + 1, extent.longest + 1, 0)
+            drafts.append(sample(self._with_biased(logits), sampling, counters + number, None).tokens)
+        return torch.stack(drafts, 1).tolist()
+
+    def _with_biased(self, logits: Tensor) -> Tensor:
+        """Return logits with a column for every token with a bias; one that the draft model does not have is never drafted."""
+        assert self._sampling is not None
+        biased = self._sampling.biased
+        missing = int(biased.max()) + 1 - logits.shape[1] if biased.numel() else 0
+        return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens, each that the draft model does not have, those of images included, replaced by its last one."""
+        last = self._vocabulary - 1
+        return [token if 0 <= token < last else last for token in ids]
+
+    def _clamped(self, tokens: Tensor) -> Tensor:
+        return tokens.clamp(max=self._vocabulary - 1)
 
 
 class _Continuations:
