@@ -31,8 +31,7 @@ from hone.cluster.context import RoleSpec, WorkerContext
 from hone.cluster.dispatch import Split, dispatch, mini_batches
 from hone.cluster.handles import RoleUpdate
 from hone.cluster.plan import model_roles
-from hone.cluster.ray.failures import Failures
-from hone.cluster.ray.runtime import RayGroup, RayRuntime
+from hone.cluster.ray.runtime import Failures, RayGroup, RayRuntime
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Shard, Stored
 from hone.config import RLConfig, load_config
 from hone.config.parallel_layout import Layout

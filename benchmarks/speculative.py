@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hone.generation.native.engine import NativeEngine
 from hone.generation.native.speculative import Drafter, Speculation
-from hone.generation.native.speculative.build import ModelDrafter, NgramDrafter
-from hone.generation.native.speculative.training import DraftTrainer, Example
+from hone.generation.native.speculative.build import DraftTrainer, Example, ModelDrafter, NgramDrafter
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.routing import use_hone_attention
 

@@ -34,8 +34,8 @@ from hone.algorithms.off_policy import (
 from hone.algorithms.overlong import overlong_penalty
 from hone.algorithms.policy_losses.base import PolicyLoss, TokenLoss, policy_losses
 from hone.algorithms.preference_losses.base import PreferenceLoss, preference_losses
+from hone.algorithms.preference_losses.direct import kto_kl
 from hone.algorithms.preference_losses.pairs import best_worst_pairs
-from hone.algorithms.preference_losses.unpaired import kto_kl
 from hone.algorithms.resampling import REWEIGHT_METHODS, resample, resampling_weights
 from hone.algorithms.reward_model import bradley_terry_loss
 from hone.algorithms.value import value_loss

@@ -19,7 +19,7 @@ from hone.insight.metrics import MetricStore
 from hone.insight.records import ScoreValues, trajectory_record
 from hone.models.teacher import LOG_PROBS
 from hone.rewards.score import Score
-from hone.trainers.split_episodes import is_split
+from hone.trainers.estimates import is_split
 
 
 def batch_metrics(

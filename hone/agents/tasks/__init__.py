@@ -1,5 +1,5 @@
 """Multi-turn tasks of `hone data make`. Importing this package registers them."""
 
-from hone.agents.tasks import book, calculator, environment, multi_hop, search_qa, verifiers
+from hone.agents.tasks import book, calculator, environment, search_qa, verifiers
 
-__all__ = ["book", "calculator", "environment", "multi_hop", "search_qa", "verifiers"]
+__all__ = ["book", "calculator", "environment", "search_qa", "verifiers"]

@@ -10,16 +10,16 @@ One file per idea::
     base                      registration and calls of estimators, checks of their inputs; row values to token values;
                               statistics over the responses to one prompt
     scan                      discounted sums over sampled tokens, without a loop over time
-    group_relative            grpo, grpo_passk, rloo, opo, gpg, maxrl: a score compared with the scores of its group
-    gdpo                      several rewards, each normalised separately
-    reinforce                 reinforce_plus_plus, reinforce_plus_plus_baseline, remax; gae, the critic's estimator
-    token_baseline            optimal_token_baseline
-    turns, gigpo, turn_level  conversations: credit by turn
+    group_relative            grpo, grpo_passk, rloo, opo, gpg, maxrl: a score compared with the scores of its group;
+                              gdpo: several rewards, each normalised separately
+    reinforce                 reinforce_plus_plus, reinforce_plus_plus_baseline, remax; gae, the critic's estimator;
+                              optimal_token_baseline
+    turn_level                conversations: credit by turn
 """
 
-from hone.algorithms.advantages import gdpo, gigpo, group_relative, reinforce, token_baseline, turn_level
+from hone.algorithms.advantages import group_relative, reinforce, turn_level
 from hone.algorithms.advantages.base import INPUTS, AdvantageEstimator, Groups, advantage_estimators, register_estimator
-from hone.algorithms.advantages.turns import Turns, turn_returns
+from hone.algorithms.advantages.turn_level import Turns, turn_returns
 
 __all__ = [
     "INPUTS",
@@ -27,12 +27,9 @@ __all__ = [
     "Groups",
     "Turns",
     "advantage_estimators",
-    "gdpo",
-    "gigpo",
     "group_relative",
     "register_estimator",
     "reinforce",
-    "token_baseline",
     "turn_level",
     "turn_returns",
 ]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.algorithms.off_policy.rejection import reject, veto
+from hone.algorithms.off_policy.correction import bounded, importance_ratio, reject, veto
 from hone.algorithms.off_policy.rules import CorrectionRules, Threshold, check_rollout_correction
-from hone.algorithms.off_policy.weights import bounded, importance_ratio
 from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss, token_ratio, vanilla
 
 

@@ -9,7 +9,7 @@
 (0.3133, 1.0)
 """
 
-from hone.algorithms.preference_losses import direct, reference_free, unpaired
+from hone.algorithms.preference_losses import direct
 from hone.algorithms.preference_losses.base import (
     COUNTED_BY,
     LabelLoss,
@@ -19,8 +19,8 @@ from hone.algorithms.preference_losses.base import (
     preference_losses,
     register_preference_loss,
 )
+from hone.algorithms.preference_losses.direct import kto_kl
 from hone.algorithms.preference_losses.pairs import best_worst_pairs, pair_rows
-from hone.algorithms.preference_losses.unpaired import kto_kl
 
 __all__ = [
     "COUNTED_BY",
@@ -33,7 +33,5 @@ __all__ = [
     "kto_kl",
     "pair_rows",
     "preference_losses",
-    "reference_free",
     "register_preference_loss",
-    "unpaired",
 ]

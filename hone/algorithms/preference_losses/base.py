@@ -130,7 +130,7 @@ class PreferenceLoss:
             labels: ``[B]``, true on chosen (desirable) responses.
             pair_ids: length B, equal on the two rows of a pair; None pairs the i-th chosen with the i-th rejected row.
             ref_log_probs: log-probs of the response tokens under the reference policy, ``[B, T]``; a constant.
-            kl: estimated KL (see :func:`~hone.algorithms.preference_losses.unpaired.kto_kl`); a constant.
+            kl: estimated KL (see :func:`~hone.algorithms.preference_losses.direct.kto_kl`); a constant.
             global_batch_size: pairs (or single responses) of the whole mini-batch over all ranks; the losses of its
                 micro-batches then add up to its loss. None: those of this batch.
             dp_size: data-parallel ranks whose gradients are averaged.

@@ -10,12 +10,14 @@ defaults give about 1.7 million different problems.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from hone.data.tasks.base import Problem, require, task
+from hone.errors import did_you_mean
 
 NAMES = {
     **dict.fromkeys(("Anna", "Mia", "Lucy", "Emma", "Zoe", "Nora", "Ruth", "Ivy"), "She"),
@@ -103,3 +105,100 @@ class Arithmetic:
             "*": (2, min(9, self.options.max_number)),
         }[operator]
         return generator.randint(low, high)
+
+
+KINDS: dict[str, Callable[[list[int], int], list[int]]] = {
+    "copy": lambda row, _: row,
+    "reverse": lambda row, _: row[::-1],
+    "count": lambda row, digits: [(digit + 1) % digits for digit in row],
+    "sort": lambda row, _: sorted(row),
+}
+
+
+@dataclass(frozen=True)
+class DigitSequenceOptions:
+    """Options of the task."""
+
+    kind: str = "copy"  # ``copy``, ``reverse``, ``count`` or ``sort``
+    length: int = 4  # digits in the prompt and in the answer
+    digits: int = 10  # size of the alphabet, 2 to 10 (2 means the digits 0 and 1)
+
+
+@task("digit_sequence", DigitSequenceOptions)
+class DigitSequence:
+    """The task; see the module's docstring. There are ``digits ** length`` different problems."""
+
+    data_source = "digit_sequence"
+
+    def __init__(self, options: DigitSequenceOptions) -> None:
+        check = partial(require, "digit_sequence")
+        check(options.kind in KINDS, f"unknown kind '{options.kind}'", did_you_mean(options.kind, KINDS))
+        check(1 <= options.length <= 64, f"length={options.length} is not in 1..64", "length=4")
+        check(2 <= options.digits <= 10, f"digits={options.digits} is not in 2..10", "digits=10")
+        self.options = options
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        generator, options = random.Random(seed), self.options
+        while True:
+            row = [generator.randrange(options.digits) for _ in range(options.length)]
+            answer = "".join(map(str, KINDS[options.kind](row, options.digits)))
+            yield Problem(f"{options.kind} {''.join(map(str, row))}", answer, answer, {"kind": options.kind})
+
+
+@dataclass(frozen=True)
+class CountdownOptions:
+    """Options of the task."""
+
+    min_numbers: int = 3  # fewest numbers in a problem
+    max_numbers: int = 4  # most numbers in a problem
+    max_number: int = 20  # numbers run from 1 to this
+    max_target: int = 100  # targets, and all intermediate values, run from 1 to this
+
+
+@task("countdown", CountdownOptions)
+class Countdown:
+    data_source = "countdown"
+
+    def __init__(self, options: CountdownOptions) -> None:
+        check = partial(require, "countdown")
+        low, high = options.min_numbers, options.max_numbers
+        check(
+            2 <= low <= high <= 8, f"min_numbers={low}, max_numbers={high}: not 2 <= min <= max <= 8", "max_numbers=4"
+        )
+        check(options.max_number >= 2, f"max_number={options.max_number} is below 2", "max_number=20")
+        check(
+            options.max_target >= options.max_number,
+            f"max_target={options.max_target} is below max_number={options.max_number}",
+            f"max_target={options.max_number}",
+        )
+        self.options = options
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        generator, options = random.Random(seed), self.options
+        while True:
+            count = generator.randint(options.min_numbers, options.max_numbers)
+            numbers = [generator.randint(1, options.max_number) for _ in range(count)]
+            lines, expression, target = self._combine(generator, numbers)
+            shown = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+            yield Problem(
+                f"Use {shown}, each once, with + - * / to make {target}. Write the expression in <answer></answer>.",
+                json.dumps({"target": target, "numbers": numbers}),
+                "\n".join([*lines, f"<answer>{expression}</answer>"]),
+                {"numbers": numbers, "target": target},
+            )
+
+    def _combine(self, generator: random.Random, numbers: list[int]) -> tuple[list[str], str, int]:
+        """Join random pairs until one value is left; every intermediate value is whole and in 1..max_target."""
+        parts = [(number, str(number)) for number in numbers]
+        lines = []
+        while len(parts) > 1:
+            generator.shuffle(parts)
+            (a, left), (b, right) = sorted(parts[-2:], key=lambda part: -part[0])
+            choices = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
+            allowed = [sign for sign, value in choices.items() if 1 <= value <= self.options.max_target]
+            if not allowed:  # two equal or large numbers whose sum is too large and whose difference is 0
+                return self._combine(generator, numbers)
+            sign = generator.choice(allowed)
+            lines.append(f"{a}{sign}{b}={choices[sign]}")
+            parts[-2:] = [(choices[sign], f"({left}{sign}{right})")]
+        return lines, parts[0][1][1:-1], parts[0][0]

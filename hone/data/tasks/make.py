@@ -12,15 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data.seeding import derive_seed
-from hone.data.tasks import arithmetic, countdown, digit_sequence, programs, reasoning_gym, shapes
+from hone.data.tasks import arithmetic, programs, reasoning_gym, shapes
 from hone.data.tasks.base import TASKS, Problem, Task, TaskWithFiles
 from hone.errors import DataError
 from hone.progress import progress
 
 __all__ = [
     "arithmetic",
-    "countdown",
-    "digit_sequence",
     "make_task",
     "programs",
     "reasoning_gym",

@@ -17,7 +17,7 @@ from hone.data.episode_log import CallStatus, EpisodeEnd
 from hone.data.trajectories import to_batch
 from hone.data.types import Trajectory
 from hone.insight.records import trace, trajectory_record
-from hone.trainers.split_episodes import join_segments
+from hone.trainers.estimates import join_segments
 
 SCHEMA = {
     "type": "function",

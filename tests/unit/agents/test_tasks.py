@@ -7,7 +7,7 @@ import json
 import pytest
 from support.messages import raises
 
-from hone.agents.tasks.multi_hop import TOWNS
+from hone.agents.tasks.search_qa import TOWNS
 from hone.agents.tools.lookup import Lookup
 from hone.agents.tools.search import Search
 from hone.data.tasks.make import make_task, write_task

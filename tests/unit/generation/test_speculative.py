@@ -20,9 +20,8 @@ from torch import nn
 from hone.data.types import StopReason
 from hone.generation.native.scheduler import Job
 from hone.generation.native.speculative import DraftRow, Speculation
-from hone.generation.native.speculative.build import ModelDrafter, NgramDrafter
+from hone.generation.native.speculative.build import DraftTrainer, Example, ModelDrafter, NgramDrafter
 from hone.generation.native.speculative.drafts import accepted
-from hone.generation.native.speculative.training import DraftTrainer, Example
 from hone.generation.protocol import (
     Completion,
     Constraint,

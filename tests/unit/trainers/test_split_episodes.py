@@ -19,9 +19,8 @@ from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.manager import episode_lengths, share_rewards, token_rewards
 from hone.rewards.score import Score
-from hone.trainers.estimates import COLUMNS, estimate
+from hone.trainers.estimates import COLUMNS, estimate, join_segments
 from hone.trainers.reporting import episode_sums, first_segments
-from hone.trainers.split_episodes import join_segments
 from hone.trainers.validation import evaluate_answers
 
 COLUMNS_OF_TOKENS = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
