@@ -100,7 +100,7 @@ def versions() -> dict[str, str]:
 
 
 class WorkerHost:
-    """Process of a worker. Ray makes it an actor; :class:`~hone.cluster.ray.runtime.WorkerGroup` calls its methods."""
+    """Process of a worker. Ray makes it an actor; :class:`~hone.cluster.ray.runtime.RayGroup` calls its methods."""
 
     def __init__(self) -> None:
         self._context: WorkerContext[Any] | None = None
