@@ -70,9 +70,7 @@ def test_a_gpu_holds_no_float32_logits() -> None:
 
 
 def test_float32_and_the_cpu_keep_chunks_of_rows() -> None:
-    assert not heads.fuses(torch.empty(2, 2)) and not heads.fuses(
-        torch.empty(2, 2, dtype=torch.bfloat16)
-    )
+    assert not heads.fuses(torch.empty(2, 2)) and not heads.fuses(torch.empty(2, 2, dtype=torch.bfloat16))
     with simulated_gpu():
         assert not heads.fuses(torch.empty(2, 2, device=META))
         assert heads.fuses(torch.empty(2, 2, device=META, dtype=torch.bfloat16))
