@@ -54,7 +54,7 @@ def serve(pipe: Any, plan: Plan, name: str) -> None:
 
     from hone.config.actor import ActorConfig
     from hone.config.algorithm import RolloutCorrectionConfig
-    from hone.config.correction import correction_settings
+    from hone.config.derived import correction_settings
     from hone.config.model import ModelConfig, OptimConfig
     from hone.config.parallel import ParallelConfig
     from hone.data.prefixes import PrefixOrder

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.divergences import DIVERGENCES, LOG_PROB_FLOOR, divergence
-from hone.algorithms.kl import KL_KINDS, kl_penalty
+from hone.algorithms.kl import DIVERGENCES, KL_KINDS, LOG_PROB_FLOOR, divergence, kl_penalty
 from hone.algorithms.masked import aggregate_loss, masked_mean, where_mask, wide
 from hone.errors import ConfigError, did_you_mean
 
@@ -51,7 +50,7 @@ def distillation_token_loss(
     ==============================================  ===========  ==================================================
     k1, k2, k3, abs, their aliases and ``+`` forms  [B, T]       estimate of the reverse KL from the sampled token
                                                                  (:func:`~hone.algorithms.kl.kl_penalty`)
-    ``forward_kl``, ``reverse_kl``, ``jsd``         [B, T, V]    exact (:func:`~hone.algorithms.divergences.divergence`)
+    ``forward_kl``, ``reverse_kl``, ``jsd``         [B, T, V]    exact (:func:`~hone.algorithms.kl.divergence`)
     ``forward_kl_topk``, ... ``jsd_topk``           [B, T, K]    exact for the teacher's K likeliest tokens and the
                                                                  remaining tokens, combined to one more token
     ==============================================  ===========  ==================================================

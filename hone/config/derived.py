@@ -16,14 +16,53 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hone.config.correction import correction_settings, corrects, policy_loss_name
+from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.dtypes import dtype_keys
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS, REPORT_SUPPORT, micro_batch_tokens
 from hone.config.parallel import ParallelConfig
 from hone.config.pools import MAIN_POOL, POOL_BLOCKS, Pool, engine_devices, own_pools
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.methods import COMPARES_ACROSS_MINI_BATCH, ESTIMATOR_INPUTS, PREFERENCE_LOSS_NEEDS, EstimatorInputs
+from hone.errors import UnknownMethod, did_you_mean
+from hone.methods import (
+    COMPARES_ACROSS_MINI_BATCH,
+    ESTIMATOR_INPUTS,
+    PREFERENCE_LOSS_NEEDS,
+    ROLLOUT_CORRECTION_PRESETS,
+    EstimatorInputs,
+)
+
+
+def correction_settings(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Return the value of every key of the block except ``preset``.
+
+    A key at its default gets the preset's value; other keys keep theirs.
+
+    Raises UnknownMethod: the preset does not exist.
+    """
+    settings = {name: value for name, value in vars(config).items() if name != "preset"}
+    if config.preset is None:
+        return settings
+    if config.preset not in ROLLOUT_CORRECTION_PRESETS:
+        raise UnknownMethod(
+            f"unknown rollout correction '{config.preset}'",
+            where="algorithm.rollout_correction.preset",
+            fix=did_you_mean(config.preset, ROLLOUT_CORRECTION_PRESETS),
+        )
+    named, defaults = ROLLOUT_CORRECTION_PRESETS[config.preset], vars(RolloutCorrectionConfig())
+    return {name: named[name] if value == defaults[name] else value for name, value in settings.items()}
+
+
+def corrects(settings: dict[str, Any]) -> bool:
+    return any(settings[name] is not None for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold"))
+
+
+def policy_loss_name(loss_mode: str, settings: dict[str, Any]) -> str:
+    """Return the policy loss in use: ``vanilla`` becomes ``bypass_mode`` in bypass mode with a correction."""
+    if loss_mode == "vanilla" and settings["bypass_mode"]:
+        return "bypass_mode" if corrects(settings) or settings["loss_type"] != "ppo_clip" else "vanilla"
+    return loss_mode
+
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch
 from hone.algorithms import rollout_correction
 from hone.algorithms.resampling import resample
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.correction import correction_settings
+from hone.config.derived import correction_settings
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.seeding import derive_seed

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.algorithms import PolicyLoss, aggregate_loss, distillation_token_loss, kl_penalty, policy_losses, value_loss
 from hone.config.actor import ActorConfig
-from hone.config.correction import policy_loss_name
+from hone.config.derived import policy_loss_name
 from hone.config.distillation import AnswersDistillationConfig, DistillationConfig, TeacherConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged

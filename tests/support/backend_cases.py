@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.correction import correction_settings
+from hone.config.derived import correction_settings
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.parallel import FsdpConfig, MixedPrecisionConfig, ParallelConfig
 from hone.config.parallel_layout import Layout

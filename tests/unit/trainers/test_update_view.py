@@ -10,7 +10,7 @@ from support.models import random_batch
 from hone.algorithms import ROLLOUT_CORRECTION_PRESETS, check_rollout_correction
 from hone.algorithms.resampling import resampling_weights
 from hone.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
-from hone.config.correction import correction_settings, corrects, policy_loss_name
+from hone.config.derived import correction_settings, corrects, policy_loss_name
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore

@@ -11,7 +11,7 @@ from support.models import random_batch, tiny_model
 
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.correction import correction_settings
+from hone.config.derived import correction_settings
 from hone.data.balance import CostModel, Lengths, balance, in_order
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged

@@ -13,7 +13,7 @@ from support.models import random_batch, tiny_model
 from hone.algorithms import policy_losses
 from hone.config.actor import ActorConfig, PolicyLossConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.correction import correction_settings
+from hone.config.derived import correction_settings
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError

@@ -17,7 +17,7 @@ from support.prefix_trees import tree_batch
 from hone.algorithms import policy_losses
 from hone.config.actor import ActorConfig, PolicyLossConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.correction import correction_settings
+from hone.config.derived import correction_settings
 from hone.config.model import ModelConfig, OptimConfig
 from hone.data.batch import Batch
 from hone.data.prefixes import PrefixOrder

@@ -11,7 +11,7 @@ from hone.algorithms.distillation import distillation_token_loss
 from hone.algorithms.teacher import OutputLayer, TeacherDistance
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.correction import correction_settings
+from hone.config.derived import correction_settings
 from hone.config.distillation import SAMPLED_MODES, TOP_K_MODES, WHOLE_MODES, DistillationConfig
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
