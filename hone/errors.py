@@ -180,7 +180,12 @@ class Finding:
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """Return ``"Did you mean a, b?"`` for the names nearest to ``name``, or a list of all names when none is near."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=limit, cutoff=0.5)
+    ends = name.endswith(
+        (".yaml", ".yml", ".json", ".jsonl", ".py", ".parquet", ".csv")
+    )  # equal ends do not make files near
+    stems = {(entry.rpartition(".")[0] or entry) if ends else entry: entry for entry in known}
+    near = difflib.get_close_matches(name.rpartition(".")[0] if ends else name, stems, n=limit, cutoff=0.5)
+    near = [stems[stem] for stem in near]
     if near:
         return f"Did you mean {', '.join(near)}?"
     shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from hone.errors import HoneError, did_you_mean
+from hone.user_objects import is_installed
 
 
 class UserCodeError(Exception):
@@ -163,6 +164,12 @@ def call(name: str, function: Callable[[], Any]) -> Any:
 def last_line(error: BaseException) -> str:
     """Return type and message of an error, as the last line of a traceback has them."""
     return traceback.format_exception_only(error)[-1].strip()
+
+
+def place_of(error: BaseException) -> str:
+    """Return where the user's code raised an error, such as `` (price.py, line 3, in reward)``; empty if no frame is the user's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_installed(frame.filename)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 def _load(path: str) -> ModuleType:

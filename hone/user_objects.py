@@ -159,7 +159,12 @@ def _user_modules(value: Any) -> list[ModuleType]:
 def _is_installed(module: ModuleType) -> bool:
     """Return whether a worker can import the module: it is installed, a part of Python, or a part of this package."""
     file = getattr(module, "__file__", None)
-    if file is None or module.__name__.partition(".")[0] == "hone":
-        return True
-    roots = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
-    return "site-packages" in Path(file).parts or any(root in Path(file).resolve().parents for root in roots)
+    return file is None or module.__name__.partition(".")[0] == "hone" or is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file is a part of Python, of an installed package, or of this one."""
+    roots = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
+    path = Path(file).resolve()
+    inside = any(path.is_relative_to(root) for root in (*roots, Path(__file__).resolve().parent))
+    return inside or "site-packages" in Path(file).parts or file.startswith("<frozen ")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hone.agents.interactions import Interaction
 
 
-Reward = Callable[..., Any] | str  # a function, ``FILE.py:NAME``, the URL of a server, or the name of a scorer
+OneReward = Callable[..., Any] | str  # a function, ``FILE.py:NAME``, the URL of a server, or the name of a scorer
+Reward = OneReward | Sequence[OneReward]  # several are added
 
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 _USER = f"{_MULTI_TURN}.interaction_config_path"
@@ -146,20 +147,30 @@ def environment_rows(environment: str, data: Any, *, own_loop: bool) -> list[dic
     return rows
 
 
-def reward_keys(reward: Reward | None, objects: GivenObjects) -> dict[str, Any]:
-    """Return the configuration keys of a reward."""
+def reward_keys(reward: Reward | None, objects: GivenObjects, weights: Sequence[float] | None = None) -> dict[str, Any]:
+    """Return the configuration keys of a reward, or of several with their weights.
+
+    Raises:
+        ConfigError: a reward is neither a function nor a text, or there are more or fewer weights than rewards.
+    """
     from hone.rewards.scorers import SCORERS
     from hone.rewards.sources import is_address
 
+    several: list[Any] = [*reward] if isinstance(reward, list | tuple) else [reward]
+    if weights is not None and len(weights) != len(several):
+        raise ConfigError(
+            f"{len(weights)} weights for {len(several)} rewards",
+            where="reward_weights",
+            fix="one number for each reward",
+        )
+    if isinstance(reward, list | tuple) or weights is not None:
+        shares = weights or [1.0] * len(several)
+        return {"reward.terms": [_term(one, weight, objects) for one, weight in zip(several, shares, strict=True)]}
     if reward is None:
         return {}
     path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
     if not isinstance(reward, str):
-        if not callable(reward):
-            raise ConfigError(
-                f"reward is a {type(reward).__name__}, not a function", fix="reward=FUNCTION or FILE.py:NAME"
-            )
-        registered = objects.path(reward)
+        registered = _function(reward, objects)
         return {path: registered, name: registered.removeprefix(PREFIX)}
     if is_address(reward):
         return {path: reward}
@@ -167,6 +178,25 @@ def reward_keys(reward: Reward | None, objects: GivenObjects) -> dict[str, Any]:
         return {"reward.scorer": reward}
     file, colon, function = reward.rpartition(":")
     return {path: file, name: function} if colon else {path: reward}
+
+
+def _function(reward: Any, objects: GivenObjects) -> str:
+    if not callable(reward):
+        raise ConfigError(
+            f"reward is a {type(reward).__name__}, not a function",
+            fix="reward=FUNCTION, FILE.py:NAME, the name of a scorer, or a list of these with reward_weights",
+        )
+    return objects.path(reward)
+
+
+def _term(reward: OneReward | None, weight: float, objects: GivenObjects) -> dict[str, Any]:
+    """Return the entry of ``reward.terms`` for one of several rewards."""
+    from hone.rewards.scorers import SCORERS
+
+    if isinstance(reward, str) and reward in SCORERS:
+        return {"scorer": reward, "weight": weight}
+    path = reward if isinstance(reward, str) else _function(reward, objects)
+    return {"function": path, "name": path.rpartition(":")[2], "weight": weight}
 
 
 def _tool_path(value: Any, objects: GivenObjects) -> str:

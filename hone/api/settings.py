@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
+import inspect
+import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from hone.config import load_config
+from hone.config.check import raise_together
+from hone.config.keys import key_named, unknown_key
+from hone.config.migration.reading import Outcome, outcome_text, trl_error, trl_setting
+from hone.config.overrides import hydra_value
 from hone.config.trees import AnyConfig, model_block
-from hone.errors import ConfigError, HoneError, did_you_mean
+from hone.errors import ConfigError, HoneError
 
-BLOCKS = (
-    "trainer.", "data.", "algorithm.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.",
-    "actor_rollout_ref.model.", "optim.", "model.", "loss.", "reward.",
-)  # fmt: skip
-"""Blocks in which a keyword argument is looked up first, in this order; keys of other models come last."""
+log = logging.getLogger("hone")
 
 Tree = TypeVar("Tree", bound=AnyConfig)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def build_config(
@@ -60,7 +64,7 @@ def build_config(
 
 
 def override_words(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_word(value)}" for key, value in values.items()]
+    return [f"{key}={hydra_value(value)}" for key, value in values.items()]
 
 
 def model_key(tree: type[AnyConfig]) -> str:
@@ -70,42 +74,76 @@ def model_key(tree: type[AnyConfig]) -> str:
 def find_key(tree: type[AnyConfig], name: str) -> str:
     """Return the key that a keyword argument names: a dotted key, or the end of one.
 
-    Of several keys with that end, the one of the first block in :data:`BLOCKS` is meant, and in it the least nested.
+    See :func:`hone.config.keys.key_named`.
 
     Raises:
         ConfigError: no key has this name, or several are equally near.
     """
     if "." in name:
         return name
-    ending = [key for key in keys_of(tree()) if key.rpartition(".")[2] == name]
-    if not ending:
-        names = {key.rpartition(".")[2] for key in keys_of(tree())}
-        raise ConfigError(f"no key is named '{name}'", where=name, fix=did_you_mean(name, names), code="R09")
-    least = min(_distance(key) for key in ending)
-    nearest = [key for key in ending if _distance(key) == least]
-    if len(nearest) > 1:
-        raise ConfigError(
-            f"{len(nearest)} keys are named '{name}': {', '.join(nearest)}",
-            where=name,
-            fix=f"config={{'{nearest[0]}': ...}}",
-            code="R09",
-        )
-    return nearest[0]
+    key = key_named(name, tree)
+    if not key:
+        raise unknown_key(name, tree)
+    return key
 
 
-def _distance(key: str) -> tuple[int, int]:
-    block = next((number for number, start in enumerate(BLOCKS) if key.startswith(start)), len(BLOCKS))
-    return block, key.count(".")
+ARGUMENTS = {
+    "data.train_files": "dataset",
+    "data.val_files": "val_dataset",
+    "reward.custom_reward_function.path": "reward",
+    "trainer.default_local_dir": "out",
+    "trainer.total_training_steps": "steps",
+    "actor_rollout_ref.model.path": "model",
+    "model.path": "model",
+}
+"""Arguments of the functions that train, by the key that they set."""
 
 
-def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all values of a tree."""
-    for field in dataclasses.fields(tree):
-        value = getattr(tree, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from keys_of(value, f"{prefix}{field.name}.")
+def takes_names_of_trl(tree: type[AnyConfig]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function take the names that TRL gives to arguments and settings, where they mean the same.
+
+    One line in the log names what each is here. Raises ConfigError: a name means something else, or is given twice.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(*args, **_translated(tree, kwargs, [*parameters], [*parameters][: len(args)]))  # type: ignore[arg-type]
+
+        return call
+
+    return decorate
+
+
+def _translated(
+    tree: type[AnyConfig], given: Mapping[str, Any], parameters: Collection[str], positional: Collection[str]
+) -> dict[str, Any]:
+    from hone.cli.main import log_to_stderr
+
+    readings = {name: trl_setting(name, value, given, tree) for name, value in given.items() if name not in parameters}
+    raise_together([trl_error(r) for r in readings.values() if r is not None and r.outcome is Outcome.UNSUPPORTED])
+    log_to_stderr()
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        reading = readings.get(name)
+        if reading is None:
+            values[name] = value
+            continue
+        sets = {ARGUMENTS.get(key, key): entry for key, entry in reading.sets.items()}
+        twice = [key for key in sets if key in parameters and (key in given or key in positional)]
+        if twice:
+            raise ConfigError(
+                f"{twice[0]} and {name} are both given, and are the same", fix=f"leave out {name}", code="R09"
+            )
+        values |= sets
+        if sets.keys() & set(parameters):
+            shown = f"the argument {', '.join(sets)}"
         else:
-            yield prefix + field.name
+            shown = outcome_text(replace(reading, says="" if sets else reading.says))
+        log.info("%s is a name of TRL: %s", name, shown)
+    return values
 
 
 def flat_values(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,14 +169,6 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(_word, value))}]"
-    return f"'{value}'"
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
@@ -146,9 +176,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 DEBUG_VARIABLE = "HONE_DEBUG"
 """Environment variable that keeps the internal frames in the traceback of a user's mistake."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.api.objects import Episodes, GivenObjects, Reward, Tools, dataset_files, reward_keys
 from hone.api.runs import Run, model_directory
-from hone.api.settings import api_call, build_config, flat_values, model_key
+from hone.api.settings import api_call, build_config, flat_values, model_key, takes_names_of_trl
+from hone.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
+from hone.errors import HoneError
 from hone.user_objects import PREFIX
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
 
 @api_call
+@takes_names_of_trl(RLConfig)
 def train(
     model: str | Path | Run | None = None,
     dataset: Any = None,
@@ -37,6 +42,7 @@ def train(
     overrides: Sequence[str] = (),
     on_step: OnStep | None = None,
     on_sample: OnSample | None = None,
+    reward_weights: Sequence[float] | None = None,
     **keys: Any,
 ) -> Run:
     """Train a model by reinforcement learning, like `hone train`.
@@ -58,21 +64,21 @@ def train(
         overrides: ``key=value`` texts, which take precedence.
         on_step: function of step and metrics, called after each step; True ends the run.
         on_sample: function of each scored rollout, called at the end of its step; True ends the run.
-        keys: further keys by their last part, such as ``max_response_length=256``. The value of a key that takes an import path
-            may be the function or class itself.
+        reward_weights: weights of several rewards; None means 1 for each.
+        keys: further keys by their last part, such as ``max_response_length=256``, or by TRL's name. The value of a key that takes
+            an import path may be the function or class itself.
 
     Raises:
         HoneError: a key, the data, the model or the reward is wrong.
         KeyboardInterrupt: the run was interrupted; the same call resumes it.
     """
-    from hone.config import RLConfig
     from hone.config.load import method_preset
     from hone.trainers.rl import train as program
 
     chosen = preset or method_preset(_estimator(config, keys, overrides))
     objects, episodes = GivenObjects(), Episodes(tools, environment, agent_loop, interaction)
     dataset, val_dataset = episodes.rows(dataset, objects), episodes.rows(val_dataset, objects)
-    keys |= reward_keys(reward, objects) | episodes.keys(objects)
+    keys |= reward_keys(reward, objects, reward_weights) | episodes.keys(objects)
     config = episodes.implied | flat_values(config or {})
     return _run(
         *(RLConfig, program, model, dataset, val_dataset, chosen, steps, out, config, overrides, on_step, keys),
@@ -94,6 +100,7 @@ def _estimator(config: Mapping[str, Any] | None, keys: Mapping[str, Any], overri
 
 
 @api_call
+@takes_names_of_trl(SFTConfig)
 def sft(
     model: str | Path | Run | None = None,
     dataset: Any = None,
@@ -108,13 +115,13 @@ def sft(
     **keys: Any,
 ) -> Run:
     """Fine-tune a model on conversations, like `hone sft`; a row needs ``messages``. Arguments: see :func:`train`."""
-    from hone.config import SFTConfig
     from hone.trainers.sft import train as program
 
     return _run(SFTConfig, program, model, dataset, val_dataset, preset, steps, out, config, overrides, on_step, keys)
 
 
 @api_call
+@takes_names_of_trl(PreferenceConfig)
 def prefer(
     model: str | Path | Run | None = None,
     dataset: Any = None,
@@ -129,7 +136,6 @@ def prefer(
     **keys: Any,
 ) -> Run:
     """Train a model on preferences, like `hone prefer`; a row needs ``chosen`` and ``rejected``. Arguments: see :func:`train`."""
-    from hone.config import PreferenceConfig
     from hone.trainers.preference import train as program
 
     return _run(
@@ -138,6 +144,7 @@ def prefer(
 
 
 @api_call
+@takes_names_of_trl(RewardModelConfig)
 def train_reward_model(
     model: str | Path | Run | None = None,
     dataset: Any = None,
@@ -152,7 +159,6 @@ def train_reward_model(
     **keys: Any,
 ) -> Run:
     """Train a model that scores answers on preference pairs, like `hone reward-model`. Arguments: see :func:`train`."""
-    from hone.config import RewardModelConfig
     from hone.trainers.preference import train as program
 
     return _run(
@@ -194,16 +200,15 @@ def _run(
         "trainer.default_local_dir": None if out is None else str(out),
     }
     values = {key: value for key, value in values.items() if value is not None} | objects.named(keys)
-    folder = _run_directory(tree, values, preset, config, overrides) / "inputs"
-    for key, data in (("data.train_files", dataset), ("data.val_files", val_dataset)):
-        files = dataset_files(data, folder, key.partition(".")[2].removesuffix("_files"))
-        if files is not None:
-            values[key] = files
     built = build_config(tree, values, preset=preset, config=config, overrides=overrides)
-    downloads = resolve_names(built)
-    if not follows(built):
-        check(built)
-        announce(built)
+    folder = Path(built.trainer.default_local_dir).expanduser() / "inputs"
+    with _unless_refused(folder):
+        built.data.train_files = dataset_files(dataset, folder, "train") or built.data.train_files
+        built.data.val_files = dataset_files(val_dataset, folder, "val") or built.data.val_files
+        downloads = resolve_names(built)
+        if not follows(built):
+            check(built)
+            announce(built)
     with calling(Callbacks(on_step, on_sample)), in_use(objects):
         code = run_training(built, downloads, program)
     if code == 128 + 2:
@@ -213,12 +218,16 @@ def _run(
     return Run(built.trainer.default_local_dir)
 
 
-def _run_directory(
-    tree: type[AnyConfig],
-    values: Mapping[str, Any],
-    preset: str | None,
-    config: Mapping[str, Any] | None,
-    overrides: Any,
-) -> Path:
-    built = build_config(tree, values, preset=preset, config=config, overrides=overrides)
-    return Path(built.trainer.default_local_dir).expanduser()
+@contextmanager
+def _unless_refused(folder: Path) -> Iterator[None]:
+    """Remove a new folder, and those above it that are new and empty, if the checks of a run end in an error."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except HoneError:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in new[1:]:
+            with suppress(OSError):
+                path.rmdir()
+        raise

@@ -54,7 +54,7 @@ def _print(checks: list[Check], report: Report | None) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    colours = {"ok": "green", "warning": "yellow", "error": "bold red"}
+    colours = {"ok": "green", "absent": "dim", "warning": "yellow", "error": "bold red"}
     width = max(len(check.name) for check in checks)
     for check in checks:
         console.print(

@@ -72,6 +72,37 @@ def leaf_of(path: str, cls: type) -> KeyDoc | None:
     return None
 
 
+BLOCKS = (
+    "trainer.", "data.", "algorithm.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.",
+    "actor_rollout_ref.model.", "optim.", "model.", "loss.", "reward.",
+)  # fmt: skip
+"""Blocks in which the end of a key is looked up first, in this order; keys of other models come last."""
+
+
+def key_named(end: str, cls: type) -> str:
+    """Return the key of the tree ``cls`` that ends so, or an empty text.
+
+    Of several keys with that end, the one of the first block in :data:`BLOCKS` is meant, and in it the least nested.
+
+    Raises:
+        ConfigError: several are equally near.
+    """
+    by_distance: dict[tuple[int, int], list[str]] = {}
+    for path in (key.path for key in documentation(cls)):
+        if f".{path}".endswith(f".{end}"):
+            block = next((number for number, start in enumerate(BLOCKS) if path.startswith(start)), len(BLOCKS))
+            by_distance.setdefault((0, 0) if path == end else (block + 1, path.count(".")), []).append(path)
+    nearest = by_distance[min(by_distance)] if by_distance else [""]
+    if len(nearest) > 1:
+        raise ConfigError(
+            f"{len(nearest)} keys are named '{end}': {', '.join(nearest)}",
+            where=end,
+            fix=f"{nearest[0]}=... on the command line, config={{'{nearest[0]}': ...}} in Python",
+            code="R09",
+        )
+    return nearest[0]
+
+
 def leaf_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ``(dotted path, value)`` of every leaf of a tree instance."""
     for item in dataclasses.fields(config):

@@ -20,7 +20,7 @@ import functools
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,8 +29,18 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.check import Provenance, check_values, complaints, place, raise_together, wrong_type
 from hone.config.derived import RunSpec
 from hone.config.environment import environment_values, unresolved, written_leaves, written_tree
-from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation, leaf_of, unknown_key
-from hone.config.migration.reading import Outcome, outcome_text, read_setting, translate_overrides, unsupported
+from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation, key_named, leaf_of, unknown_key
+from hone.config.migration.reading import (
+    Outcome,
+    means_another,
+    outcome_text,
+    read_setting,
+    translate_overrides,
+    trl_error,
+    trl_setting,
+    unsupported,
+)
+from hone.config.migration.table import TABLES
 from hone.config.overrides import COMMAND_LINE, one_line, override_value, parse_overrides
 from hone.config.tree import RLConfig
 from hone.config.trees import PRESET_KINDS, AnyConfig
@@ -142,10 +152,11 @@ ASYNC_CORRECTION = "decoupled_token_is"
 
 
 def settle(config: Any, provenance: Provenance) -> None:
-    """Set what asynchronous training implies: an engine process of its own, and a rollout correction.
+    """Set what asynchronous training implies (an engine process of its own, a rollout correction), and shorten warm-ups.
 
     ``provenance`` says which keys were set, and gets those that are set here.
     """
+    _shorten_warm_up(config, provenance)
     if not isinstance(config, RLConfig) or not RunSpec(config).asynchronous:
         return
     keys = config.trainer.async_training
@@ -162,6 +173,16 @@ def settle(config: Any, provenance: Provenance) -> None:
     )
     if values:
         log.info("%s: %s", origin, values)
+
+
+def _shorten_warm_up(config: Any, provenance: Provenance) -> None:
+    """Shorten a warm-up of a preset or file that is as long as the run, whose steps were set elsewhere."""
+    steps, where = config.trainer.total_training_steps, provenance.get("trainer.total_training_steps")
+    for key in [key for key in provenance if key.endswith("optim.lr_warmup_steps")]:
+        optim, origin = _value(config, key.rpartition(".")[0]), provenance[key]
+        if steps is not None and optim.lr_warmup_steps >= steps and origin not in (COMMAND_LINE, where):
+            log.info("%s=%d, not %d (%s): the run has %d steps", key, steps // 10, optim.lr_warmup_steps, origin, steps)
+            optim.lr_warmup_steps, provenance[key] = steps // 10, f"{where}, which has {steps} steps"
 
 
 def _value(config: Any, key: str) -> Any:
@@ -212,7 +233,8 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
     inspection = Inspection(sources.schema)
     overrides, malformed = parse_overrides(sources.overrides)
     inspection.problems += malformed
-    overrides = [_with_full_key(override, sources.schema) for override in overrides]
+    groups = _groups(sources.directory, overrides) if sources.directory else []
+    overrides = [_with_full_key(override, sources.schema) for override in overrides if override not in groups]
     layers = []
     if sources.by_method and not sources.preset and not sources.directory:
         estimator, values = _method(overrides)
@@ -222,12 +244,10 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
         layers.append(_preset(sources.kind, sources.preset))
         inspection.layer(layers[-1], f"preset {sources.preset}")
     if sources.directory:
-        groups = _groups(sources.directory, overrides)
         lines = [str(override.input_line) for override in groups]
         name = str(sources.name).removesuffix(".yaml")
         layers.append(_composed(sources.directory, name, lines, sources.file_label))
         inspection.layer(layers[-1], sources.file_label)
-        overrides = [override for override in overrides if override not in groups]
     translated, unsupported = translate_overrides(overrides, sources.schema)
     inspection.problems += unsupported
     translated = inspection.command_line(translated)
@@ -265,7 +285,7 @@ def _method(overrides: list[Override]) -> tuple[str, dict[Any, Any]]:
     tree = copy.deepcopy(_preset("rl", preset))
     size, actor = tree["data"]["train_batch_size"], tree["actor_rollout_ref"]["actor"]
     given, mini = values.get("data.train_batch_size"), actor.get("ppo_mini_batch_size")
-    if isinstance(given, int) and isinstance(mini, int):
+    if isinstance(given, int) and isinstance(mini, int) and given > 0:
         updates = max(1, size // mini)
         actor["ppo_mini_batch_size"] = max(1, given // updates) if given % updates == 0 else given
     return estimator, tree
@@ -427,15 +447,30 @@ SHORT_BLOCKS: dict[type, dict[str, str]] = {
 """Block of each short name, by tree: ``hone train model.path=DIR`` is the policy's model, as in the other commands."""
 
 
-def full_key(key: str, schema: type) -> str:
-    """Return the key that a name means; any other name unchanged.
+def with_whole_block(key: str, schema: type) -> str:
+    """Return the key with its block's whole name.
 
-    >>> full_key("model.path", RLConfig)
+    >>> with_whole_block("model.path", RLConfig)
     'actor_rollout_ref.model.path'
     """
-    blocks = SHORT_BLOCKS.get(schema, {})
-    block = next((name for name in blocks if key.startswith(f"{name}.")), None)
-    return key if block is None else blocks[block] + key.removeprefix(block)
+    short = SHORT_BLOCKS.get(schema, {})
+    block = next((name for name in short if key.startswith(f"{name}.")), None)
+    return key if block is None else short[block] + key.removeprefix(block)
+
+
+def full_key(name: str, schema: type) -> str:
+    """Return the key that a name means, which may be the end of a key; any other name unchanged.
+
+    >>> full_key("lr", RLConfig), full_key("optim.lr", RLConfig), full_key("beta", RLConfig)  # beta is of TRL
+    ('actor_rollout_ref.actor.optim.lr', 'actor_rollout_ref.actor.optim.lr', 'beta')
+    """
+    key = with_whole_block(name, schema)
+    foreign = schema in TABLES and TABLES[schema].find(key) is not None
+    if key != name or foreign or leaf_of(key, schema) or key in blocks(schema) or means_another(key, schema):
+        return key
+    with suppress(ConfigError):  # several are equally near: the name stays unknown, and R09 proposes them
+        return key_named(key, schema) or key
+    return key
 
 
 DEFAULT, DERIVED = "default", "derived"
@@ -541,8 +576,12 @@ class Inspection:
         return None if leaf.path != path or self._fits(leaf, value) else wrong_type(leaf, value, origin)
 
     def _unknown_or_foreign(self, path: str, value: Any, origin: str) -> ConfigError:
-        """Return the error for a key that the tree does not have; it may be a key of verl."""
+        """Return the error for a key that the tree does not have; it may be a name of verl or TRL."""
         reading = read_setting(path, value, {}, self.schema)
+        name = path.rpartition(".")[2]
+        known = trl_setting(name, value, {}, self.schema) if means_another(name, self.schema) else None
+        if reading.outcome is Outcome.UNKNOWN and known is not None:
+            return trl_error(known, origin)
         if reading.outcome is Outcome.UNKNOWN:
             return unknown_key(path, self.schema, origin=origin)
         if reading.outcome is Outcome.UNSUPPORTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import ConfigError
@@ -43,7 +44,9 @@ def parse_overrides(lines: list[str]) -> tuple[list[Override], list[ConfigError]
 
 def _malformed(line: str, reason: str) -> ConfigError:
     if "=" not in line and not line.startswith("~"):
-        return ConfigError(f"'{line}' is not an override", fix="write key=value", where=COMMAND_LINE)
+        fix = f"model.path={line}" if Path(line).is_dir() else f"data.train_files={line}"
+        fix = f"write key=value: {fix}" if Path(line).exists() else "write key=value"
+        return ConfigError(f"'{line}' is not an override", fix=fix, where=COMMAND_LINE)
     key, _, value = line.partition("=")
     open_bracket = any(value.count(left) != value.count(right) for left, right in ("[]", "{}", "()"))
     return ConfigError(

@@ -22,7 +22,7 @@ from hone.preflight import machine
 from hone.preflight.environment import wandb_credentials
 from hone.preflight.machine import GIB, Machine
 
-OK, WARNING, ERROR = "ok", "warning", "error"
+OK, WARNING, ERROR, ABSENT = "ok", "warning", "error", "absent"
 OPTIONAL = {
     "ray": "trainer.runtime=ray",
     "tensorboard": "trainer.logger=[tensorboard]",
@@ -31,6 +31,12 @@ OPTIONAL = {
     "math_verify": "the scorer math",
     "reasoning_gym": "hone data make reasoning_gym:...",
     "fsspec": "checkpoints at a URL",
+    "starlette": "hone serve, hone view: the extra serve",
+    "gguf": "hone models get: the extra gguf",
+    "mcp": "tools of MCP servers: the extra mcp",
+    "bm25s": "the tool search: the extra search",
+    "gymnasium": "environments of Gymnasium: the extra environments",
+    "llguidance": "constrained answers: the extra constraints",
     "flash_attn": "other attention kernels",
     "vllm": "a version here is not used: engines run in separate environments (hone engines list)",
     "sglang": "a version here is not used: engines run in separate environments (hone engines list)",
@@ -59,7 +65,7 @@ class Check:
 
     @property
     def status(self) -> str:
-        return self.severity if self.fix else OK
+        return self.severity if self.fix or self.severity == ABSENT else OK
 
     def as_json(self) -> dict[str, str]:
         return {"name": self.name, "status": self.status, "found": self.result, "fix": self.fix}
@@ -103,7 +109,7 @@ def _packages() -> Iterator[Check]:
         yield _required(requirement, broken.get(requirement.name))
     for name, purpose in OPTIONAL.items():
         if name not in present:
-            yield Check(name, f"not installed ({purpose})")
+            yield Check(name, f"not installed ({purpose})", severity=ABSENT)
             continue
         distribution = _DISTRIBUTIONS.get(name, name)
         version = _version(distribution) or _version(name) or "unknown version"

@@ -11,6 +11,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.data.model_settings import decoder_settings, read_settings
 from hone.errors import HoneError, ModelError
+from hone.hub.get import KNOWN_MODELS
 from hone.preflight.reading import file_list, read_json, read_model
 from hone.preflight.rules import Finding, Findings, Stage, error, rule
 
@@ -210,7 +211,10 @@ def _no_directory(key: str, path: str) -> Finding:
     return error(
         f"directory '{path}' does not exist",
         why="a path with a folder that exists, or with more than one /, is not looked up on the hub",
-        fix=f"{key}=DIR that exists (current directory: {Path.cwd()}), or ORG/NAME of the hub",
+        fix=f"`hone models get {path} --out {path}` brings it"
+        if path.lower() in KNOWN_MODELS
+        else f"{key}=DIR that exists (current directory: {Path.cwd()}), or ORG/NAME of the hub",
+        where=key,
     )
 
 

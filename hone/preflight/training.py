@@ -151,24 +151,27 @@ def sft_token_budget(config: SFTConfig | PreferenceConfig | RewardModelConfig) -
 @rule("R56")
 def steps_and_saving(config: AnyConfig) -> Findings:
     """Warm-up and decay fit into the run, and weights are saved."""
-    trainer = config.trainer
-    optim = config.actor_rollout_ref.actor.optim if isinstance(config, RLConfig) else config.optim
-    steps, warmup = trainer.total_training_steps, optim.lr_warmup_steps
-    if steps is not None and warmup >= steps:
-        key = "actor_rollout_ref.actor.optim" if isinstance(config, RLConfig) else "optim"
-        yield error(
-            f"warm-up takes {warmup} steps, but trainer.total_training_steps={steps}",
-            why="the learning rate would never reach lr",
-            fix=f"{key}.lr_warmup_steps={max(0, steps // 10)}",
-        )
-    decay = max(0, optim.lr_wsd_decay_steps) if optim.lr_scheduler_type == "wsd" else 0
-    if steps is not None and warmup < steps < max(0, warmup) + decay:
-        key = "actor_rollout_ref.actor.optim" if isinstance(config, RLConfig) else "optim"
-        yield error(
-            f"warm-up takes {max(0, warmup)} steps and the decay {decay}, but trainer.total_training_steps={steps}",
-            why="the decay would begin before the warm-up ends",
-            fix=f"{key}.lr_wsd_decay_steps={steps - max(0, warmup)} or fewer",
-        )
+    trainer, steps = config.trainer, config.trainer.total_training_steps
+    optims = {_ACTOR: config.actor_rollout_ref.actor.optim} if isinstance(config, RLConfig) else {"optim": config.optim}
+    if isinstance(config, RLConfig) and RunSpec(config).critic.value:
+        optims[_CRITIC] = config.critic.optim
+    for key, optim in optims.items():
+        if steps is None:
+            break
+        warmup = max(0, optim.lr_warmup_steps)
+        decay = max(0, optim.lr_wsd_decay_steps) if optim.lr_scheduler_type == "wsd" else 0
+        if warmup >= steps:
+            yield error(
+                f"warm-up takes {warmup} steps, but trainer.total_training_steps={steps}",
+                why="the learning rate would never reach lr",
+                fix=f"{key}.lr_warmup_steps={steps // 10}",
+            )
+        elif steps < warmup + decay:
+            yield error(
+                f"warm-up takes {warmup} steps and the decay {decay}, but trainer.total_training_steps={steps}",
+                why="the decay would begin before the warm-up ends",
+                fix=f"{key}.lr_wsd_decay_steps={steps - warmup} or fewer",
+            )
     if trainer.save_freq == 0:
         yield warning(
             "no checkpoint will be saved",

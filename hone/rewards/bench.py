@@ -18,6 +18,7 @@ from hone.errors import Finding, RewardError
 from hone.rewards.manager import RewardManager, logger
 from hone.rewards.probes import FORMS, PRINTS, Probe, after_thoughts, is_agentic, ordinary, traps, with_episodes
 from hone.rewards.score import Cause, Score
+from hone.rewards.target import HAVE
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def bench_findings(
         thinks: whether the policy writes thoughts. None, unknown: right answers that fail after a thought are only a warning.
     """
     yield from _failures(bench, config)
-    yield from _returns(bench)
+    yield from _returns(bench, config)
     yield from _golden(bench)
     yield from _last_turns(bench, "a tool call", stops=True)
     if thinks is not False:
@@ -188,20 +189,29 @@ def _failures(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
         f"{len(raised)} of {len(tried)} calls in a worker process failed; the first: {_described(raised[0])}",
         why="a response that cannot be scored is left out, so the policy never learns that it was bad"
         + f", and the run would stop (reward.max_no_verdict_rate={config.max_no_verdict_rate:g})" * stops,
-        fix="return a score for every text, including an empty one",
+        fix="read a column that the rows have, or add it to the file"
+        if HAVE in str(raised[0].score.error)
+        else "return a score for every text, including an empty one",
         stops=stops,
     )
 
 
-def _returns(bench: Bench) -> Iterator[Finding]:
-    bad = [trial for trial in bench.of_kinds(*ORDINARY) if trial.score.cause in (Cause.INVALID, Cause.DECLINED)]
-    if bad:
-        yield _finding(
-            "R51",
-            f"{len(bad)} of {len(bench.of_kinds(*ORDINARY))} calls returned no finite number: {_described(bad[0])}",
-            why="a response without a score is left out, so the policy never learns that it was bad",
-            fix='return a number, or {"score": number, ...}, for one response',
-        )
+def _returns(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
+    tried = bench.of_kinds(*ORDINARY)
+    for cause, what in (
+        (Cause.INVALID, "returned no finite number"),
+        (Cause.DECLINED, "returned None, so no finite number"),
+    ):
+        bad = [trial for trial in tried if trial.score.cause == cause]
+        if bad:
+            yield _finding(
+                "R51",
+                f"{len(bad)} of {len(tried)} calls {what}: {_described(bad[0])}",
+                why="a response without a score is left out, so the policy never learns that it was bad",
+                fix='return a number, or {"score": number, ...}, for one response'
+                + ("; None is for answers that cannot be judged" if cause == Cause.DECLINED else ""),
+                stops=cause is Cause.INVALID or len(bad) > config.max_no_verdict_rate * len(tried),
+            )
     kinds = {tuple(sorted(trial.score.terms)) for trial in bench.of_kinds(*ORDINARY) if trial.score.error is None}
     if len(kinds) > 1:
         shown = " and ".join(f"[{', '.join(names)}]" for names in sorted(kinds)[:3])

@@ -30,6 +30,8 @@ def to_score(value: Any) -> Score:
     Other numeric entries of the dict become terms, the rest is kept as extra. None, :class:`NoVerdict` and a value that is not a
     finite number of at most :data:`LARGEST` are no verdict, never a silent 0.
     """
+    if isinstance(value, Score):
+        return value
     if value is None:
         return failed("returned None", Cause.DECLINED)
     if isinstance(value, NoVerdict):
@@ -49,7 +51,8 @@ def to_scores(value: Any, count: int) -> list[Score]:
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple) or len(value) != count:
-        return [failed(f"returned {_describe(value)}, not a list of {count} scores")] * count
+        scores = "1 score" if count == 1 else f"{count} scores"
+        return [failed(f"returned {_describe(value)}, not a list of {scores}")] * count
     return [to_score(entry) for entry in value]
 
 
@@ -196,6 +199,9 @@ CONVERSATIONS = "conversations_of_responses"
 """Name under which the pool sends the conversations, which only functions of the second kind receive."""
 
 
+HAVE = "; the rows have "  # in an error about a column, before the names of those that there are
+
+
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function has a parameter of this name; one of TRL's has ``completions``."""
     try:
@@ -242,18 +248,19 @@ class Adapted:
             arguments[self._answer] = answers if self.batch else answers[0]
         if not self.by_columns:
             return self.function(**arguments, **self.kwargs)
-        value = self.function(**self._columns(arguments, conversations), **self.kwargs)
+        columns = self._columns(arguments, conversations)
+        try:
+            inspect.signature(self.function).bind(**columns, **self.kwargs)
+        except TypeError as error:
+            raise TypeError(f"{error}{HAVE}{', '.join(columns)}") from None
+        value = self.function(**columns, **self.kwargs)
         return self._awaited(value) if inspect.isawaitable(value) else self._one_or_all(value)
 
     async def _awaited(self, value: Any) -> Any:
         return self._one_or_all(await value)
 
     def _one_or_all(self, values: Any) -> Any:
-        if self.batch:
-            return values
-        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 1:
-            return values[0]
-        raise ValueError(f"returned {values!r} for a list of 1 completion, not a list of 1 number")
+        return values if self.batch else to_scores(values, 1)[0]
 
     def _columns(self, arguments: Mapping[str, Any], conversations: Any) -> dict[str, list[Any]]:
         if self.batch:

@@ -12,8 +12,9 @@ from typing import Any
 from hone.config.reward import CustomRewardConfig
 from hone.data.types import Trajectory
 from hone.errors import ConfigError, did_you_mean
-from hone.rewards.score import Score
+from hone.rewards.score import Cause, Score
 from hone.rewards.target import as_number
+from hone.user_objects import is_user_object
 
 NORMALIZATIONS = ("group", "batch")
 """Sets of responses over which a term is normalised to mean 0 and deviation 1: one prompt's, or all."""
@@ -71,6 +72,9 @@ def combine(
 
 
 def _combined(terms: Sequence[Term], scores: Sequence[Score], values: Sequence[float]) -> Score:
+    said = [number for number, score in enumerate(scores) if score.cause != Cause.DECLINED]
+    if 0 < len(said) < len(scores):  # a term that returned None is left out, as in TRL
+        return _combined([terms[n] for n in said], [scores[n] for n in said], [values[n] for n in said])
     bad = next(((term, score) for term, score in zip(terms, scores, strict=True) if score.error is not None), None)
     if bad is not None:
         return replace(bad[1], error=_with_term(bad[0].name, str(bad[1].error)))
@@ -152,6 +156,8 @@ def _parse_term(entry: Any, where: str) -> Term:
 
 def _function(text: str, options: dict[str, Any]) -> CustomRewardConfig:
     path, sign, name = text.rpartition(":")
+    if is_user_object(text):
+        return CustomRewardConfig(path=text, name=name, reward_kwargs=options)
     if not sign or text.startswith(("http://", "https://")) or not name.isidentifier():
         path, name = text, "compute_score"
     return CustomRewardConfig(path=path, name=name, reward_kwargs=options)

@@ -35,8 +35,8 @@ from hone.insight import activity
 from hone.insight.redaction import redact_text
 from hone.rewards.frames import Channel
 from hone.rewards.score import Cause, Score
-from hone.rewards.target import BROKEN, Adapted, LoadFailure, Ready, Target, encode_result, failed, failed_by
-from hone.user_code import UserCodeError, last_line, load_file
+from hone.rewards.target import BROKEN, HAVE, Adapted, LoadFailure, Ready, Target, encode_result, failed, failed_by
+from hone.user_code import UserCodeError, last_line, load_file, place_of
 
 _FIRST_DESCRIPTOR = 100
 _PARENT_SECONDS = 1.0
@@ -227,7 +227,7 @@ def _load_scorers(names: tuple[str, ...]) -> Callable[..., Any]:
 def _run_one(
     function: Callable[..., Any], payload: bytes, loop: asyncio.AbstractEventLoop, target: Target
 ) -> tuple[Score | list[Score], str | None]:
-    begun = time.monotonic()
+    begun, call = time.monotonic(), {}
     try:
         call = pickle.loads(payload)
         value = function(**call)
@@ -235,27 +235,29 @@ def _run_one(
             value = loop.run_until_complete(asyncio.wait_for(value, target.timeout))
         return target.read(value, call), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a reward function is counted
-        return _failure(error, time.monotonic() - begun, target.timeout)
+        return _failure(error, time.monotonic() - begun, target.timeout, call)
 
 
 async def _run_together(channel: Channel, function: Callable[..., Any], payloads: list[bytes], target: Target) -> None:
     async def run(number: int, payload: bytes) -> None:
-        begun = time.monotonic()
+        begun, call = time.monotonic(), {}
         try:
             call = pickle.loads(payload)
             value = await asyncio.wait_for(function(**call), target.timeout)
             outcome = target.read(value, call), None
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - see above
-            outcome = _failure(error, time.monotonic() - begun, target.timeout)
+            outcome = _failure(error, time.monotonic() - begun, target.timeout, call)
         _reply(channel, number, *outcome)
 
     await asyncio.gather(*(run(number, payload) for number, payload in enumerate(payloads)))
 
 
-def _failure(error: BaseException, seconds: float, timeout: float) -> tuple[Score, str | None]:
+def _failure(error: BaseException, seconds: float, timeout: float, call: dict[str, Any]) -> tuple[Score, str | None]:
     if isinstance(error, TimeoutError) and seconds >= timeout:
         return failed(f"timeout: no answer within {timeout:g} s", Cause.TIMEOUT), None
-    score = failed_by(error, last_line(error))
+    rows = [call.get("extra_info"), *(call.get("extra_infos") or [])]
+    names = dict.fromkeys(name for row in rows for name in row or {} if isinstance(error, KeyError))
+    score = failed_by(error, last_line(error) + place_of(error) + (HAVE + ", ".join(names)) * bool(names))
     return score, redact_text("".join(traceback.format_exception(error))) if score.cause is Cause.RAISED else None
 
 

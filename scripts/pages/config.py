@@ -19,7 +19,8 @@ the keys that differ (`--config-path DIR --config-name NAME`), or by a preset (`
 
 `hone train` without a preset and a file begins with the preset of the method that `algorithm.adv_estimator` names (by default that of
 GRPO), logs its values in one line, and computes in bfloat16 on a GPU that has it. `model.path` is short for
-`actor_rollout_ref.model.path`, as are the other keys of that block.
+`actor_rollout_ref.model.path`, as are the other keys of that block. On the command line the end of a key is enough
+(`lr=1e-5`, `rollout.n=8`); of several keys that of the policy is meant.
 
 The command line and the files follow [Hydra](https://hydra.cc): quote lists for the shell
 (`'data.train_files=[a.parquet,b.parquet]'`), refer to other keys with `${data.max_prompt_length}`, and name presets or

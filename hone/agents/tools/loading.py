@@ -88,13 +88,13 @@ def tools_of_yaml(path: Path) -> list[Tool]:
     """Load the tools of a YAML file."""
     content = read_yaml(path, PATH_KEY)
     entries = content.get("tools") if isinstance(content, dict) else content
-    if isinstance(content, dict) and isinstance(content.get(_SERVERS), dict):
-        entries = [*(entries or []), *({"mcp": server} for server in content[_SERVERS].values())]
-    if not isinstance(entries, list) or not entries:
+    servers = content.get(_SERVERS) if isinstance(content, dict) else None
+    servers = servers if isinstance(servers, dict) else {}
+    if not (isinstance(entries, list) and entries) and not servers:
         raise ConfigError(f"'{path}' lists no tools", fix="add tools:\n    - name: calculator", where=PATH_KEY)
     tools: list[Tool] = []
-    for number, entry in enumerate(entries):
-        where = f"{path}, tool {number + 1}"
+    named = [(f"{path}, tool {number}", entry) for number, entry in enumerate(entries or [], start=1)]
+    for where, entry in [*named, *((f"{path}, server {name}", {"mcp": server}) for name, server in servers.items())]:
         if not isinstance(entry, dict):
             raise ConfigError(f"a tool is {entry!r}, not a mapping", where=where, fix="write - name: calculator")
         tools += _entry_tools(entry, where)

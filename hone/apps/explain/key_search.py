@@ -8,9 +8,10 @@ from typing import Any
 
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation, unknown_key
-from hone.config.load import full_key
-from hone.config.migration import TABLES
+from hone.config.load import with_whole_block
+from hone.config.migration import TABLES, trl_table
 from hone.config.migration.entries import described
+from hone.config.migration.reading import means_another
 from hone.config.trees import TREES
 
 _SHOWN = 8
@@ -56,17 +57,18 @@ class KeyAnswer:
 
 @dataclass(frozen=True)
 class ForeignAnswer:
-    """A key of verl that the tree does not have."""
+    """A name of verl or TRL that the tree does not have, or means otherwise."""
 
     command: str
     key: str
     words: str
+    trainer: str = "verl"
 
     def as_json(self) -> dict[str, Any]:
-        return {"command": self.command, "key": self.key, "verl": self.words}
+        return {"command": self.command, "key": self.key, self.trainer.lower(): self.words}
 
     def __str__(self) -> str:
-        return f"{self.key}  (verl; here hone {self.command})\n    {self.words}\n"
+        return f"{self.key}  ({self.trainer}; here hone {self.command})\n    {self.words}\n"
 
 
 Answer = KeyAnswer | ForeignAnswer
@@ -90,13 +92,15 @@ def answer(words: str, commands: list[str]) -> list[Answer]:
 
 
 def exact(word: str, commands: list[str]) -> list[Answer]:
-    """Return the keys of a block, the keys whose path ends in ``word``, or else what became of a key of verl."""
+    """Return the keys of a block, the keys whose path ends in ``word``, what is a name of TRL, or else a key of verl."""
     name = _name(word)
     keys = [KeyAnswer(command, key) for command in commands for key in documentation(TREES[command])]
     inside = [entry for entry in keys if name in blocks(TREES[entry.command]) and entry.key.path.startswith(f"{name}.")]
-    same = [entry for entry in keys if f".{entry.key.path}".endswith(f".{full_key(name, TREES[entry.command])}")]
-    if inside or same:
-        return [*(inside or same)]
+    same = [e for e in keys if f".{e.key.path}".endswith(f".{with_whole_block(name, TREES[e.command])}")]
+    trl = {command: trl_table(TREES[command]).find(name) for command in commands if means_another(name, TREES[command])}
+    named = [ForeignAnswer(command, name, described(entry), "TRL") for command, entry in trl.items()]
+    if inside or same or named:
+        return [*named, *(inside or same)]
     tables = {command: TABLES[TREES[command]] for command in commands if TREES[command] in TABLES}
     return [ForeignAnswer(command, name, described(t.find(name))) for command, t in tables.items() if t.find(name)]
 

@@ -206,7 +206,10 @@ def _keys(name: str) -> Iterator[Explanation]:
         lines = [line.removeprefix("    ") for line in text.splitlines()]
         if answer is answers[:_SHOWN][-1] and len(answers) > _SHOWN:
             lines.append(f"{len(answers) - _SHOWN} more keys: hone config explain {name}")
-        yield Explanation(f"key, hone {answer.command}", head.partition("  (")[0], "\n".join(lines), answer.as_json())
+        kind = f"{answer.trainer}'s name" if isinstance(answer, key_search.ForeignAnswer) else "key"
+        yield Explanation(
+            f"{kind}, hone {answer.command}", head.partition("  (")[0], "\n".join(lines), answer.as_json()
+        )
 
 
 def _metrics(name: str) -> Iterator[Explanation]:

@@ -6,6 +6,16 @@ that is not used. The file ``verl.yaml`` says which, and :func:`read_setting` re
 """
 
 from hone.config.migration.reading import Outcome, Reading, read_by, read_setting
-from hone.config.migration.table import DEFAULTS, LLAMA_FACTORY, TABLES, VALUES
+from hone.config.migration.table import DEFAULTS, LLAMA_FACTORY, TABLES, VALUES, trl_table
 
-__all__ = ["DEFAULTS", "LLAMA_FACTORY", "TABLES", "VALUES", "Outcome", "Reading", "read_by", "read_setting"]
+__all__ = [
+    "DEFAULTS",
+    "LLAMA_FACTORY",
+    "TABLES",
+    "VALUES",
+    "Outcome",
+    "Reading",
+    "read_by",
+    "read_setting",
+    "trl_table",
+]

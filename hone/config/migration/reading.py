@@ -1,16 +1,16 @@
-"""Translation of one setting of verl: the keys that it sets in Hone, and its outcome."""
+"""Translation of one setting of verl or TRL: the keys that it sets in Hone, and its outcome."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from hone.config.keys import blocks, leaf_of
+from hone.config.keys import blocks, key_named, leaf_of
 from hone.config.migration.entries import Changed, Entry, Foreign, Refused, Renamed, Settled, Unsupported
-from hone.config.migration.table import TABLES, VALUES
+from hone.config.migration.table import TABLES, VALUES, trl_table
 from hone.config.overrides import COMMAND_LINE, hydra_value, override_value, parse_overrides
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
@@ -141,6 +141,37 @@ def translate_overrides(overrides: Sequence[Override], schema: type) -> tuple[li
             kept += parse_overrides([f"{path}={hydra_value(value)}" for path, value in reading.sets.items()])[0]
             log.info("%s: %s", line, outcome_text(reading))
     return kept, problems
+
+
+def means_another(name: str, schema: type) -> bool:
+    """Return whether a name of TRL is that of no key, or of a key that means something else."""
+    entry = trl_table(schema).find(name)
+    to = (entry.to,) if isinstance(entry, Renamed) else entry.to if isinstance(entry, Changed) else ()
+    return entry is not None and name not in [key.rpartition(".")[2] for key in to]
+
+
+def trl_setting(name: str, value: Any, others: Mapping[str, Any], schema: type) -> Reading | None:
+    """Translate a name of TRL with its value; None if TRL has no such name, or it means the same here."""
+    entry = trl_table(schema).find(name)
+    if entry is None:
+        return None
+    reading = read_by(entry, name, value, others, schema)
+    sets = {key_named(key, schema): item for key, item in reading.sets.items()}
+    same = [(key.rpartition(".")[2], item) for key, item in sets.items()] == [(name, value)]
+    return None if same else replace(reading, sets=sets, says=reading.says.removeprefix("not supported yet: "))
+
+
+def trl_error(reading: Reading, origin: str = "") -> ConfigError:
+    """Return the error for a name of TRL, with what to write instead."""
+    sets = " ".join(f"{key}={hydra_value(value)}" for key, value in reading.sets.items())
+    fixes = {Outcome.UNSUPPORTED: reading.instead, Outcome.FOREIGN: "leave it out", Outcome.SETTLED: "leave it out"}
+    says = reading.says if reading.outcome is not Outcome.CHANGED else ""
+    return ConfigError(
+        f"{reading.key} is a name of TRL" + (f" ({origin})" if origin else "") + (f": {says}" if says else ""),
+        why="it would have no effect" if origin else "the run would differ from what TRL does",
+        fix=fixes.get(reading.outcome, sets),
+        code="R09",
+    )
 
 
 def unsupported(reading: Reading, where: str) -> ConfigError:

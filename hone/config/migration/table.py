@@ -1,15 +1,16 @@
-"""The tables of other trainers' keys: those of verl by command, from ``verl.yaml``, and of LLaMA-Factory, from ``llamafactory.yaml``."""
+"""The tables of other trainers' keys: those of verl and of TRL by command, and of LLaMA-Factory, from the files next to this one."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from hone.config.keys import key_named
 from hone.config.migration.entries import (
     OFF,
     Changed,
@@ -22,6 +23,7 @@ from hone.config.migration.entries import (
     Table,
     Unsupported,
 )
+from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.text import read_yaml
@@ -115,7 +117,8 @@ def threshold(value: Any, others: Others) -> Settings:
 
 def batch(value: Any, others: Others) -> Settings:
     """0 means as many prompts as the mini-batches between two weight syncs take, in asynchronous training."""
-    return between_syncs(value, others) if value == 0 else {"data.train_batch_size": value}
+    asynchronous = any(key.startswith("async_training.") for key in others)
+    return between_syncs(value, others) if value == 0 and asynchronous else {"data.train_batch_size": value}
 
 
 def between_syncs(value: Any, others: Others) -> Settings:
@@ -267,18 +270,25 @@ _OPTIMS = {"actor_": "actor_rollout_ref.actor.optim", "critic_": "critic.optim",
 
 
 def accumulated_batch(value: Any, others: Others) -> Settings:
-    """The rows of an update on one device."""
-    return _batch_of(value, others.get("gradient_accumulation_steps", 1))
-
-
-def accumulation(value: Any, others: Others) -> Settings:
-    return _batch_of(others.get("per_device_train_batch_size", 8), value)
-
-
-def _batch_of(rows: Any, steps: Any) -> Settings:
-    if not (isinstance(rows, int) and isinstance(steps, int)):
+    """Return the rows of an update: those of one device and pass, times the passes and the devices."""
+    sizes = [others.get("per_device_train_batch_size", 8), others.get("gradient_accumulation_steps", 1)]
+    sizes += [others.get(name, 1) for name in ("n_gpus_per_node", "nnodes")]
+    if not all(isinstance(size, int) for size in sizes):
         raise Refused("a batch size that is not a number", "data.train_batch_size=N")
-    return {"data.train_batch_size": rows * steps}
+    return {"data.train_batch_size": math.prod(sizes)}
+
+
+def prompts(value: Any, others: Others) -> Settings:
+    """Return the prompts of an update; TRL counts the completions."""
+    (completions,) = accumulated_batch(value, others).values()
+    answers = others.get("num_generations", others.get("n"))
+    if not isinstance(answers, int) or answers < 1 or completions % answers:
+        what = "without num_generations" if answers is None else f"that num_generations={answers} does not divide"
+        raise Refused(
+            f"a batch of {completions} completions {what}", "train_batch_size=PROMPTS, ppo_mini_batch_size=PROMPTS"
+        )
+    sizes = {"data.train_batch_size": completions // answers, "actor.ppo_mini_batch_size": completions // answers}
+    return {key: size for key, size in sizes.items() if key.rpartition(".")[2] not in others}
 
 
 def whole_epochs(value: Any, others: Others) -> Settings:
@@ -290,6 +300,64 @@ def whole_epochs(value: Any, others: Others) -> Settings:
 def lora_targets(value: Any, others: Others) -> Settings:
     names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
     return {"model.target_modules": "all-linear" if names == ["all"] else names}
+
+
+def warm_up(value: Any, others: Others) -> Settings:
+    """A number below 1 is a share of the steps."""
+    share = isinstance(value, float) and value < 1
+    return warm_up_share(value, others) if share else {"optim.lr_warmup_steps": value}
+
+
+def warm_up_share(value: Any, others: Others) -> Settings:
+    return {"optim.lr_warmup_steps": -1, "optim.lr_warmup_steps_ratio": value}
+
+
+def clip_range(value: Any, others: Others) -> Settings:
+    sides = ["actor.clip_ratio_low"] + ["actor.clip_ratio_high"] * (others.get("epsilon_high") is None)
+    return {"actor.clip_ratio": value, **dict.fromkeys(sides)}
+
+
+_AVERAGES = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
+
+
+def grpo_loss(value: Any, others: Others) -> Settings:
+    if value in ("ppo_clip", "reinforce"):  # of Hone's own key with this end
+        return {"rollout_correction.loss_type": value}
+    if value not in _AVERAGES:
+        raise Refused(f"the loss {value}", "policy_loss.loss_mode, see `hone algorithms list`, and loss_agg_mode")
+    return {"actor.loss_agg_mode": _AVERAGES[value]}
+
+
+def kl_weight(value: Any, others: Others) -> Settings:
+    """TRL multiplies the ratio into the KL term, unless it is configured otherwise."""
+    if others.get("preset") == "online_dpo" or "loss_mode" in others:
+        return {"actor.preference_loss.beta": value}
+    if value and others.get("use_bias_correction_kl") is not False:
+        raise Refused("a KL term times the ratio", f"use_kl_loss=true kl_loss_coef={value}, without the ratio")
+    return {"actor.use_kl_loss": bool(value), **({"actor.kl_loss_coef": value} if value else {})}
+
+
+def preference_loss(value: Any, others: Others) -> Settings:
+    names = [value] if isinstance(value, str) else list(value or [])
+    if len(names) != 1:
+        raise Refused("a sum of several losses", "loss.name=NAME of one")
+    return {"loss.name": names[0]}
+
+
+def adapters(value: Any, others: Others) -> Settings:
+    """Read an object of peft by its attributes."""
+    wanted = {name: getattr(value, name, None) for name in ("r", "lora_alpha", "target_modules")}
+    others_of_it = ("lora_dropout", "use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+    more = [name for name in others_of_it if getattr(value, name, None)]
+    if more or None in wanted.values():
+        what = f"its {', '.join(more)}" if more else "target_modules=None, the usual layers of peft"
+        raise Refused(what, "lora_rank=16, lora_alpha=32, target_modules=all-linear or a list")
+    targets: Any = wanted["target_modules"]
+    return {
+        "model.lora_rank": wanted["r"],
+        "model.lora_alpha": wanted["lora_alpha"],
+        "model.target_modules": targets if isinstance(targets, str) else sorted(targets),
+    }
 
 
 def reported(value: Any, others: Others) -> Settings:
@@ -331,7 +399,14 @@ BY_NAME: dict[str, Callable[[Any, Others], Settings]] = {
             same_length,
             resumed,
             accumulated_batch,
-            accumulation,
+            prompts,
+            warm_up,
+            warm_up_share,
+            clip_range,
+            grpo_loss,
+            kl_weight,
+            preference_loss,
+            adapters,
             whole_epochs,
             lora_targets,
             reported,
@@ -381,9 +456,9 @@ def _conversion(row: Mapping[str, Any], path: str) -> Callable[[Any, Others], Se
 
 
 def _table(tables: Mapping[str, Any]) -> Table:
-    entries: dict[str, Entry] = {key: Renamed(to) for key, to in tables["renamed"].items()}
+    entries: dict[str, Entry] = {key: Renamed(to) for key, to in tables.get("renamed", {}).items()}
     for kind in ("settled", "unsupported", "foreign", "changed"):
-        for row in tables[kind]:
+        for row in tables.get(kind, []):
             keys = row["keys"] if isinstance(row["keys"], list) else [row["keys"]]
             entries.update((key, _entry(kind, row)) for key in keys)
     return Table(entries)
@@ -406,3 +481,29 @@ DEFAULTS: dict[str, dict[str, Any]] = _VERL["defaults"]
 
 LLAMA_FACTORY: Table = _table(_read("llamafactory.yaml")["sft"])
 """What becomes of the keys of LLaMA-Factory's supervised fine-tuning."""
+
+
+_PARTS = {
+    RLConfig: ("all", "train"),
+    SFTConfig: ("all", "rows", "sft"),
+    PreferenceConfig: ("all", "rows", "prefer"),
+    RewardModelConfig: ("all", "rows", "reward-model"),
+}
+
+
+@cache
+def trl_table(schema: type) -> Table:
+    """Return what becomes of names of TRL and of transformers' trainer in a tree, with whole keys."""
+    data, entries = _read("trl.yaml"), dict[str, Entry]()
+    for part in (data[name] for name in _PARTS[schema]):
+        same = {name: Renamed(name) for name in part.get("same", [])}
+        for name, entry in {**same, **_table(part).paths()}.items():
+            ends = (entry.to,) if isinstance(entry, Renamed) else entry.to if isinstance(entry, Changed) else ()
+            keys = tuple(key for end in ends if (key := key_named(end, schema)))
+            if keys and isinstance(entry, Renamed):
+                entry = replace(entry, to=keys[0])
+            elif keys and isinstance(entry, Changed):
+                entry = replace(entry, to=keys)
+            if keys or not ends:
+                entries[name] = entry
+    return Table(entries)

@@ -14,7 +14,7 @@ from support.examples import examples
 from hone.config import TREES, RLConfig, SFTConfig, documentation, load_config, load_with_provenance, to_yaml
 from hone.config.check import ConfigProblems, check_values, raise_together
 from hone.config.load import PRESET_KINDS, PRESETS, preset_names
-from hone.errors import ConfigError
+from hone.errors import ConfigError, did_you_mean
 
 
 def write(folder: Path, name: str, text: str) -> dict[str, Any]:
@@ -319,3 +319,36 @@ def test_a_mistake_that_two_rules_meet_is_said_once():
     with pytest.raises(ConfigProblems) as several:
         raise_together([same, other, same])
     assert [problem.what for problem in several.value.problems] == ["3 is wrong", "4 is wrong"]
+
+
+def test_a_folder_or_file_given_alone_is_told_its_key(tmp_path: Path) -> None:
+    (tmp_path / "mein modell").mkdir()
+    for name, key in (("mein modell", "model.path="), ("test.csv", "data.train_files=")):
+        (tmp_path / "test.csv").touch()
+        with pytest.raises(ConfigError) as caught:
+            load_config(RLConfig, [f"{tmp_path}/{name}"])
+        assert f"{key}{tmp_path}/{name}" in str(caught.value)
+
+
+def test_a_batch_of_none_is_refused_unless_training_is_asynchronous() -> None:
+    with pytest.raises(ConfigError, match="train_batch_size=0"):
+        load_config(RLConfig, ["data.train_batch_size=0"], by_method=True)
+    words = ["data.train_batch_size=0", "async_training.require_batches=2"]
+    assert load_config(RLConfig, words).data.train_batch_size == 512
+
+
+def test_files_are_not_near_by_their_ends() -> None:
+    assert did_you_mean("tools.yaml", ["imp.yaml", "bad.yaml"]) == "Known: bad.yaml, imp.yaml"
+    assert did_you_mean("tool.yaml", ["imp.yaml", "tools.yaml"]) == "Did you mean tools.yaml?"
+
+
+def test_rows_of_a_refused_run_leave_no_folder(tmp_path: Path) -> None:
+    from hone.api.training import _unless_refused
+
+    (tmp_path / "runs").mkdir()
+    folder = tmp_path / "runs/ü b/default/inputs"
+    with pytest.raises(ConfigError), _unless_refused(folder):
+        folder.mkdir(parents=True)
+        (folder / "train.parquet").touch()
+        raise ConfigError("no")
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -61,3 +61,24 @@ def test_the_policy_has_the_short_name_of_the_other_commands() -> None:
     assert load_config(SFTConfig, ["model.path=M"]).model.path == "M"
     (entry,) = answer("model.path", ["train"])
     assert entry.key.path == "actor_rollout_ref.model.path"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("steps", "warm_up"), [(2, 0), (10, 1), (11, 10)])
+def test_a_warm_up_of_a_preset_is_shortened_with_a_short_run(
+    steps: int, warm_up: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="hone")
+    config = load_config(RLConfig, [f"trainer.total_training_steps={steps}"], preset="agent_ppo")
+    assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == warm_up
+    assert config.critic.optim.lr_warmup_steps == steps // 10
+    assert ("actor.optim.lr_warmup_steps" in caplog.text) == (steps <= 10)
+
+
+def test_a_warm_up_of_a_file_is_shortened_by_the_command_line_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "ein ordner"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("optim: {lr_warmup_steps: 10}\ntrainer: {total_training_steps: 5}\n", "utf-8")
+    assert load_config(SFTConfig, config_path=folder).optim.lr_warmup_steps == 10  # R56 stops it
+    assert load_config(SFTConfig, ["trainer.total_training_steps=4"], config_path=folder).optim.lr_warmup_steps == 0
+    own = ["trainer.total_training_steps=4", "optim.lr_warmup_steps=8"]
+    assert load_config(SFTConfig, own, config_path=folder).optim.lr_warmup_steps == 8

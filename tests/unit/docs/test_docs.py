@@ -229,6 +229,8 @@ REWARDS = {
     "README.md:my_reward.py:compute_score": (ARITHMETIC, 0),
     "docs/api.md:by_response:by_response": (ARITHMETIC, 0),
     "docs/api.md:by_lists:by_lists": (ARITHMETIC, 0),
+    "docs/coming-from-trl.md:right:right": (ARITHMETIC, 0),
+    "docs/coming-from-trl.md:brief:brief": (ARITHMETIC, 0),
     "docs/rewards.md:brief.py:compute_score": (ARITHMETIC, 0),
     "docs/rewards.md:turns.py:compute_score": ("calculator", 0),
     "docs/rewards.md:thrifty.py:compute_score": ("calculator", 0),

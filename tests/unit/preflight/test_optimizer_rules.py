@@ -87,6 +87,13 @@ def test_the_decay_fits_after_the_warm_up(sft: SFTConfig) -> None:
     assert [where for where, _ in found(sft, "R56")] == ["optim.lr_wsd_decay_steps"]
 
 
+def test_a_warm_up_of_the_critic_fits_into_the_run(rl: RLConfig) -> None:
+    change(rl, {"critic.optim.lr_warmup_steps": 5, "trainer.total_training_steps": 5})
+    assert found(rl, "R56") == []
+    change(rl, {"algorithm.adv_estimator": "gae"})
+    assert [where for where, _ in found(rl, "R56")] == ["critic.optim.lr_warmup_steps"]
+
+
 @pytest.mark.parametrize("key", ["lr_wsd_decay_style", "lr_wsd_decay_steps", "lr_wsd_decay_steps_ratio"])
 def test_settings_of_wsd_need_wsd(key: str, sft: SFTConfig) -> None:
     value = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_steps": 3, "lr_wsd_decay_steps_ratio": 0.5}[key]

@@ -47,6 +47,11 @@ def reward(rl: RLConfig, tmp_path: Path) -> RLConfig:
             "    return f.ThreadPoolExecutor().submit(read).result() or 0.0",
             *("R52", True, ["ValueError"]),
         ),
+        (
+            "    return None if len(solution_str) < 2 else float(ground_truth in solution_str)",
+            *("R51", False, ["None", "calls", "cannot be judged"]),
+        ),
+        ("    right = {'1': 1.0}\n    return right[extra_info['unit']]", "R52", True, ["custom.py, line 3", "'unit'", "the rows have"]),
         ("    return 100.0 * (ground_truth in solution_str)", "R54", False, ["100"]),
     ],
 )  # fmt: skip
@@ -109,3 +114,38 @@ def test_right_answers_after_thoughts_must_pass_where_the_policy_thinks(
     reward.actor_rollout_ref.rollout.multi_turn.enable = True
     reward.actor_rollout_ref.rollout.agent.default_agent_loop = "tool_agent"
     assert [f.stops for f in try_reward(reward) if "after a tool call" in f.error.what] == [True]
+
+
+@pytest.mark.parametrize(
+    ("signature", "body", "code", "words"),
+    [
+        ("completions, price, **kw", "[1.0]", "R52", ["'price'", "the rows have", "completion_ids"]),
+        (
+            "completions, **kw",
+            "[float(u) for u in kw['einheit']]",
+            "R52",
+            ["'einheit'", "custom.py, line 2", "the rows have"],
+        ),
+        ("completions, **kw", "[1 / 0]", "R52", ["ZeroDivisionError", "custom.py, line 2, in compute_score"]),
+        ("completions, **kw", "[1.0, 2.0]", "R51", ["length 2", "1 score"]),
+        ("completions, **kw", "__import__('numpy').zeros((1, 1))[0][0]", "R51", ["not a list of 1 score"]),
+    ],
+)
+def test_functions_of_trl_that_cannot_be_used_say_why(
+    reward: RLConfig, tmp_path: Path, signature: str, body: str, code: str, words: list[str]
+) -> None:
+    (tmp_path / "custom.py").write_text(f"def compute_score({signature}):\n    return {body}\n")
+    (finding,) = [f for f in findings(reward, [Stage.REWARD]) if f.error.code == code]
+    assert finding.stops and [word for word in words if word not in finding.error.render()] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["np.array(right)", "torch.tensor(right)", "[np.float32(r) for r in right]", "list(map(torch.tensor, right))"],
+)
+def test_functions_of_trl_may_return_arrays(reward: RLConfig, tmp_path: Path, body: str) -> None:
+    lines = ["import numpy as np, torch", "def compute_score(completions, ground_truth, **kw):"]
+    lines += ["    texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]"]
+    lines += ["    right = [float(t in text) for t, text in zip(ground_truth, texts)]", f"    return {body}"]
+    (tmp_path / "custom.py").write_text("\n".join(lines))
+    assert [f.error.render() for f in findings(reward, [Stage.REWARD]) if f.error.code in ("R51", "R52")] == []

@@ -193,3 +193,33 @@ def test_a_throttle_serves_one_loop_after_another() -> None:
         asyncio.run(several())
     assert most == 2 and running == 0
     assert throttle.limits and not Throttle().limits and throttle.wait_seconds(3) == pytest.approx(0.03)
+
+
+def test_a_term_that_declines_is_left_out_of_the_sum() -> None:
+    terms = [Term("a", function=None, scorer="exact"), Term("b", scorer="exact", weight=0.5)]
+    none = [Score(0.0, error="returned None", cause=cause) for cause in ("declined", "declined", "raised")]  # type: ignore[arg-type]
+    rows = [trajectory(uid=name) for name in "xyz"]
+    sums = combine(terms, [none, [Score(1.0), none[1], Score(1.0)]], rows, normalized=True)
+    assert (sums[0].total, sums[0].error, sums[0].terms) == (0.5, None, {"b": 1.0})
+    assert sums[1].cause == "declined" and sums[2].cause == "raised"
+
+
+def test_functions_of_python_are_terms_with_weights() -> None:
+    from hone.api.objects import GivenObjects, reward_keys
+
+    def länge(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    def first(completions: list[str], **columns: Any) -> list[float | None]:
+        return [None if completion.startswith("x") else 1.0 for completion in completions]
+
+    keys = reward_keys([länge, first, "exact"], GivenObjects(), [0.1, 1.0, 2.0])
+    rows = [trajectory("ab", uid="a"), trajectory("x", uid="b")]
+    assert [score.total for score in scored(RewardConfig(terms=keys["reward.terms"]), rows)] == pytest.approx(
+        [1.2, 0.1]
+    )
+    assert [term.name for term in read_terms(keys["reward.terms"])] == ["länge", "first", "exact"]
+    with raises(ConfigError, "2 weights for 1", where="reward_weights"):
+        reward_keys(länge, GivenObjects(), [1.0, 2.0])
+    with raises(ConfigError, "int", "reward_weights"):
+        reward_keys([länge, 3], GivenObjects())  # type: ignore[list-item]
