@@ -356,8 +356,10 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: 
         return _add_adapter(model, config, seed, task)
 
 
-def _check_adapter(folder: Path) -> None:
-    """Refuse an adapter that is more than ``W + scale * B @ A``: engines would sample from weights that were not trained."""
+def _check_adapter(folder: Path, task: str) -> None:
+    """Refuse an adapter of a model for another task, or one that is more than ``W + scale * B @ A``: engines would sample from weights
+    that were not trained.
+    """
     file = folder / "adapter_config.json"
     try:
         saved = json.loads(file.read_text()) if file.is_file() else {"peft_type": "LORA"}  # PEFT says what is missing
@@ -366,6 +368,13 @@ def _check_adapter(folder: Path) -> None:
     more = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "target_parameters", "trainable_token_indices")
     unusual = [name for name in (*more, "layer_replication", "alora_invocation_tokens") if saved.get(name)]
     unusual += ["bias"] if saved.get("bias", "none") != "none" else []
+    if (made_for := saved.get("task_type") or task) != task:
+        raise ModelError(
+            f"the adapter in '{folder}' is of a model for {made_for}, this one is for {task}",
+            where="model.lora_adapter_path",
+            why="the two have different heads, so its weights fit only there",
+            fix=f"hone export {folder} --out DIR merges it into its base; then model.path=DIR",
+        )
     kind = saved.get("peft_type")
     if kind != "LORA" or unusual:
         what = f"has {unusual[0]}" if kind == "LORA" else f"has peft_type {kind!r}, not 'LORA'"
@@ -379,7 +388,7 @@ def _check_adapter(folder: Path) -> None:
 
 def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: str) -> nn.Module:
     if config.lora_adapter_path:
-        _check_adapter(Path(config.lora_adapter_path))
+        _check_adapter(Path(config.lora_adapter_path), task)
         try:
             return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:

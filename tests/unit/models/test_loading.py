@@ -15,10 +15,12 @@ from hone.models.llama.spec import supports
 from hone.models.loading import (
     adapter_off,
     as_policy,
+    as_reward_model,
     causal_lm,
     load_policy,
     load_value_model,
     narrow_frozen_matrices,
+    reward_factory,
     saved_model,
 )
 from hone.training.backends.local import LocalBackend
@@ -197,3 +199,11 @@ def test_nothing_is_narrowed_on_a_cpu_or_in_float32() -> None:
     narrow_frozen_matrices(model, CPU, "bfloat16")
     narrow_frozen_matrices(model, torch.device("cuda"), "float32")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_an_adapter_of_another_task_is_refused_with_the_way_on(directory, tmp_path):
+    load_policy(ModelConfig(str(directory), lora_rank=4), device=CPU, seed=0).save_pretrained(tmp_path)
+    config = ModelConfig(str(directory), lora_adapter_path=str(tmp_path))
+    wanted = ("CAUSAL_LM", "SEQ_CLS", f"hone export {tmp_path} --out DIR")
+    with raises(ModelError, *wanted, where="model.lora_adapter_path"):
+        as_reward_model(tiny_model(), reward_factory(config), config, seed=0, trainable=True)
