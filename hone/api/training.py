@@ -184,9 +184,8 @@ def _run(
     objects: GivenObjects | None = None,
 ) -> Run:
     from hone.cli.main import log_to_stderr
-    from hone.cli.programs import announce, run_training
+    from hone.cli.programs import announce, local_models_and_data, run_training
     from hone.cluster.torchrun.ranks import follows
-    from hone.hub.resolve import resolve_names
     from hone.preflight import check
     from hone.trainers.callbacks import Callbacks, calling
     from hone.user_objects import in_use
@@ -205,7 +204,7 @@ def _run(
     with _unless_refused(folder):
         built.data.train_files = dataset_files(dataset, folder, "train") or built.data.train_files
         built.data.val_files = dataset_files(val_dataset, folder, "val") or built.data.val_files
-        downloads = resolve_names(built)
+        downloads = local_models_and_data(built)
         if not follows(built):
             check(built)
             announce(built)

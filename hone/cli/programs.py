@@ -72,10 +72,19 @@ def local_config(
     weights: bool = True,  # download weights, too
 ) -> tuple[Tree, Downloads]:
     """Load the configuration, and download what it names on the hub; also return a record of each download by key."""
-    from hone.hub.resolve import resolve_names
-
     config, _ = configured(tree, overrides, preset, config_path, config_name)
-    return config, resolve_names(config, weights=weights)
+    return config, local_models_and_data(config, weights=weights)
+
+
+def local_models_and_data(config: AnyConfig, *, weights: bool = True) -> Downloads:
+    """Put local paths in the place of names of the hub, and models in that of runs; return a record of each download by key."""
+    from hone.hub.resolve import named_runs, resolve_names
+
+    if any(named_runs(config)):
+        from hone.training.export import resolve_runs  # loads torch
+
+        resolve_runs(config)
+    return resolve_names(config, weights=weights)
 
 
 def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained], int]) -> int:

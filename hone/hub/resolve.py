@@ -65,6 +65,16 @@ def resolve_names(config: Any, *, weights: bool = True) -> dict[str, list[dict[s
     return records
 
 
+def named_runs(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, block and name of each field of a model that holds the directory of a run or checkpoint."""
+    for key, block, item in _hub_fields(config, ""):
+        value = getattr(block, item.name)
+        if item.metadata["hub"] == "model" and isinstance(value, str):
+            folder = Path(value).expanduser()
+            if any((folder / name).is_file() for name in ("run.json", "checkpoint.json")):
+                yield key, block, item.name
+
+
 def local_model(path: str | Path) -> str:
     """Return the local directory of a model: the path itself, or the downloaded repository of a hub name."""
     name = parse_hub_name(str(path))

@@ -31,7 +31,7 @@ from hone.data.image_processor import copy_processor, reads_images
 from hone.data.model_settings import read_settings
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
-from hone.hub.resolve import local_model
+from hone.hub.resolve import local_model, named_runs
 from hone.models.streaming import WeightFiles
 from hone.models.tied import merge_adapter
 from hone.progress import progress
@@ -271,6 +271,22 @@ def find_actor(source: str | Path) -> Path:
         )
     checkpoint.verify(f"{name}/")
     return model_directory(str(checkpoint), name)
+
+
+def resolve_runs(config: Any) -> None:
+    """Put the model of its newest checkpoint in the place of each run that the configuration names as a model.
+
+    An adapter becomes its base model and ``lora_adapter_path``.
+
+    Raises CheckpointError: a run has no checkpoint, or a damaged one.
+    """
+    for key, block, name in list(named_runs(config)):
+        actor = find_actor(Path(getattr(block, name)).expanduser())
+        base = base_of_adapter(actor) if name == "path" and hasattr(block, "lora_adapter_path") else None
+        setattr(block, name, str(base or actor))
+        if base is not None:
+            block.lora_adapter_path, block.tokenizer_path = str(actor), block.tokenizer_path or str(actor)
+        log.info("%s: %s", key, actor)
 
 
 def base_of_adapter(actor: Path) -> Path | None:
