@@ -281,18 +281,41 @@ def _table(data: Any) -> Any:
         return data
     if hasattr(data, "to_list") and hasattr(data, "features"):  # datasets.Dataset
         return pa.Table.from_pylist(data.to_list())
+    if hasattr(data, "to_arrow"):  # polars
+        return data.to_arrow()
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
-        return pa.Table.from_pylist(data.to_dict("records"))
+        return _columns_table({str(name): data[name] for name in data.columns})
     if isinstance(data, Iterable) and not isinstance(data, Mapping):
         rows = list(data)
         if all(isinstance(row, Mapping) for row in rows):
-            return pa.Table.from_pylist([dict(row) for row in rows])
+            names = dict.fromkeys(name for row in rows for name in row)
+            return _columns_table({name: [row.get(name) for row in rows] for name in names})
         if all(isinstance(row, str) for row in rows):
             return pa.Table.from_pylist([{"prompt": [{"role": "user", "content": row}]} for row in rows])
     raise DataError(
         f"a dataset cannot be a {type(data).__name__}",
         fix="give a path, a name of the hub, a list of rows (dicts with a column prompt), or a table",
     )
+
+
+def _columns_table(columns: Mapping[str, Any]) -> Any:
+    """Return a table of columns, in which NaN is null. Raises DataError: a column has values of several types."""
+    import pyarrow as pa
+
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pa.array(values, from_pandas=True)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            cells = [(row, cell) for row, cell in enumerate(values) if cell is not None and cell == cell]
+            row, cell = next((one for one in cells if type(one[1]) is not type(cells[0][1])), cells[0])
+            raise DataError(
+                f"column '{name}' has values of several types: row {row} is {cell!r:.60}, row {cells[0][0]} {cells[0][1]!r:.60}",
+                where="dataset",
+                why=f"a column has one type ({error})",
+                fix="make it one type, for example frame[name] = frame[name].astype(str)",
+            ) from error
+    return pa.table(arrays)
 
 
 def _write(table: Any, file: Path) -> Path:
