@@ -115,6 +115,9 @@ def evaluate(
     seed: int = 1,
     dtype: str = "auto",
     episodes: Mapping[str, Any] | None = None,
+    prompt_key: str = "prompt",
+    answer_key: str | None = None,
+    reward_fn_key: str = "data_source",
 ) -> dict[str, float]:
     """Answer every prompt of a dataset, score the answers, and return the metrics, like `hone eval`.
 
@@ -133,6 +136,7 @@ def evaluate(
         seed: seed of the draws.
         dtype: as in :func:`generate`.
         episodes: keys of ``multi_turn`` and ``agent``.
+        prompt_key, answer_key, reward_fn_key: columns, as in the block ``data``.
 
     Raises:
         HoneError: the model, the data or the reward is wrong.
@@ -164,6 +168,9 @@ def evaluate(
             seed=seed,
             dtype=dtype,
             episodes=episode_keys(find_actor(directory), words),
+            prompt_key=prompt_key,
+            answer_key=answer_key,
+            reward_fn_key=reward_fn_key,
         )
         return run_evaluation(request).metrics
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.options import CONSTRAINT_HELP, ComputeDtype, Dtype
+from hone.cli.options import CONSTRAINT_HELP, AnswerKey, ComputeDtype, Dtype, PromptKey, RewardKey
 
 
 def generate(
@@ -41,7 +41,9 @@ def generate(
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
-    data: Annotated[list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl); may be repeated")],
+    data: Annotated[
+        list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl, csv); may be repeated")
+    ],
     episodes: Annotated[
         list[str] | None,
         typer.Argument(metavar="key=value", help="settings of multi-turn episodes: keys of multi_turn and agent"),
@@ -58,6 +60,9 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
     dtype: ComputeDtype = Dtype.auto,
+    prompt_key: PromptKey = "prompt",
+    answer_key: AnswerKey = None,
+    reward_fn_key: RewardKey = "data_source",
     output: Annotated[Path | None, typer.Option(help="write every answer to this .jsonl file")] = None,
     show: Annotated[int, typer.Option(help="print this many answers")] = 3,
     json_output: Annotated[bool, typer.Option("--json", help="print the metrics as JSON")] = False,
@@ -87,6 +92,11 @@ def evaluate(
         seed=seed,
         dtype=dtype.value,
         episodes=episode_keys(find_actor(model), episodes or []),
+        prompt_key=prompt_key,
+        answer_key=answer_key,
+        reward_fn_key=reward_fn_key,
     )
     evaluation = run_evaluation(request)
     report(evaluation, show=show, as_json=json_output, output=output)
+    if all(score.error is not None for score in evaluation.scores):
+        raise typer.Exit(2)  # nothing was measured

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli.options import Json, new_group
+from hone.cli.options import AnswerKey, DataKeys, Json, PromptKey, RewardKey, new_group
 from hone.cli.output import print_json
 from hone.errors import ConfigError, DataError
 from hone.insight.run_files import disk_errors
@@ -88,14 +88,12 @@ def pairs(
         typer.echo(f"{path}: {len(rows)} pairs of {len({row['uid'] for row in rows})} prompts")
 
 
-Files = Annotated[list[str], typer.Argument(help="dataset files (parquet, json, jsonl)")]
-PromptKey = Annotated[str, typer.Option(help="column of the prompt")]
+Files = Annotated[list[str], typer.Argument(help="dataset files (parquet, json, jsonl, csv)")]
 MessagesKey = Annotated[str, typer.Option(help="column of whole conversations")]
-RewardKey = Annotated[str, typer.Option("--reward-fn-key", help="column of the data source")]
 ImageKey = Annotated[str, typer.Option(help="column of images")]
 
 
-@app.command()
+@app.command(cls=DataKeys)
 def check(
     files: Files,
     val: Annotated[list[str] | None, typer.Option(help="validation file; may be repeated")] = None,
@@ -111,6 +109,7 @@ def check(
         str | None, typer.Option(help="least shares of tool calls, of parse, tool and schema: parse=0.99,schema=0.99")
     ] = None,
     prompt_key: PromptKey = "prompt",
+    answer_key: AnswerKey = None,
     messages_key: MessagesKey = "messages",
     reward_fn_key: RewardKey = "data_source",
     image_key: ImageKey = "images",
@@ -139,6 +138,7 @@ def check(
         max_tool_characters=max_tool_characters,
         custom_reward=custom_reward,
         gates=read_gates(gate),
+        answer_key=answer_key,
     )
     report = check_dataset(files, val or [], options)
     if html is not None:
@@ -157,7 +157,7 @@ def check(
         raise typer.Exit(2)
 
 
-@app.command()
+@app.command(cls=DataKeys)
 def clean(
     files: Files,
     out: Annotated[Path, typer.Option("--out", help="file for the rows that pass: .jsonl or .parquet")],
@@ -166,10 +166,12 @@ def clean(
     allow: Annotated[
         list[str] | None, typer.Option(help="kind of defect that does not reject a row; may be repeated")
     ] = None,
+    prompt_key: PromptKey = "prompt",
+    answer_key: AnswerKey = None,
     messages_key: MessagesKey = "messages",
     as_json: Json = False,
 ) -> None:
-    """Write the rows whose tool calls are sound, and a list of the others with the reasons.
+    """Write the rows with sound prompts, answers and tool calls, and a list of the others with the reasons.
 
     Example: hone data clean train.jsonl --out clean.jsonl --rejected rejected.jsonl
     """
@@ -177,7 +179,14 @@ def clean(
 
     with disk_errors(out):
         counts = clean_files(
-            files, out, rejected, messages_key=messages_key, limit=max_tool_characters, allowed=allow or ()
+            files,
+            out,
+            rejected,
+            messages_key=messages_key,
+            limit=max_tool_characters,
+            allowed=allow or (),
+            prompt_key=prompt_key,
+            answer_key=answer_key,
         )
     if as_json:
         print_json(counts.as_json())
@@ -186,10 +195,11 @@ def clean(
     typer.echo(f"{out}: {counts.kept} rows; {rejected}: {counts.rejected} rows{reasons}")
 
 
-@app.command()
+@app.command(cls=DataKeys)
 def stats(
     files: Files,
     prompt_key: PromptKey = "prompt",
+    answer_key: AnswerKey = None,
     messages_key: MessagesKey = "messages",
     reward_fn_key: RewardKey = "data_source",
     as_json: Json = False,
@@ -198,16 +208,17 @@ def stats(
     from hone.data.files import read_all
     from hone.data.statistics import statistics
 
-    numbers = statistics(read_all(files), prompt_key=prompt_key, messages_key=messages_key, reward_fn_key=reward_fn_key)
+    rows = read_all(files, answer_key=answer_key)
+    numbers = statistics(rows, prompt_key=prompt_key, messages_key=messages_key, reward_fn_key=reward_fn_key)
     if as_json:
         print_json(numbers)
     else:
         typer.echo("\n".join(_lines(numbers)))
 
 
-@app.command()
+@app.command(cls=DataKeys)
 def inspect(
-    file: Annotated[str, typer.Argument(help="dataset file (parquet, json, jsonl)")],
+    file: Annotated[str, typer.Argument(help="dataset file (parquet, json, jsonl, csv)")],
     tokenizer: Annotated[str, typer.Option(help="tokenizer or model directory")],
     row: Annotated[int, typer.Option(help="number of the first row to show", min=0)] = 0,
     count: Annotated[int, typer.Option(help="rows to show", min=1)] = 1,

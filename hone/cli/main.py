@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from hone import __version__
+from hone.cli.options import DataKeys
 from hone.errors import HoneError
 from hone.startup import collect_rarely
 
@@ -41,7 +42,7 @@ def load(place: str) -> Any:
     command = getattr(importlib.import_module(f"hone.cli.{module}"), name)
     if not isinstance(command, typer.Typer):
         single = typer.Typer(add_completion=False)
-        single.command()(command)
+        single.command(cls=DataKeys if name == "evaluate" else None)(command)
         command = single
     return get_command(command)
 

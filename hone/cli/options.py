@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from hone.errors import ConfigError, did_you_mean
 
 Preset = Annotated[str | None, typer.Option(help="preset of the package, such as grpo; see `hone config presets`")]
 ConfigPath = Annotated[
@@ -58,6 +61,39 @@ def _trust(context: typer.Context, trusted: bool) -> None:
 Trust = Annotated[
     bool, typer.Option("--trust", callback=_trust, help="run the code that the configuration names, now and later")
 ]
+
+
+class DataKeys(TyperCommand):
+    """A command that takes keys of the block ``data`` for its files and options, as in ``data.prompt_key=COLUMN``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, after putting options in the place of keys."""
+        return super().parse_args(ctx, [word for given in args for word in self._words(given)])
+
+    def _words(self, given: str) -> list[str]:
+        options = {str(parameter.name): parameter.opts[0] for parameter in self.params}
+        key, sign, _ = given.partition("=")
+        files = next((name for name in ("data", "files", "file") if name in options), "")
+        name = {"train_files": files, "val_files": "val"}.get(key[5:], key[5:])
+        if not key.startswith("data.") or not sign or ("episodes" in options and name not in options):
+            return [given]
+        if name not in options:
+            raise ConfigError(f"'{key}' is not an option of this command", fix=did_you_mean(name, options), where=given)
+        from hone.config.overrides import override_value, parse_overrides
+
+        read, problems = parse_overrides([given])
+        if problems:
+            raise problems[0]
+        value = override_value(read[0])
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        return [word for one in values for word in ([options[name]] if options[name][0] == "-" else []) + [str(one)]]
+
+
+PromptKey = Annotated[str, typer.Option("--prompt-key", help="column of the prompt")]
+AnswerKey = Annotated[
+    str | None, typer.Option("--answer-key", help="column of the right answer; without it, reward_model.ground_truth")
+]
+RewardKey = Annotated[str, typer.Option("--reward-fn-key", help="column of the data source")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 RunName = Annotated[str, typer.Argument(help="run directory, or its name below the root")]
 RUNS = Path("runs")

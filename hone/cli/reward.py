@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli.options import RUNS, Json, Root, new_group
+from hone.cli.options import RUNS, AnswerKey, DataKeys, Json, PromptKey, RewardKey, Root, new_group
 from hone.cli.output import new_console, new_table, print_json
 from hone.errors import Finding, RewardError
 from hone.insight.run_files import disk_errors
@@ -43,9 +43,11 @@ def list_scorers(
         typer.echo("`hone reward list NAME` shows the details of a scorer.")
 
 
-@app.command("test")
+@app.command("test", cls=DataKeys)
 def test(
-    data: Annotated[list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl); may be repeated")],
+    data: Annotated[
+        list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl, csv); may be repeated")
+    ],
     reward: Annotated[
         str | None, typer.Option(help="reward function as FILE:NAME; by default the built-in scorers")
     ] = None,
@@ -54,7 +56,9 @@ def test(
         list[str] | None, typer.Option("--set", help="argument of the reward, name=value; may be repeated")
     ] = None,
     rows: Annotated[int, typer.Option(help="rows to try", min=1)] = 20,
-    reward_fn_key: Annotated[str, typer.Option(help="column of the data source")] = "data_source",
+    prompt_key: PromptKey = "prompt",
+    answer_key: AnswerKey = None,
+    reward_fn_key: RewardKey = "data_source",
     timeout: Annotated[float, typer.Option(help="time limit of one call in seconds")] = 10.0,
     workers: Annotated[int, typer.Option(help="worker processes", min=1)] = 1,
     show: Annotated[int, typer.Option(help="print this many answers of each kind with their scores")] = 0,
@@ -74,7 +78,8 @@ def test(
     from hone.rewards.bench import bench_findings, run_bench
 
     config = _config(reward, scorer, kwargs or [], timeout, workers)
-    bench = run_bench(config, scored_rows(data, reward_fn_key=reward_fn_key, limit=rows), adversarial=True)
+    columns = {"prompt_key": prompt_key, "answer_key": answer_key, "reward_fn_key": reward_fn_key}
+    bench = run_bench(config, scored_rows(data, limit=rows, **columns), adversarial=True)
     findings = sorted(bench_findings(bench, config), key=lambda finding: not finding.stops)
     if png is not None:
         with disk_errors(png):

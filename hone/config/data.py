@@ -57,12 +57,18 @@ class DataConfig:
     """Prompt datasets and the size of a batch."""
 
     train_files: Any = dataset_paths()
-    """Training files (parquet, json or jsonl), or datasets of the hub, ORG/NAME[:SUBSET[:SPLIT]][@REVISION]: one or a list.
+    """Training files (parquet, json, jsonl, csv or tsv), or datasets of the hub, ORG/NAME[:SUBSET[:SPLIT]][@REVISION]: one or a list.
     Required for training."""
     val_files: Any = dataset_paths()
     """Held-out files, a path or a list of paths; null means no validation."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (used unchanged)."""
+    answer_key: str | None = None
+    """Column of the right answer, which scorers and reward functions get as ground_truth; a field of a column as COLUMN.FIELD.
+    null takes ground_truth of the column reward_model, and no other column."""
+    strings_as_messages: bool = True
+    """Show a prompt that is a plain string as the user's message, where the tokenizer has a chat template. A string with special
+    tokens of the template was rendered already and stays as it is. false tokenizes every string unchanged."""
     image_key: str = "images"
     """Column of the images of a row, one or a list: content of a file, a path, a data: URL, or an object with one of them (bytes,
     path, url). Each takes the place of a mark <image>, or of a part {"type": "image"}, in the messages. Models for images only."""

@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hone.data.files import Row
 from hone.data.messages import as_json, as_mapping, with_arguments
 from hone.data.proof import THOUGHT_KEYS, Missing, Shown, missing_part, texts_of
 from hone.data.template_limits import Trace, check_template
@@ -145,6 +146,35 @@ def render_as_is(
         return str(tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template, **settings))
     except REFUSALS:
         return None
+
+
+_SLOT = "a question"
+
+
+def strings_to_messages(
+    rows: Sequence[Row], key: str, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any] | None = None
+) -> tuple[int, list[str]]:
+    """Put a user's message in place of each plain string in column ``key``; return their number.
+
+    Also return the places of the strings that stay, because they hold special tokens, so were rendered before (for a template
+    without any, because they hold the text next to a message). All stay without a template, or with one that refuses a single message.
+    """
+    wanted = [row for row in rows if isinstance(row.values.get(key), str) and row.values[key].strip()]
+    if not wanted or tokenizer is None or not tokenizer.chat_template:
+        return 0, []
+    text = render_as_is(tokenizer, [{"role": "user", "content": _SLOT}], True, kwargs) or ""
+    before, slot, after = text.partition(_SLOT)
+    if not slot:
+        return 0, []
+    special = special_pattern(tokenizer)
+    marks = [] if special.search(text) else [*before.strip().splitlines()[-1:], *after.strip().splitlines()[:1]]
+    kept = []
+    for row in wanted:
+        if special.search(row.values[key]) or any(mark in row.values[key] for mark in marks):
+            kept.append(row.where)
+        else:
+            row.values[key] = [{"role": "user", "content": row.values[key]}]
+    return len(wanted) - len(kept), kept
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, tools: bool = False) -> str:

@@ -14,13 +14,12 @@
     messages    no prompt, only the whole conversation (for `hone sft`)
 
 Every row also gets the whole conversation as ``messages``, and the last answer (or a value extracted from it) as ground truth. Images of
-a row are kept in a column ``images``, with the content of their files.
+a row are kept in a column ``images``, with the content of their files. Other columns stay, for rewards that take them by name.
 """
 
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data.answers import after_hashes, boxed, find_numbers, read_number
-from hone.data.files import read_all
+from hone.data.files import column_of, read_all
 from hone.data.images import IMAGE_MARK, IMAGE_PARTS, read_image
 from hone.data.media import COLUMNS as MEDIA_COLUMNS
 from hone.data.messages import as_json, plain, with_arguments
@@ -43,6 +42,11 @@ from hone.errors import ConfigError, DataError, did_you_mean
 SOURCES = ("auto", "sharegpt", "openai", "alpaca", "csv")
 TARGETS = ("chat", "string", "multi-turn", "multimodal", "messages")
 _CONVERSATIONS = ("conversations", "conversation", "messages", "chat", "dialogue", "dialog")
+_CONSUMED = {
+    *(*_CONVERSATIONS, SYSTEM, "system", "instruction", "input", "output", "answer", "tools", "extra_info"),
+    *(name for names in MEDIA_COLUMNS.values() for name in names),
+}
+"""Columns whose content the converted row has elsewhere."""
 _MEDIA = re.compile(r"<(image|video|audio)>")
 
 
@@ -98,7 +102,8 @@ def convert(files: Sequence[Path], out: Path, options: Conversion) -> tuple[int,
             )
     rows, left_out = [], {}
     for file in files:
-        for record in _records(file, options):
+        for stored in read_all(file, as_stored=True):
+            record = {name: plain(value) for name, value in stored.values.items()}
             row = _row(record, file, len(rows), options, as_text=out.suffix != ".parquet")
             if isinstance(row, str):
                 left_out[row] = left_out.get(row, 0) + 1
@@ -111,20 +116,6 @@ def convert(files: Sequence[Path], out: Path, options: Conversion) -> tuple[int,
         )
     _write(rows, out)
     return len(rows), left_out
-
-
-def _records(file: Path, options: Conversion) -> Iterator[dict[str, Any]]:
-    if file.suffix.lower() in (".csv", ".tsv"):
-        try:
-            with file.open(encoding="utf-8-sig", newline="") as stream:
-                yield from csv.DictReader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise DataError(
-                f"cannot be read as CSV: {error}", where=str(file), fix="write the file again, in UTF-8"
-            ) from error
-        return
-    for row in read_all(file, as_stored=True):
-        yield {name: plain(value) for name, value in row.values.items()}
 
 
 def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, as_text: bool) -> dict[str, Any] | str:
@@ -150,8 +141,10 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
         schemas = schemas_in_full(record["tools"])
         tools["tools"] = schemas if isinstance(schemas, str) else json.dumps(schemas, ensure_ascii=False)
     shown: dict[str, Any] = ({"images": images} if images else {}) | tools
+    others = {name: value for name, value in record.items() if name not in {*_CONSUMED, options.question}}
     if options.target == "messages":
-        return _miscounted(messages, images) or {"messages": messages, "data_source": options.data_source} | shown
+        made = {"messages": messages, "data_source": options.data_source} | shown
+        return _miscounted(messages, images) or others | made
     if "user" not in roles[:last]:
         return "without a question"
     end = roles.index("assistant", roles.index("user")) if options.target in ("chat", "string") else last
@@ -162,11 +155,12 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
     shaped: Any = prompt
     if options.target == "string":
         shaped = "\n\n".join(message["content"] for message in prompt)
-    row = {
+    extra = record.get("extra_info")
+    row = others | {
         "prompt": shaped,
         "data_source": options.data_source,
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"index": number, "answer": answer},
+        "extra_info": {**(extra if isinstance(extra, dict) else {}), "index": number, "answer": answer},
     }
     if options.target != "multimodal":
         return _miscounted(prompt, images) or row | {"messages": messages} | shown
@@ -199,7 +193,7 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
     question, answer = (
         ("\n\n".join(part for part in (record.get("instruction"), record.get("input")) if part), record.get("output"))
         if source == "alpaca"
-        else (_column(record, options.question), _column(record, options.answer))
+        else (column_of(record, options.question), column_of(record, options.answer))
     )
     if not str(question or "").strip() or not str(answer or "").strip():
         return "without question or answer"
@@ -208,21 +202,13 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
     return [*first, {"role": "user", "content": str(question)}, {"role": "assistant", "content": str(answer)}]
 
 
-def _column(record: dict[str, Any], name: str) -> Any:
-    """Return a column, or a field of a column of objects: ``extra_info.question``."""
-    value: Any = record
-    for part in [name] if name in record else name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
 def _source_of(record: dict[str, Any], file: Path, options: Conversion) -> str:
     turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list) and record[name]), None)
     if turns and isinstance(turns[0], dict):
         return "sharegpt" if is_sharegpt(turns) else "openai"
     if "instruction" in record and "output" in record:
         return "alpaca"
-    if all(name in record or _column(record, name) is not None for name in (options.question, options.answer)):
+    if all(name in record or column_of(record, name) is not None for name in (options.question, options.answer)):
         return "csv"
     raise DataError(
         f"the format is not recognized; the columns are {', '.join(record) or '(none)'}",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.config.data import CustomDatasetConfig, DataConfig
-from hone.data.files import EVERY_COLUMN, Row, RowReader, read_rows
+from hone.data.files import EVERY_COLUMN, Row, RowReader, answer_columns, read_rows, with_answer
 from hone.data.media import refuse_media
 from hone.data.messages import plain
 from hone.data.sampler import EpochSampler
@@ -36,12 +36,14 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
         defaults: Mapping[str, Any] | None = None,
         max_rows: int = -1,
         refused: Collection[str] = (),
+        answer_key: str | None = None,
     ) -> list[Row]:
         name = custom.name or str(custom.path)
         arguments = {"data_files": files, "tokenizer": tokenizer, "config": data, "max_samples": max_rows}
         dataset = _loaded(custom.path, custom.name, arguments, "data.custom_cls")
         length = _guarded("data.custom_cls", name, lambda: len(dataset))
-        wanted = None if tuple(optional) == EVERY_COLUMN else {*required, *optional, *(defaults or {})}
+        named = {*required, *optional, *(defaults or {}), *answer_columns(answer_key)}
+        wanted = None if tuple(optional) == EVERY_COLUMN else named
         rows = []
         for number in range(length if max_rows < 0 else min(length, max_rows)):
             where = f"{name}, row {number}"
@@ -59,7 +61,8 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
             if refused:
                 refuse_media(columns, where, refused)
             chosen = {name: value for name, value in values.items() if wanted is None or name in wanted}
-            rows.append(Row(f"row:{number}", where, {**(defaults or {}), **to_messages(chosen, where)}))
+            chosen = with_answer({**(defaults or {}), **to_messages(chosen, where)}, answer_key)
+            rows.append(Row(f"row:{number}", where, chosen))
         return rows
 
     return read

@@ -1,10 +1,11 @@
-"""Read dataset files: parquet, json (a list of objects), jsonl (one object per line), and arrow.
+"""Read dataset files: parquet, json (a list of objects), jsonl (one object per line), csv, tsv, and arrow.
 
 A directory that `datasets.Dataset.save_to_disk` wrote is read like its arrow files.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -22,7 +23,8 @@ from hone.errors import DataError, did_you_mean
 from hone.progress import tracked
 from hone.text import check_valid, json_lines
 
-SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
+SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".tsv")
+_TABLES = (".csv", ".tsv")
 EVERY_COLUMN = ("*",)  # value of ``optional`` that reads every column
 RowReader = Callable[..., "list[Row]"]  # function with the arguments of :func:`read_rows`
 _MOST_LISTED = 10
@@ -64,6 +66,7 @@ def read_rows(
     bad_lines: BadLines | None = None,
     as_stored: bool = False,
     refused: Collection[str] = (),
+    answer_key: str | None = None,
 ) -> list[Row]:
     """Read the named columns of all ``files``, in order.
 
@@ -78,6 +81,7 @@ def read_rows(
         bad_lines: collects the lines of JSON lines that are not JSON, which are left out; None raises an error for the first.
         as_stored: return columns and values as the files have them.
         refused: kinds of media (:data:`~hone.data.media.KINDS`) that no row may have, in any column.
+        answer_key: column of the right answer, see :func:`with_answer`; every file must have it.
 
     Raises:
         MediaError: a row has media of a refused kind.
@@ -91,20 +95,22 @@ def read_rows(
     rows: list[Row] = []
     if optional == EVERY_COLUMN:
         optional = tuple(dict.fromkeys(column for path in paths for column in _columns(path)))
-    optional = (*optional, *(defaults or {}))
+    optional = (*optional, *(defaults or {}), *answer_columns(answer_key))
     wanted = {*required, *optional}
     more = () if as_stored else (SYSTEM, *(other for name in wanted for other in COLUMNS.get(name, ())))
     more += tuple(column for kind in refused for column in media.COLUMNS[kind])
     for number, path in enumerate(paths):
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
         for index, values in enumerate(_records(path, required, (*optional, *more), bad_lines)):
+            if index == 0 and answer_key is not None and not {*answer_columns(answer_key)} & values.keys():
+                _check_columns(path, _columns(path), (answer_key,))
             if max_rows >= 0 and len(rows) >= max_rows:
                 return rows
             where = f"{path}, row {index}"
             if refused:
                 media.refuse_media(values, where, refused)
             read = values if as_stored else to_messages(_under_wanted_names(values, wanted), where)
-            chosen = {column: value for column, value in read.items() if column in wanted}
+            chosen = with_answer({column: value for column, value in read.items() if column in wanted}, answer_key)
             rows.append(Row(f"{name}:{index}", where, {**(defaults or {}), **chosen}, path.parent))
     return rows
 
@@ -118,21 +124,41 @@ def _under_wanted_names(values: dict[str, Any], wanted: set[str]) -> dict[str, A
     return values
 
 
-def read_all(
-    files: Sequence[str | Path] | str | Path, bad_lines: BadLines | None = None, *, as_stored: bool = False
-) -> list[Row]:
-    """Read every column of all ``files``, in order; ``bad_lines`` and ``as_stored`` as for :func:`read_rows`. Raises
-    DataError: as :func:`read_rows`.
-    """
+def read_all(files: Sequence[str | Path] | str | Path, bad_lines: BadLines | None = None, **options: Any) -> list[Row]:
+    """Read every column of all ``files``, in order; ``options`` (as_stored, answer_key) and errors as of :func:`read_rows`."""
     rows: list[Row] = []
     listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     files = [part for path in listed for part in _parts(path)]
     for file in tracked(files, "reading files", len(files)):
         columns = _columns(file)
-        if not as_stored:
+        if not options.get("as_stored"):
             columns += [name for name, others in COLUMNS.items() if name not in columns and {*others} & {*columns}]
-        rows += read_rows(file, required=(), optional=columns, bad_lines=bad_lines, as_stored=as_stored)
+        rows += read_rows(file, required=(), optional=columns, bad_lines=bad_lines, **options)
     return rows
+
+
+NO_SOURCE = "default"  # data source of rows without a column of data sources; a reward function of the run scores them
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
+"""Columns that may hold the right answer; none is taken without ``data.answer_key``."""
+
+
+def answer_columns(answer_key: str | None) -> tuple[str, ...]:
+    """Return the columns that may hold the right answer named by a key: itself, or the one whose field it is."""
+    return () if answer_key is None else (answer_key, answer_key.partition(".")[0])
+
+
+def column_of(values: Mapping[str, Any], name: str) -> Any:
+    """Return a column, or a field of a column of objects, as in ``extra_info.question``."""
+    value: Any = values
+    for part in [name] if name in values else name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def with_answer(values: dict[str, Any], answer_key: str | None) -> dict[str, Any]:
+    """Return a row whose ``reward_model.ground_truth`` is the column ``answer_key``; unchanged without a key."""
+    truth = {} if answer_key is None else {"reward_model": {"ground_truth": column_of(values, answer_key)}}
+    return {**values, **truth}
 
 
 def _columns(path: Path) -> list[str]:
@@ -142,6 +168,8 @@ def _columns(path: Path) -> list[str]:
             return pq.read_schema(path).names
         if path.suffix == ".arrow":
             return _open_arrow(path).schema.names
+        if path.suffix.lower() in _TABLES:
+            return list(next(_csv(path, ())))
         text = path.read_text(encoding="utf-8-sig") if path.suffix in SUFFIXES else ""
         records = _json_records(path, text, BadLines()) if text else []
     except (pa.ArrowException, OSError, UnicodeDecodeError, DataError):
@@ -154,17 +182,16 @@ def _records(
 ) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         raise _not_a_file(path)
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in SUFFIXES and path.suffix.lower() not in _TABLES:
         kind = f"ends in '{path.suffix}'" if path.suffix else "has no file ending"
         forms = f"dataset files end in {', '.join(SUFFIXES)}; a dataset of the hub is named ORG/NAME"
-        table = path.suffix.lower() in (".csv", ".tsv")
-        raise DataError(
-            f"'{path}' {kind}", fix=f"hone data convert {path} --out NEW.parquet (see its --help)" if table else forms
-        )
+        raise DataError(f"'{path}' {kind}", fix=forms)
     if not path.exists():
         raise DataError(f"dataset file '{path}' does not exist", fix=_nearby(path))
     if path.suffix in (".parquet", ".arrow"):
         return (_parquet if path.suffix == ".parquet" else _arrow)(path, required, optional)
+    if path.suffix.lower() in _TABLES:
+        return _csv(path, required)
     return _json(path, required, optional, bad_lines)
 
 
@@ -288,6 +315,31 @@ def _json(
         if may_be_invalid:
             check_valid(values, f"{path}, row {number}")
         yield values
+
+
+def _csv(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table of text, whose first line names the columns; an empty cell is null."""
+    csv.field_size_limit(2**31 - 1)
+    number = -1
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            header = stream.readline()
+            stream.seek(0)
+            separator = "\t" if path.suffix.lower() == ".tsv" else ";" if header.count(";") > header.count(",") else ","
+            reader = csv.DictReader(stream, delimiter=separator, restval="")
+            _check_columns(path, reader.fieldnames or (), required)
+            for number, cells in enumerate(reader):
+                if None in cells:
+                    raise DataError(
+                        f"more cells than the {len(cells) - 1} columns; the first too many: {cells[None][0]!r:.60}",
+                        where=f"{path}, row {number} (line {reader.line_num})",
+                        fix='quote a cell that holds a separator or a line break: "a, b"',
+                    )
+                yield {name: cell if cell.strip() else None for name, cell in cells.items()}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise _unreadable(path, error) from error
+    if number < 0:
+        raise _empty(path)
 
 
 def _json_records(path: Path, text: str, bad_lines: BadLines | None) -> Iterable[Any]:

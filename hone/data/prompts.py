@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.files import EVERY_COLUMN, Row, RowReader, read_rows
+from hone.data.chat import strings_to_messages
+from hone.data.files import EVERY_COLUMN, NO_SOURCE, Row, RowReader, read_rows
 from hone.data.image_processor import ImageProcessor
 from hone.data.messages import check_messages, plain
 from hone.data.overlong import check_policy, overlong_rows, shortened
@@ -21,8 +22,6 @@ from hone.data.types import Sample
 from hone.errors import DataError
 
 log = logging.getLogger(__name__)
-
-NO_SOURCE = "default"  # data source of rows without a column of data sources; a reward function of the run scores them
 
 _OF_HONE = (
     "reward_model", "extra_info", "agent_name",
@@ -37,7 +36,7 @@ ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
 class PromptDataset:
     """Prompts of parquet or JSON files, rendered with the tokenizer's chat template.
 
-    Columns: ``prompt_key`` (chat messages; or a string, tokenized unchanged; or token ids, used unchanged), and optionally
+    Columns: ``prompt_key`` (chat messages; or a string; or token ids, used unchanged), and optionally
     ``reward_fn_key`` (:data:`NO_SOURCE` by default), ``reward_model`` (its ``ground_truth``), ``extra_info`` (a dict) and
     ``agent_name``. The constructor reads and
     tokenizes everything, so that a bad row is reported before the first step.
@@ -52,9 +51,12 @@ class PromptDataset:
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         image_key: column of the images, see :mod:`hone.data.row_images`.
         image_processor: of the model; None for a model of text, whose rows have no images.
+        answer_key: column of the right answer; None: ``reward_model.ground_truth``.
+        strings_as_messages: show strings by the chat template, see :func:`~hone.data.chat.strings_to_messages`.
 
     Attributes:
         dropped: number of rows left out because they are too long; of truncated ones, those that would lose tokens of an image.
+        strings: number of strings shown as messages, and the places of those that are left alone because they were rendered before.
 
     Raises:
         DataError: a file, column or row is wrong, or a prompt is too long under the policy ``error``.
@@ -76,6 +78,8 @@ class PromptDataset:
         read: RowReader | None = None,
         image_key: str = "images",
         image_processor: ImageProcessor | None = None,
+        answer_key: str | None = None,
+        strings_as_messages: bool = True,
     ) -> None:
         check_policy(truncation)
         images = RowImages(image_key, image_processor)
@@ -87,13 +91,17 @@ class PromptDataset:
             defaults={reward_fn_key: NO_SOURCE},
             max_rows=max_samples,
             refused=images.refused,
+            answer_key=answer_key,
         )
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
+        texts = [row.values[prompt_key] if isinstance(row.values[prompt_key], str) else None for row in rows]
+        templated = tokenizer if strings_as_messages else None
+        self.strings = strings_to_messages(rows, prompt_key, templated, chat_template_kwargs)
         samples = [_sample(row, prompt_key, reward_fn_key, all_columns, images) for row in rows]
         prompts = [plain(row.values[prompt_key]) for row in rows]
         _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, tools_of or _no_tools)
-        for sample, row in zip(samples, rows, strict=True):
+        for sample, row, sample.text in zip(samples, rows, texts, strict=True):
             sample.prompt_ids = images.expand(sample.prompt_ids, sample.images, row.where)
             if not sample.prompt_ids:
                 raise DataError("the prompt has no tokens", where=row.where, fix="remove the row")
@@ -229,13 +237,19 @@ def scored_rows(
     limit: int,
     messages_key: str = "messages",
     prompt_key: str = "prompt",
+    answer_key: str | None = None,
 ) -> list[ScoredRow]:
     """Read up to ``limit`` rows among the first 2000, taking the data sources in turn.
 
     Raises DataError: a file cannot be read.
     """
     rows = read_rows(
-        files, required=(), optional=EVERY_COLUMN, defaults={reward_fn_key: NO_SOURCE}, max_rows=_LOOKED_AT
+        files,
+        required=(),
+        optional=EVERY_COLUMN,
+        defaults={reward_fn_key: NO_SOURCE},
+        max_rows=_LOOKED_AT,
+        answer_key=answer_key,
     )
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -245,10 +259,10 @@ def scored_rows(
     return [_scored(row, reward_fn_key, messages_key, prompt_key) for row in chosen]
 
 
-def samples_by_uid(files: Sequence[str | Path], *, reward_fn_key: str) -> dict[str, Sample]:
+def samples_by_uid(files: Sequence[str | Path], *, reward_fn_key: str, prompt_key: str = "prompt") -> dict[str, Sample]:
     """Return every row of the files as a reward receives it, by its uid, without prompt tokens."""
     rows = read_rows(files, required=(), optional=EVERY_COLUMN, defaults={reward_fn_key: NO_SOURCE})
-    return {row.uid: _scored(row, reward_fn_key, "messages", "prompt").sample for row in rows}
+    return {row.uid: _scored(row, reward_fn_key, "messages", prompt_key).sample for row in rows}
 
 
 def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) -> ScoredRow:
@@ -263,6 +277,7 @@ def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) ->
         ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
         extra_info={**other_columns(row, prompt_key, reward_fn_key), **extra},
         agent_name=row.values.get("agent_name"),
+        text=prompt if isinstance(prompt, str) else None,
     )
     messages = plain(row.values.get(messages_key))
     answers = [_last_answer(messages)]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hone.data.checks.rows import is_missing, text_of
+from hone.data.checks.rows import is_missing, text_of, truth_of
 from hone.data.files import Row
 from hone.data.media import PARTS
 from hone.data.messages import plain
@@ -38,7 +38,7 @@ def statistics(rows: Sequence[Row], *, prompt_key: str, messages_key: str, rewar
             [len(str(message.get("content") or "")) for message in answers]
         )
     if "reward_model" in columns:
-        truths = [_truth(row) for row in rows]
+        truths = [truth_of(row) for row in rows]
         kinds = Counter("missing" if is_missing(truth) else type(truth).__name__ for truth in truths)
         report["ground_truths"] = dict(kinds.most_common())
     return report
@@ -84,8 +84,3 @@ def _length(content: Any) -> int:
     if isinstance(content, list):
         return sum(len(str(part.get("text") or "")) for part in content if isinstance(part, dict))
     return len(str(content or ""))
-
-
-def _truth(row: Row) -> Any:
-    reward = plain(row.values.get("reward_model"))
-    return reward.get("ground_truth") if isinstance(reward, dict) else None

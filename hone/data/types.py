@@ -37,7 +37,7 @@ class Sample:
 
     uid: str  # identity of the row within its dataset; names the prompt group
     prompt_ids: list[int]  # token ids of the rendered prompt, chat template and generation prompt included
-    messages: list[dict[str, Any]] | None  # chat messages of the prompt, or None if the row had a string or token ids
+    messages: list[dict[str, Any]] | None  # chat messages of the prompt, or None if none were rendered
     data_source: str  # kind of problem; selects the scorer and groups validation metrics
     ground_truth: Any = None  # ``reward_model.ground_truth`` of the row, passed to the scorer
     # ``extra_info`` of the row, passed to the scorer; for an agent loop also ``tools_kwargs``,
@@ -45,6 +45,7 @@ class Sample:
     extra_info: dict[str, Any] = field(default_factory=dict)
     agent_name: str | None = None  # agent loop that plays the row; None: the run's default
     images: tuple[ImageData, ...] = ()  # images of the prompt, in order
+    text: str | None = None  # the prompt of a row that has a plain string, before it was a message
 
 
 def row_of(uid: str) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hone.data import checks
-from hone.data.files import BadLines, Row, read_all
+from hone.data.chat import strings_to_messages
+from hone.data.files import NO_SOURCE, BadLines, Row, read_all
 from hone.data.row_images import RowImages
 from hone.data.statistics import characters, mean_and_quantiles, statistics
 from hone.data.tokenizer import load_tokenizer
@@ -43,6 +44,7 @@ class DatasetOptions:
         "environment",
         "program",
     )
+    answer_key: str | None = None
 
 
 @dataclass
@@ -68,7 +70,7 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         ModelError: the tokenizer cannot be loaded.
     """
     bad_lines = BadLines()
-    rows, val = read_all(list(files), bad_lines), read_all(list(val_files), bad_lines)
+    rows, val = (read_all(list(split), bad_lines, answer_key=options.answer_key) for split in (files, val_files))
     columns = {name for row in rows for name in row.values}
     names = {"rl": options.prompt_key, "sft": options.messages_key, "prefer": "chosen"}
     kinds = [kind for kind, column in names.items() if column in columns]
@@ -82,6 +84,9 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             code="R42",
         )
     findings = list(_unreadable_lines(bad_lines))
+    if "rl" in kinds:
+        for row in (*rows, *val):
+            row.values.setdefault(options.reward_fn_key, NO_SOURCE)
     images = _row_images(options)
     findings += [*checks.media(rows, images.refused), *checks.media(val, images.refused)]
     shown = [checks.check_images(split, _columns(kinds, options), images) for split in (rows, val)]
@@ -154,15 +159,18 @@ def _unreadable_lines(bad_lines: BadLines) -> Iterator[Finding]:
 
 
 def _prompts(rows: list[Row], val: list[Row], options: DatasetOptions) -> Iterator[Finding]:
+    named = any(row.values[options.reward_fn_key] != NO_SOURCE for row in rows)  # else the run names scorer or function
     for split in (rows, val):
         yield from checks.prompts(split, options.prompt_key)
         yield from checks.source_names(split, options.reward_fn_key)
         yield from checks.tool_schemas(split, options.prompt_key)
         yield from checks.agent_names(split, options.agents)
         yield from checks.tool_names(split, ())
-        yield from checks.ground_truths(split, required=not options.custom_reward)
+        truths = checks.ground_truths(split, not options.custom_reward, answer_key=options.answer_key)
+        yield from (Finding(one.error, one.stops and (named or options.answer_key is not None)) for one in truths)
     if not options.custom_reward:
-        yield from unknown_sources([*rows, *val], options.reward_fn_key)
+        sources = unknown_sources([*rows, *val], options.reward_fn_key)
+        yield from (Finding(one.error, one.stops and named) for one in sources)
     yield from checks.duplicates(rows, options.prompt_key, options.image_key)
     yield from checks.overlap(rows, val, options.prompt_key, options.image_key)
     yield from checks.rare_sources(rows, options.reward_fn_key, options.batch_size)
@@ -251,9 +259,9 @@ def _tokens(
     numbered = [(number, row) for number, row in enumerate(rows) if row.values.get(key)]
     extra = [images.extra_tokens.get(number, 0) for number, _ in numbered]
     with_prompt = [
-        replace(row, values={**row.values, key: images.placed[number]}) if number in images.placed else row
-        for number, row in numbered
+        replace(row, values={**row.values, key: images.placed.get(number, row.values[key])}) for number, row in numbered
     ]
+    strings_to_messages(with_prompt, key, tokenizer)
     try:
         measured = checks.prompt_lengths(with_prompt, key, tokenizer, options.max_prompt_length, extra=extra)
         all_lengths = checks.prompt_lengths(with_prompt[:2000], key, tokenizer, 0, extra=extra)

@@ -14,7 +14,7 @@ from hone.data.model_settings import decoder_settings
 from hone.errors import ConfigError, DataError, Finding, HoneError, RewardError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
-from hone.preflight.reading import columns, defaults, file_list, read_model, required
+from hone.preflight.reading import answer_key, columns, defaults, file_list, read_model, required
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -190,6 +190,7 @@ class Evidence:
             return None
 
     def _read_rows(self, split: str, files: Any, most: int) -> list[Row]:
+        from hone.data.chat import strings_to_messages
         from hone.data.custom import row_reader
         from hone.data.media import COLUMNS, KINDS, MediaError
 
@@ -208,6 +209,7 @@ class Evidence:
                 defaults=defaults(self.config),
                 max_rows=most,
                 refused=refused,
+                answer_key=answer_key(self.config),
             )
         except MediaError as problem:
             self._media.append(problem)
@@ -216,6 +218,10 @@ class Evidence:
             return []
         if not all(column in row.values for row in rows[:1] for column in required(self.config)):
             return []
+        if isinstance(self.config, RLConfig) and self.config.data.strings_as_messages:
+            key, kwargs = self.config.data.prompt_key, self.config.data.apply_chat_template_kwargs
+            if any(isinstance(row.values.get(key), str) for row in rows):
+                strings_to_messages(rows, key, self.tokenizer, kwargs)
         loaded = self._row_images if self._reads_images else None
         if loaded is not None and not isinstance(loaded, DataError):
             self._media += _image_problems(loaded, rows, required(self.config))
@@ -294,8 +300,9 @@ def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
     """Return the findings about the reward of a run; none when a reward model alone gives the reward. ``thinks``: True
     if the policy writes thoughts, as its chat template says.
     """
+    from hone.data.checks.rows import is_missing
     from hone.data.prompts import scored_rows
-    from hone.rewards.bench import bench_findings, run_bench
+    from hone.rewards.bench import bench_findings, needs_truths, run_bench
 
     model = config.reward.reward_model
     if not config.preflight.reward_rows or (model.enable and model.combine == "replace"):
@@ -305,10 +312,15 @@ def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
             file_list(config.data.train_files),
             reward_fn_key=config.data.reward_fn_key,
             prompt_key=config.data.prompt_key,
+            answer_key=config.data.answer_key,
             limit=config.preflight.reward_rows,
         )
     except HoneError:
         return []  # R42 reports it
+    if needs_truths(config.reward):  # R44 reports rows without one
+        rows = [row for row in rows if not is_missing(row.sample.ground_truth)]
+    if not rows:
+        return []
     settings = replace(config.reward, timeout=min(config.reward.timeout, CALL_SECONDS))
     try:
         bench = run_bench(settings, rows, seconds=ALL_SECONDS, agentic=_plays_tools(config))

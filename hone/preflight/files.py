@@ -12,7 +12,7 @@ from hone.config.trees import AnyConfig, model_block
 from hone.data.model_settings import decoder_settings, read_settings
 from hone.errors import HoneError, ModelError
 from hone.hub.get import KNOWN_MODELS
-from hone.preflight.reading import file_list, read_json, read_model
+from hone.preflight.reading import answer_key, file_list, read_json, read_model
 from hone.preflight.rules import Finding, Findings, Stage, error, rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -37,7 +37,7 @@ def datasets(config: AnyConfig) -> Findings:
         )
     for file in [*file_list(data.train_files), *file_list(data.val_files)]:
         try:
-            read_rows(file, required=columns, max_rows=1)
+            read_rows(file, required=columns, max_rows=1, answer_key=answer_key(config))
         except HoneError as problem:
             yield Finding(problem, stops=True)
 

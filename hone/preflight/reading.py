@@ -10,6 +10,7 @@ from hone.config.derived import RunSpec
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
+from hone.data.files import NO_SOURCE
 from hone.data.model_settings import read_settings
 from hone.errors import ModelError
 
@@ -27,6 +28,11 @@ def columns(config: AnyConfig) -> tuple[str, ...]:
     )
 
 
+def answer_key(config: AnyConfig) -> str | None:
+    """Return the column of the right answer, which only RL reads."""
+    return config.data.answer_key if isinstance(config, RLConfig) else None
+
+
 def required(config: AnyConfig) -> tuple[str, ...]:
     """Return the columns that a row needs to be checked at all."""
     if isinstance(config, RLConfig):
@@ -36,8 +42,6 @@ def required(config: AnyConfig) -> tuple[str, ...]:
 
 def defaults(config: AnyConfig) -> dict[str, Any]:
     """Return the values of columns that a row may lack."""
-    from hone.data.prompts import NO_SOURCE  # slow to import
-
     return {config.data.reward_fn_key: NO_SOURCE} if isinstance(config, RLConfig) else {}
 
 

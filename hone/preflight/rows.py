@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,12 @@ from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block, parallel_block
-from hone.data.files import Row
-from hone.errors import ConfigError, DataError, Finding
+from hone.data.files import ANSWER_COLUMNS, Row, read_rows
+from hone.errors import ConfigError, DataError, Finding, HoneError
 from hone.generation.options import sends_adapter
 from hone.preflight.evidence import Evidence
 from hone.preflight.layouts import actor_processes
+from hone.preflight.reading import file_list
 from hone.preflight.rules import Check, Findings, Stage, error, rule
 from hone.training.backends.registry import BACKENDS, backend_of
 
@@ -123,16 +124,29 @@ def unknown_sources(rows: Sequence[Row], key: str) -> Findings:
 def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Findings:
     """Rows that a scorer scores have a ground truth that it can read."""
     from hone.data import checks
+    from hone.rewards.bench import needs_truths
 
     if _needs_no_scorer(config):
         return
-    reward = config.reward
-    built_in = reward.custom_reward_function.path is None and not reward.terms and _needs_truth(reward.scorer)
+    built_in = needs_truths(config.reward)
     for rows in (evidence.train_rows, evidence.val_rows):
         scored = [row for row in rows if not _brings_reward(evidence, row)]
         yield from checks.ground_truths(
-            scored, built_in, _ground_truth_problem(config) if built_in else lambda row, truth: None
+            scored,
+            built_in,
+            _ground_truth_problem(config) if built_in else lambda row, truth: None,
+            answer_key=config.data.answer_key,
+            others=lambda: _answer_columns(config),
         )
+
+
+def _answer_columns(config: RLConfig) -> Collection[str]:
+    """Return the columns of the training files' first row that may hold the right answer."""
+    try:
+        (row,) = read_rows(file_list(config.data.train_files), required=(), optional=ANSWER_COLUMNS, max_rows=1)
+    except HoneError:
+        return ()
+    return row.values
 
 
 @rule("R46", Stage.FILES)
@@ -172,13 +186,6 @@ def _needs_no_scorer(config: RLConfig) -> bool:
     """Return whether a reward model alone gives the reward, or teachers alone change the policy."""
     judged_alone = config.reward.reward_model.enable and config.reward.reward_model.combine == "replace"
     return judged_alone or not RunSpec(config).learns_from_reward
-
-
-def _needs_truth(scorer: str | None) -> bool:
-    """Return whether the scorer of all rows, or that of each data source, compares with a ground truth."""
-    from hone.rewards.scorers import SCORERS
-
-    return scorer is None or scorer not in SCORERS or SCORERS.get(scorer).needs_truth
 
 
 def _ground_truth_problem(config: RLConfig) -> Any:

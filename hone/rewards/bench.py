@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from hone.config.reward import RewardConfig
-from hone.data.checks.rows import is_missing
+from hone.data.checks.rows import answer_fix, is_missing
 from hone.data.episode_log import EpisodeEnd
 from hone.data.prompts import ScoredRow
 from hone.data.types import StopReason, Trajectory
@@ -18,6 +18,7 @@ from hone.errors import Finding, RewardError
 from hone.rewards.manager import RewardManager, logger
 from hone.rewards.probes import FORMS, PRINTS, Probe, after_thoughts, is_agentic, ordinary, traps, with_episodes
 from hone.rewards.score import Cause, Score
+from hone.rewards.scorers import SCORERS
 from hone.rewards.target import HAVE
 
 
@@ -158,6 +159,19 @@ def bench_findings(
         sequences: responses scored per step; 0 if unknown.
         thinks: whether the policy writes thoughts. None, unknown: right answers that fail after a thought are only a warning.
     """
+    if (
+        needs_truths(config)
+        and bench.trials
+        and all(is_missing(one.probe.sample.ground_truth) for one in bench.of_kinds(*ORDINARY))
+    ):
+        yield _finding(
+            "R49",
+            f"no ground truth is known of {bench.rows} rows, so no right answer could be tried",
+            why="answers to these prompts cannot be scored as right or wrong",
+            fix=answer_fix(bench.trials[0].probe.sample.extra_info)
+            or "data.answer_key=COLUMN names the column of right answers",
+        )
+        return
     yield from _failures(bench, config)
     yield from _returns(bench, config)
     yield from _golden(bench)
@@ -168,6 +182,12 @@ def bench_findings(
     yield from _programs(bench)
     yield from _scale(bench)
     yield from _time(bench, config, sequences)
+
+
+def needs_truths(reward: RewardConfig) -> bool:
+    """Return whether only built-in scorers score, and they compare with a ground truth."""
+    built_in, name = reward.custom_reward_function.path is None and not reward.terms, reward.scorer
+    return built_in and (name is None or name not in SCORERS or SCORERS.get(name).needs_truth)
 
 
 def _failures(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
@@ -229,13 +249,20 @@ def _golden(bench: Bench) -> Iterator[Finding]:
     golden = {uid: best for uid, best in bench.best("golden").items() if uid in with_truth}
     every = bench.totals(*ORDINARY, "episode")
     if len(every) > 1 and len(set(every)) == 1:
+        untried = not bench.of_kinds("golden")
+        fix = "run `hone reward test`, which shows every answer given to the function"
+        if untried:
+            fix = "data.answer_key=COLUMN if a column holds the right answers, else preflight.allow=[R49]"
         yield _finding(
             "R49",
             f"the reward is {every[0]:g} for all {len(every)} answers to {bench.rows} rows"
             + (f": correct ones in {len(FORMS)} forms, wrong ones, garbage, empty ones" if golden else "")
-            + (", and episodes that went badly" if bench.of_kinds("episode") else ""),
-            why="a constant reward gives no learning signal",
-            fix="run `hone reward test`, which shows every answer given to the function",
+            + (", and episodes that went badly" if bench.of_kinds("episode") else "")
+            + ("; no ground truth is known, so no right answer could be tried" if untried else ""),
+            why="whether a right answer gets more is not known"
+            if untried
+            else "a constant reward gives no learning signal",
+            fix=fix if with_truth else answer_fix(bench.trials[0].probe.sample.extra_info) or fix,
             stops=bool(golden),
         )
         return

@@ -63,11 +63,12 @@ def _tokens(trajectory: Trajectory) -> dict[str, int]:
 def conversation(trajectory: Trajectory) -> dict[str, Any]:
     """Return what TRL's functions receive besides: messages of the prompt, of the episode after it, and the response's token ids.
 
-    The messages of the prompt are None if it was text or token ids; those of the episode if it was one answer.
+    The prompt is text where the row's was, and None for token ids; the messages of the episode are None if it was one answer.
     """
     episode = trajectory.episode
     turns = None if episode is None or episode.is_plain else episode.messages or None
-    return {"prompt": trajectory.sample.messages, "turns": turns, "ids": list(trajectory.response_ids)}
+    prompt = trajectory.sample.text if turns is None else None
+    return {"prompt": prompt or trajectory.sample.messages, "turns": turns, "ids": list(trajectory.response_ids)}
 
 
 def with_conversation(trajectory: Trajectory) -> dict[str, Any]:

@@ -273,7 +273,7 @@ class Adapted:
         names = dict.fromkeys(name for extra in extras for name in extra)
         columns = {name: [extra.get(name) for extra in extras] for name in names}
         completions = [
-            text if one["prompt"] is None else one["turns"] or [{"role": "assistant", "content": text}]
+            one["turns"] or [{"role": "assistant", "content": text}] if isinstance(one["prompt"], list) else text
             for text, one in zip(texts, held, strict=True)
         ]
         columns |= {"prompts": [one["prompt"] for one in held], "completions": completions, "data_source": sources}

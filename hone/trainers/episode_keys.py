@@ -25,12 +25,14 @@ class EpisodeKeys:
     Attributes:
         template_kwargs: extra arguments of the chat template.
         run: directory of the run whose configuration is used, or None.
+        strings_as_messages: as ``data.strings_as_messages``.
     """
 
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     run: Path | None = None
+    strings_as_messages: bool = True
 
 
 def episode_keys(model: Path, overrides: Sequence[str]) -> EpisodeKeys:
@@ -48,7 +50,10 @@ def episode_keys(model: Path, overrides: Sequence[str]) -> EpisodeKeys:
     where = {} if run is None else {"config_path": run, "config_name": "config"}
     config = load_config(RLConfig, words, **where)
     rollout = config.actor_rollout_ref.rollout
-    return EpisodeKeys(rollout.multi_turn, rollout.agent, config.data.apply_chat_template_kwargs, run)
+    data = config.data
+    return EpisodeKeys(
+        rollout.multi_turn, rollout.agent, data.apply_chat_template_kwargs, run, data.strings_as_messages
+    )
 
 
 def run_of(model: Path) -> Path | None:
@@ -63,10 +68,12 @@ def run_of(model: Path) -> Path | None:
 def _full_override(word: str) -> str:
     """Return an override with its full key."""
     key = word.lstrip("+~").removeprefix(_ROLLOUT)
+    if key.startswith("data.strings_as_messages="):
+        return word
     if key.partition(".")[0] not in _BLOCKS:
         raise ConfigError(
             f"'{word}' is not a key of episodes",
-            why="`hone eval` takes a model, data and options; its keys configure only multi-turn episodes",
+            why="`hone eval` takes a model, data and options; its keys name files and columns, or configure episodes",
             fix="use a key of multi_turn or agent, as in multi_turn.enable=true multi_turn.tool_config_path=tools.yaml",
         )
     sign = word[: len(word) - len(word.lstrip("+~"))]

@@ -26,6 +26,7 @@ from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
 from hone.data.assistant_mask import end_of_turn
 from hone.data.chat import render_prompt
+from hone.data.checks.rows import is_missing
 from hone.data.image_processor import load_image_processor
 from hone.data.prompts import PromptDataset
 from hone.data.seeding import derive_seed
@@ -43,7 +44,7 @@ from hone.models.loading import load_policy
 from hone.progress import progress
 from hone.rewards.manager import RewardManager, share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
-from hone.trainers.inputs import reads_columns, report_contract, self_scored_by
+from hone.trainers.inputs import reads_columns, report_contract, self_scored_by, show_first_prompt
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.releases import Shelf
@@ -68,6 +69,9 @@ class EvaluationRequest:
     seed: int = 1
     dtype: str = "auto"
     episodes: EpisodeKeys = field(default_factory=EpisodeKeys)
+    prompt_key: str = "prompt"
+    answer_key: str | None = None
+    reward_fn_key: str = "data_source"
 
 
 def run_evaluation(request: EvaluationRequest) -> Evaluation:
@@ -87,8 +91,8 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     dataset = PromptDataset(
         local_files(request.files, "val"),
         tokenizer,
-        prompt_key="prompt",
-        reward_fn_key="data_source",
+        prompt_key=request.prompt_key,
+        reward_fn_key=request.reward_fn_key,
         max_prompt_length=request.max_prompt_length,
         truncation="error",
         max_samples=request.max_samples,
@@ -96,9 +100,16 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         tools_of=tools_of(context),
         all_columns=reads_columns(request.reward),
         image_processor=images,
+        answer_key=request.answer_key,
+        strings_as_messages=keys.strings_as_messages,
     )
+    show_first_prompt(dataset, tokenizer)
     engine, _ = open_model(str(actor), max_model_len, request.dtype)
     samples = [dataset[row] for row in range(len(dataset))]
+    empty = [sample.uid for sample in samples if request.answer_key and is_missing(sample.ground_truth)]
+    if empty:
+        where = f"column '{request.answer_key}' is empty in {len(empty)} of {len(samples)} rows; the first: {empty[0]}"
+        log.warning("%s. A scorer gives no verdict there", where)
     rewards = RewardManager(request.reward)
     try:
         rewards.check(dataset.data_sources(), self_scored_by(context, samples))

@@ -19,7 +19,7 @@ from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
 from hone.data.custom import row_reader
 from hone.data.prompts import PromptDataset, ToolsOf
-from hone.data.tokenizer import stop_tokens
+from hone.data.tokenizer import decoded, stop_tokens
 from hone.data.types import Sample
 from hone.errors import DataError
 from hone.generation.constraints import configured_constraint
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hone.agents.context import EpisodeContext
 
 log = logging.getLogger(__name__)
+
+_SHOWN = 400  # characters of the first prompt
 
 
 def file_list(files: Any) -> list[str]:
@@ -76,7 +78,23 @@ def _prompt_dataset(
         read=row_reader(data.custom_cls, data, tokenizer),
         image_key=data.image_key,
         image_processor=run_image_processor(config, tokenizer),
+        answer_key=data.answer_key,
+        strings_as_messages=data.strings_as_messages,
     )
+
+
+def show_first_prompt(dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say how plain strings are shown to the model, and the first prompt as it reads it."""
+    sample, (wanted, kept) = dataset[0], dataset.strings
+    if wanted:
+        raw = "data.strings_as_messages=false leaves them as they are"
+        log.info("%d prompts are plain strings: each is the user's message in the chat template (%s)", wanted, raw)
+    if kept:
+        what = "prompts hold special tokens of the chat template, so they stay as they are; the first"
+        log.warning("%d %s: %s", len(kept), what, kept[0])
+    shown = decoded(tokenizer, sample.prompt_ids)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN // 2]} ... {shown[-_SHOWN // 2 :]}"
+    log.info("the first prompt (%s, %d tokens): %r", sample.uid, len(sample.prompt_ids), shown)
 
 
 def run_contract(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

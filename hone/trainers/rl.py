@@ -40,7 +40,14 @@ from hone.insight.stop_requests import (
 )
 from hone.trainers.algorithm import Algorithm
 from hone.trainers.attempts import supervised
-from hone.trainers.inputs import prompt_dataset, report_contract, run_contract, self_scored, training_sampling
+from hone.trainers.inputs import (
+    prompt_dataset,
+    report_contract,
+    run_contract,
+    self_scored,
+    show_first_prompt,
+    training_sampling,
+)
 from hone.trainers.session import RunSession, session_steps
 from hone.trainers.stages import StepState, check_stages, run_stages
 from hone.trainers.step_metrics import memory_metrics, overhead_metrics
@@ -144,6 +151,7 @@ class RLTrainer(Algorithm):
         resume, tokenizer = self.session.resumed_from, run_tokenizer(config)
         self.step = resume.step if resume else 0
         dataset = prompt_dataset(config, config.data.train_files, tokenizer, config.data.train_max_samples)
+        show_first_prompt(dataset, tokenizer)
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         sampler = make_sampler(config.data, dataset, seed)
         total_steps = session_steps(config.trainer, sampler.steps_per_epoch)

@@ -11,6 +11,7 @@ import nbformat
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from nbclient import NotebookClient
 from support.patience import LONG
 from support.world import World
@@ -123,3 +124,32 @@ def test_a_reward_from_a_notebook_cell(world: World, tmp_path: Path) -> None:
     assert any("finished 1" in output.get("text", "") for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert "function:digits" in hone.Run(tmp_path / "run").record["rewards"]
+
+
+def test_own_columns_and_a_run_as_the_model(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table with a plain question and answer trains; its run is the model of the next runs, also with an adapter."""
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    (folder / "sätze.csv").write_text("frage,antwort,n\n" + "".join(f"copy {n:04b},{n:04b},{n}\n" for n in range(8)))
+    keys = {"prompt_key": "frage", "answer_key": "antwort", "steps": 1, "n": 2, **SHAPE}
+
+    def reward(completions: list[str], ground_truth: list[str], n: list[str], **columns: object) -> list[float]:
+        assert [f"{int(number):04b}" for number in n] == ground_truth
+        return [float(text == truth) for text, truth in zip(completions, ground_truth, strict=True)]
+
+    first = hone.train(str(world.model), folder / "sätze.csv", reward=reward, out=tmp_path / "first", **keys)
+    said = capsys.readouterr().err.splitlines()
+    assert sum("8 prompts are plain strings" in line for line in said) == 1
+    assert any(
+        line.startswith("the first prompt (sätze:0,") and "<|im_start|>user\\ncopy 0000" in line for line in said
+    )
+    second = hone.train(
+        str(first.path), folder / "sätze.csv", reward="exact", out=tmp_path / "second", lora_rank=4, **keys
+    )
+    third = hone.sft(str(second.path), world.conversations, steps=1, out=tmp_path / "third", train_batch_size=8)
+    block = yaml.safe_load((third.path / "config.yaml").read_text())["model"]
+    assert Path(block["path"]) == Path(first.model_path) and Path(block["lora_adapter_path"]) == Path(second.model_path)
+    metrics = hone.evaluate(
+        third, folder / "sätze.csv", reward="exact", prompt_key="frage", answer_key="antwort", max_response_length=8
+    )
+    assert "val-core/default/acc/mean@1" in metrics

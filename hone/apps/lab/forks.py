@@ -213,10 +213,11 @@ class Continuations:
 
 def _recorded(folder: Path, config: RLConfig, request: ForkRequest) -> tuple[int, dict[str, Any], list[Trajectory]]:
     """Return step, record and segments of the episode to fork."""
-    files = file_list(config.data.train_files)
+    data = config.data
+    columns = {"reward_fn_key": data.reward_fn_key, "prompt_key": data.prompt_key}
     rows = [
         (step, record, trajectory)
-        for step, record, trajectory in stored_episodes(folder / "rollouts", files, config.data.reward_fn_key)
+        for step, record, trajectory in stored_episodes(folder / "rollouts", file_list(data.train_files), **columns)
         if record["uid"] == request.uid and request.step in (None, step) and request.index in (None, record["index"])
     ]
     if not rows:

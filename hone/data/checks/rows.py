@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import render_texts, token_counts
-from hone.data.files import Row
+from hone.data.files import ANSWER_COLUMNS, NO_SOURCE, Row
 from hone.data.media import KINDS, media_error, media_of
 from hone.data.messages import check_messages, plain, unwrapped
 from hone.data.row_images import PlaceError, RowImages
@@ -395,11 +395,12 @@ def unknown_sources(
     for source, count in counts.most_common():
         if not is_known(source):
             what = f"data_source '{source}' ({count} rows) has no reward. {did_you_mean(source, known)}"
+            what = f"{count} rows name no data source, so no scorer" if source == NO_SOURCE else what
             yield Finding(
                 DataError(
                     what,
                     why="answers to these rows cannot be scored",
-                    fix="rewrite the column, or reward.scorer=NAME for all rows, or "
+                    fix="write the column, or reward.scorer=NAME for all rows, or "
                     "reward.custom_reward_function.path=FILE.py",
                     where=key,
                     code="R43",
@@ -409,20 +410,31 @@ def unknown_sources(
 
 
 def ground_truths(
-    rows: Sequence[Row], required: bool, complaint: Callable[[Row, Any], str | None] = lambda row, truth: None
+    rows: Sequence[Row],
+    required: bool,
+    complaint: Callable[[Row, Any], str | None] = lambda row, truth: None,
+    *,
+    answer_key: str | None = None,
+    others: Callable[[], Collection[str]] = tuple,
 ) -> Iterator[Finding]:
     """Report rows without a ground truth, or with one that the scorer cannot read.
 
     Args:
         required: whether every row needs one (true for built-in scorers; a custom function may not need it).
         complaint: returns the problem with the ground truth of a row, or None.
+        answer_key: column that the ground truths are of.
+        others: returns columns that the rows lack, but the files have; one may hold the answers if no row has a ground truth.
     """
-    tally = Tally(len(rows))
-    for row in rows:
-        reward = row.values.get("reward_model")
-        truth = unwrapped(reward.get("ground_truth")) if isinstance(reward, dict) else None
+    tally, truths = Tally(len(rows)), [truth_of(row) for row in rows]
+    problem = PROBLEMS["no_truth"] if required else PROBLEMS["some_truth"]
+    if all(map(is_missing, truths)):
+        if not required:
+            return
+        columns = {*others(), *(name for row in rows for name in row.values)}
+        problem = replace(problem, fix=answer_fix(columns) or problem.fix)
+    for row, truth in zip(rows, truths, strict=True):
         if is_missing(truth):
-            tally.add(row, PROBLEMS["no_truth"] if required else PROBLEMS["some_truth"])
+            tally.add(row, problem, f"column '{answer_key}'" if answer_key else "")
         elif reason := complaint(row, truth):
             unread = Problem(
                 "R44",
@@ -431,9 +443,19 @@ def ground_truths(
                 "write it as the scorer expects it",
             )
             tally.add(row, unread, f"{str(truth)[:60]!r}: {reason}")
-    if not required and tally.counts.get(PROBLEMS["some_truth"], 0) == len(rows):
-        return
     yield from tally.findings()
+
+
+def truth_of(row: Row) -> Any:
+    """Return the ground truth of a row; None without one."""
+    reward = plain(row.values.get("reward_model"))
+    return unwrapped(reward.get("ground_truth")) if isinstance(reward, dict) else None
+
+
+def answer_fix(columns: Collection[str]) -> str:
+    """Return how to name the right answers, if a column may hold them; else an empty text."""
+    named = next((name for name in ANSWER_COLUMNS if name in columns), None)
+    return f"data.answer_key={named}, if the column '{named}' holds the right answers" if named else ""
 
 
 def is_missing(truth: Any) -> bool:
@@ -463,7 +485,7 @@ def prompts(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     for row in rows:
         value = unwrapped(row.values.get(key))
         if value is None or value in ("", []) or (isinstance(value, str) and not value.strip()):
-            tally.add(row, PROBLEMS["no_prompt"])
+            tally.add(row, PROBLEMS["no_prompt"], f"column '{key}'")
         elif not isinstance(value, str | list):
             tally.add(row, PROBLEMS["no_form"], f"a {type(value).__name__}")
         elif isinstance(value, list) and not all(type(item) is int for item in value):

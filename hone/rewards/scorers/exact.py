@@ -23,7 +23,7 @@ def compute_score(
     answer, marked = final_answer(solution_str)
     listed = isinstance(ground_truth, list | tuple) or str(ground_truth).lstrip().startswith("[")
     truths = {normalise(truth) for truth in (str(ground_truth), *(truths_of(ground_truth) if listed else ()))}
-    if not any(truths):
+    if ground_truth is None or not any(truths):
         raise ValueError("the ground truth is empty")
     given = normalise(answer)
     correct = bool(given) and given in truths

@@ -368,7 +368,7 @@ TURNS = [
     ),
     Case(
         "R34 agents.conversations_begin_with_messages",
-        breaks=lambda world: world.rows(at={n: {"prompt": f"{n} + 1 = ?"} for n in range(10)}),
+        breaks=lambda world: world.rows(at={n: {"prompt": [5, 6, n + 1]} for n in range(10)}),
         says=("10 of 10 prompts",),
         advice='[{"role": "user", "content": "..."}]',
         repairs=valid_rows,

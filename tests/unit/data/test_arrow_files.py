@@ -6,8 +6,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from hone.data.files import read_all, read_rows
-from hone.data.prompts import NO_SOURCE, scored_rows
+from hone.data.files import NO_SOURCE, read_all, read_rows
+from hone.data.prompts import scored_rows
 from hone.errors import DataError
 
 ROWS = [{"prompt": f"p{number}", "n": number} for number in range(5)]

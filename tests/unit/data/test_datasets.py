@@ -94,7 +94,8 @@ def test_json_lines_under_the_name_json(tmp_path):
         ("a.jsonl", b"", ("hone data make",)),
         ("a.jsonl", b"\xff\xfe", ("jsonl", "write the file again")),
         ("a.jsonl", b'{"promt": 1}', ("'prompt'", "row 0", "Did you mean promt")),
-        ("a.csv", b"x", ("'.csv'", "hone data convert")),
+        ("a.csv", b"x", ("'prompt'", "x", "data.prompt_key=COLUMN")),
+        ("a.csv", b"prompt,x\n1,2,3\n", ("row 0", "line 2", "'3'")),
         ("a.txt", b"x", ("'.txt'", ".jsonl")),
     ],
 )

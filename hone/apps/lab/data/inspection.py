@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hone.data.assistant_mask import render_conversations
-from hone.data.chat import Messages, render_prompt, render_texts, special_tokens
+from hone.data.chat import Messages, render_prompt, render_texts, special_tokens, strings_to_messages
 from hone.data.chat_formats import ChatFormat, chat_format
-from hone.data.checks import check_calls
+from hone.data.checks import check_calls, conversations, ground_truths, prompts
 from hone.data.checks.tools import PROBLEMS
 from hone.data.files import Row, read_all, read_rows
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, is_image, place_of
@@ -40,34 +40,48 @@ class CleanCounts:
 
 
 def clean_files(
-    files: Sequence[str], out: Path, rejected: Path, *, messages_key: str, limit: int, allowed: Sequence[str] = ()
+    files: Sequence[str],
+    out: Path,
+    rejected: Path,
+    *,
+    messages_key: str,
+    limit: int,
+    allowed: Sequence[str] = (),
+    prompt_key: str = "prompt",
+    answer_key: str | None = None,
 ) -> CleanCounts:
-    """Divide the rows of files by the soundness of their tool calls; columns are written as the files have them.
+    """Divide the rows of files by the soundness of prompts, answers and tool calls; columns are written as the files have them.
 
     Rejected rows have their uid, place and reasons; a tool result longer than ``limit`` characters is a reason. Kinds of defects in
-    ``allowed`` reject no row.
+    ``allowed`` reject no row. A prompt or conversation that no run takes is of kind R42, a missing answer of kind R44.
 
     Raises:
         OSError: a file cannot be written.
     """
     for kind in allowed:
-        if kind not in PROBLEMS:
+        if kind not in (*PROBLEMS, "R42", "R44"):
             raise ConfigError(f"'{kind}' is not a kind of defect", fix=did_you_mean(kind, PROBLEMS), where="--allow")
     if out.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"{out} is neither .jsonl nor .parquet", fix=f"--out {out.with_suffix('.jsonl')}", where="--out"
         )
-    rows = read_all(list(files))
+    rows = read_all(list(files), answer_key=answer_key)
+    columns = {name for row in rows for name in row.values}
+    form = (prompts, prompt_key) if prompt_key in columns else (conversations, messages_key)
     check = check_calls(rows, messages_key=messages_key, limit=limit)
     stored = read_all(list(files), as_stored=True)
     counts, kept, lines = CleanCounts(), [], []
     for number, row in enumerate(stored):
-        bad = [d for d in check.defects.get(number, ()) if PROBLEMS[d.kind].stops and d.kind not in allowed]
+        bad = [(d.kind, d.detail) for d in check.defects.get(number, ()) if PROBLEMS[d.kind].stops]
+        problems = [*form[0]([rows[number]], form[1])] if form[1] in columns else []
+        problems += ground_truths([rows[number]], required=True, answer_key=answer_key) if answer_key else ()
+        bad += [(one.error.code, one.error.what.removeprefix("1 of 1 rows: ")) for one in problems if one.stops]
+        bad = [(kind, detail) for kind, detail in bad if kind not in allowed]
         if not bad:
             kept.append(row.values)
             continue
-        counts.reasons.update({defect.kind for defect in bad})
-        reasons = [{"kind": defect.kind, "detail": defect.detail} for defect in bad]
+        counts.reasons.update({kind for kind, _ in bad})
+        reasons = [{"kind": kind, "detail": detail} for kind, detail in bad]
         lines.append({"uid": row.uid, "where": row.where, "reasons": reasons, "row": row.values})
     counts.kept, counts.rejected = len(kept), len(lines)
     _write(kept, out)
@@ -295,6 +309,7 @@ def inspect_row(
     images: RowImages | None = None,  # reader of the row's images; None shows the text alone
 ) -> list[InspectedToken]:
     """Return the tokens of a row: of its prompt as generation sees it, or of its whole conversation as SFT sees it."""
+    strings_to_messages([row], prompt_key, tokenizer, chat_template_kwargs)
     prompt, chat = plain(row.values.get(prompt_key)), plain(row.values.get(messages_key))
     tools = schemas_of(row.values.get(tools_key), row.where)
     shown_kwargs = {**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})}

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def stored_episodes(
-    folder: Path, files: Sequence[str], reward_fn_key: str
+    folder: Path, files: Sequence[str], *, reward_fn_key: str, prompt_key: str
 ) -> Iterator[tuple[int, dict[str, Any], Trajectory]]:
     """Yield step, record and trajectory of every stored segment, in order.
 
@@ -40,7 +40,7 @@ def stored_episodes(
     """
     archive = require_archive(folder)
     try:
-        rows = samples_by_uid(files, reward_fn_key=reward_fn_key)
+        rows = samples_by_uid(files, reward_fn_key=reward_fn_key, prompt_key=prompt_key)
     except DataError as error:
         log.warning("the rows' extra_info is missing, because the dataset cannot be read: %s", error.what)
         rows = {}
@@ -73,6 +73,7 @@ def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample], arc
         {} if row is None else row.extra_info,
         None if row is None else row.agent_name,
         images=prompt,
+        text=None if row is None else row.text,
     )
     return Trajectory(
         record["uid"],
@@ -237,7 +238,8 @@ def rescore_run(run: str, root: Path, old: RewardConfig | None, new: RewardConfi
     chosen = find_run(run, root)
     files = [str(file) for file in _listed(chosen.config.get("data.train_files"))]
     key = str(chosen.config.get("data.reward_fn_key") or "data_source")
-    rows = list(stored_episodes(chosen.path / "rollouts", files, key))
+    prompt_key = str(chosen.config.get("data.prompt_key") or "prompt")
+    rows = list(stored_episodes(chosen.path / "rollouts", files, reward_fn_key=key, prompt_key=prompt_key))
     # a prompt that returns in a later step has its uid again, and the segments of an episode are joined by uid
     trajectories = [replace(trajectory, uid=f"{trajectory.uid} step {step}") for step, _, trajectory in rows]
     recorded = [_recorded(record) for _, record, _ in rows]
