@@ -284,6 +284,9 @@ def _table(data: Any) -> Any:
     if hasattr(data, "to_arrow"):  # polars
         return data.to_arrow()
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
+        names = [str(name) for name in data.columns]
+        if len({*names}) < len(names):
+            raise DataError(f"two columns have one name: {', '.join(names)}", where="dataset", fix="rename one")
         return _columns_table({str(name): data[name] for name in data.columns})
     if isinstance(data, Iterable) and not isinstance(data, Mapping):
         rows = list(data)

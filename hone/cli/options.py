@@ -74,7 +74,7 @@ class DataKeys(TyperCommand):
         options = {str(parameter.name): parameter.opts[0] for parameter in self.params}
         key, sign, _ = given.partition("=")
         files = next((name for name in ("data", "files", "file") if name in options), "")
-        name = {"train_files": files, "val_files": "val"}.get(key[5:], key[5:])
+        name = {"train_files": files, "val_files": "val" if "val" in options else files}.get(key[5:], key[5:])
         if not key.startswith("data.") or not sign or ("episodes" in options and name not in options):
             return [given]
         if name not in options:

@@ -326,8 +326,11 @@ def _csv(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
             header = stream.readline()
             stream.seek(0)
             separator = "\t" if path.suffix.lower() == ".tsv" else ";" if header.count(";") > header.count(",") else ","
-            reader = csv.DictReader(stream, delimiter=separator, restval="")
-            _check_columns(path, reader.fieldnames or (), required)
+            reader = csv.DictReader(stream, delimiter=separator, restval="", strict=True)
+            names = reader.fieldnames or ()
+            if len({*names}) < len(names):
+                raise DataError(f"two columns have one name: {', '.join(names)}", where=str(path), fix="rename one")
+            _check_columns(path, names, required)
             for number, cells in enumerate(reader):
                 if None in cells:
                     raise DataError(
@@ -337,7 +340,8 @@ def _csv(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
                     )
                 yield {name: cell if cell.strip() else None for name, cell in cells.items()}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _unreadable(path, error) from error
+        place = f" (after row {number}; a table is text in UTF-8, and a cell ends with the quote that it begins with)"
+        raise _unreadable(path, f"{error}{place}") from error
     if number < 0:
         raise _empty(path)
 

@@ -41,6 +41,11 @@ def test_messages_and_tables_stay(tmp_path):
         assert pq.read_table(dataset_files(data, tmp_path, "train")).to_pylist() == rows
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    with raises(DataError, "1, 1", "rename one"):
+        dataset_files(Frame({1: [1], "1": [2]}), tmp_path, "train")
+
+
 @pytest.mark.parametrize("data", [Frame({"frage": ["a", None, 3]}), [{"frage": "a"}, {"frage": None}, {"frage": 3}]])
 def test_a_column_of_two_types_is_named_with_its_row(tmp_path, data):
     with raises(DataError, "'frage'", "row 2", 3, "astype(str)"):

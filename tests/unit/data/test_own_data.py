@@ -82,6 +82,8 @@ def test_an_answer_may_be_a_field_and_replaces_another_ground_truth(tmp_path):
     [
         ("a,b\n1,2,3\n", ("row 0", "line 2", "'3'")),
         ('a,b\n"x\ny",2\n1,2,3\n', ("row 1", "line 4")),
+        ('a,b\nx,1\n"y,2\nz,3\n', ("after row 0", "quote")),
+        ("a,a\n1,2\n", ("a, a", "rename one")),
         ("a,b\n", ("hone data make",)),
         ("", ("hone data make",)),
     ],
