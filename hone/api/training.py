@@ -194,7 +194,7 @@ def _run(
     objects = objects or GivenObjects()
     config = objects.named(flat_values(config or {}))
     values: dict[str, Any] = {
-        model_key(tree): model_directory(model),
+        model_key(tree): str(model.path) if isinstance(model, Run) else model_directory(model),
         "trainer.total_training_steps": steps,
         "trainer.default_local_dir": None if out is None else str(out),
     }

@@ -58,6 +58,7 @@ def evaluate(
     reward: Annotated[
         str | None, typer.Option(help="reward function as FILE:NAME, instead of the built-in scorer")
     ] = None,
+    scorer: Annotated[str | None, typer.Option(help="built-in scorer for every row")] = None,
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
     dtype: ComputeDtype = Dtype.auto,
     prompt_key: PromptKey = "prompt",
@@ -88,7 +89,7 @@ def evaluate(
         max_prompt_length=max_prompt_length,
         max_response_length=max_response_length,
         max_samples=max_samples,
-        reward=RewardConfig(custom_reward_function=CustomRewardConfig.named(reward)),
+        reward=RewardConfig(custom_reward_function=CustomRewardConfig.named(reward), scorer=scorer),
         seed=seed,
         dtype=dtype.value,
         episodes=episode_keys(find_actor(model), episodes or []),

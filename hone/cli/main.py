@@ -24,7 +24,6 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from hone import __version__
-from hone.cli.options import DataKeys
 from hone.errors import HoneError
 from hone.startup import collect_rarely
 
@@ -41,6 +40,8 @@ def load(place: str) -> Any:
     module, _, name = place.partition(":")
     command = getattr(importlib.import_module(f"hone.cli.{module}"), name)
     if not isinstance(command, typer.Typer):
+        from hone.cli.options import DataKeys
+
         single = typer.Typer(add_completion=False)
         single.command(cls=DataKeys if name == "evaluate" else None)(command)
         command = single

@@ -73,6 +73,7 @@ class DataKeys(TyperCommand):
     def _words(self, given: str) -> list[str]:
         options = {str(parameter.name): parameter.opts[0] for parameter in self.params}
         key, sign, _ = given.partition("=")
+        key = "data.scorer" if key == "reward.scorer" else key
         files = next((name for name in ("data", "files", "file") if name in options), "")
         name = {"train_files": files, "val_files": "val" if "val" in options else files}.get(key[5:], key[5:])
         if not key.startswith("data.") or not sign or ("episodes" in options and name not in options):

@@ -66,12 +66,14 @@ def resolve_names(config: Any, *, weights: bool = True) -> dict[str, list[dict[s
 
 
 def named_runs(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield key, block and name of each field of a model that holds the directory of a run or checkpoint."""
+    """Yield key, block and name of each field of a model that holds the path of a run or checkpoint."""
     for key, block, item in _hub_fields(config, ""):
         value = getattr(block, item.name)
         if item.metadata["hub"] == "model" and isinstance(value, str):
             folder = Path(value).expanduser()
-            if any((folder / name).is_file() for name in ("run.json", "checkpoint.json")):
+            model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+            run = any((folder / name).is_file() for name in ("run.json", "checkpoint.json"))
+            if not model and (run or "checkpoints" in folder.parts[-3:]):
                 yield key, block, item.name
 
 

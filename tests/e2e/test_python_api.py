@@ -144,9 +144,14 @@ def test_own_columns_and_a_run_as_the_model(world: World, tmp_path: Path, capsys
         line.startswith("the first prompt (sätze:0,") and "<|im_start|>user\\ncopy 0000" in line for line in said
     )
     second = hone.train(
-        str(first.path), folder / "sätze.csv", reward="exact", out=tmp_path / "second", lora_rank=4, **keys
+        first.path / "checkpoints" / "latest",
+        folder / "sätze.csv",
+        reward="exact",
+        out=tmp_path / "second",
+        lora_rank=4,
+        **keys,
     )
-    third = hone.sft(str(second.path), world.conversations, steps=1, out=tmp_path / "third", train_batch_size=8)
+    third = hone.sft(second, world.conversations, steps=1, out=tmp_path / "third", train_batch_size=8)
     block = yaml.safe_load((third.path / "config.yaml").read_text())["model"]
     assert Path(block["path"]) == Path(first.model_path) and Path(block["lora_adapter_path"]) == Path(second.model_path)
     metrics = hone.evaluate(

@@ -45,7 +45,7 @@ def findings_with_rows(rl: RLConfig, data: Path, changes: dict[str, Any], conten
         ({f"{MULTI}.tool_config_path": "tools.yaml"}, {}, "R33", ["tool_config_path", "enable=true"]),
         (ENABLED, {"agent_name": "tool_agent"}, "R33", ["10 rows", "tool_config_path=FILE.yaml"]),
         (ENABLED | {f"{MULTI}.tool_config_path": "tols.yaml"}, {}, "R48", ["tols.yaml", "tools.yaml"]),
-        (ENABLED | {f"{MULTI}.tool_config_path": "tools.yaml"}, {"prompt": "flat"}, "R34", ["10 of 10 prompts", "agent_name=single_turn"]),
+        (ENABLED | {f"{MULTI}.tool_config_path": "tools.yaml"}, {"prompt": [5, 6]}, "R34", ["10 of 10 prompts", "agent_name=single_turn"]),
         (
             ENABLED | {f"{MULTI}.tool_config_path": "tools.yaml"},
             {"extra_info": {"tools_kwargs": {"calcluator": {}}}},
