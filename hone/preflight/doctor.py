@@ -218,9 +218,8 @@ def _limits(here: Machine) -> Iterator[Check]:
 def _disk(folder: Path) -> Iterator[Check]:
     for name, path in (("disk", folder), ("disk for temporary files", Path(tempfile.gettempdir()))):
         existing, free = machine.free_disk(path)
-        if not os.access(existing, os.W_OK):
-            fix = "trainer.default_local_dir=DIR, or TMPDIR=DIR"
-            yield Check(name, f"{existing} is write-protected", fix, ERROR)
+        if problem := machine.write_problem(path):
+            yield Check(name, problem, "trainer.default_local_dir=DIR, or TMPDIR=DIR", ERROR)
         else:
             fix = "free disk space, or trainer.default_local_dir=DIR on a larger disk" if free < _LITTLE_DISK else ""
             yield Check(name, f"{free / GIB:.1f} GiB free in {existing}", fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from hone.config.derived import RunSpec, longest_sequence
@@ -12,6 +11,7 @@ from hone.config.trees import AnyConfig, model_block
 from hone.data.model_settings import decoder_settings, read_settings
 from hone.errors import HoneError, ModelError
 from hone.hub.get import KNOWN_MODELS
+from hone.preflight.machine import write_problem
 from hone.preflight.reading import answer_key, file_list, read_json, read_model
 from hone.preflight.rules import Finding, Findings, Stage, error, rule
 
@@ -151,13 +151,8 @@ def run_directory(config: AnyConfig) -> Findings:
     """The run directory can be written, and resume_mode=resume_path has a checkpoint."""
     trainer = config.trainer
     directory = Path(trainer.default_local_dir).expanduser().absolute()
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield error(
-            f"the run directory {directory} cannot be written: {existing} is "
-            + ("not a directory" if not existing.is_dir() else "write-protected"),
-            fix="trainer.default_local_dir=DIR",
-        )
+    if problem := write_problem(directory):
+        yield error(f"the run directory {directory} cannot be written: {problem}", fix="trainer.default_local_dir=DIR")
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield error(
             "trainer.resume_mode=resume_path, but trainer.resume_from_path is not set",

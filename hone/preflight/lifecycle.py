@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from hone.config.trees import AnyConfig, model_block
 from hone.insight.redaction import is_secret_name, redact_entry
 from hone.insight.webhook import is_address
 from hone.preflight.evidence import Evidence
+from hone.preflight.machine import write_problem
 from hone.preflight.rules import Finding, Findings, Stage, error, rule, warning
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def storage_can_be_written(config: AnyConfig) -> Findings:
     if checkpoint_dir is None or config.trainer.save_freq == 0:
         return
     storage = Storage(checkpoint_dir)
-    problem = _local_problem(storage.local_path) if storage.is_local else _remote_problem(storage)
+    problem = write_problem(storage.local_path) if storage.is_local else _remote_problem(storage)
     if problem:
         yield error(
             f"trainer.checkpoint_dir={checkpoint_dir} cannot be written: {problem}",
@@ -119,14 +119,6 @@ def _read_json(directory: Storage, name: str) -> dict[str, Any] | None:
     except ValueError:  # damaged: opening the checkpoint reports it
         return None
     return content if isinstance(content, dict) else None
-
-
-def _local_problem(directory: Path) -> str:
-    absolute = directory.expanduser().absolute()
-    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
-    if not existing.is_dir():
-        return f"{existing} is not a directory"
-    return "" if os.access(existing, os.W_OK) else f"{existing} is write-protected"
 
 
 def _remote_problem(storage: Storage) -> str:

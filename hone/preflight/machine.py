@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,17 @@ def free_disk(path: Path) -> tuple[Path, int]:
     absolute = path.expanduser().absolute()
     existing = next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
     return existing, shutil.disk_usage(existing).free
+
+
+def write_problem(path: Path) -> str:
+    """Return why no folder can be made in the nearest existing parent of ``path``; empty if one was made, and removed."""
+    absolute = path.expanduser().absolute()
+    existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".hone-can-write-here", dir=existing):
+            return ""
+    except OSError as problem:  # only a try tells for /proc, or for root on a read-only disk
+        return f"no folder can be made in {existing} ({problem.strerror})"
 
 
 def port_is_free(port: int) -> bool:
