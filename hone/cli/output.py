@@ -34,8 +34,10 @@ def new_table(*columns: str) -> Any:
     from rich.table import Table
 
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        result.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    for number, column in enumerate(columns):
+        side = "right" if column.endswith(">") else "left"
+        # the first column has what one types next: the others give way to it
+        result.add_column(column.rstrip(">"), justify=side, overflow="fold", no_wrap=number == 0)
     return result
 
 

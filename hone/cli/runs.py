@@ -90,17 +90,19 @@ def list_runs(root: Root = RUNS, as_json: Json = False) -> None:
 def show(
     run: RunName,
     metric: Annotated[list[str] | None, typer.Option("--metric", help="metric to chart; repeat for several")] = None,
+    every: Annotated[bool, typer.Option("--all", help="all metrics, not only the main ones")] = False,
     png: Png = None,
     root: Root = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Show one run: status, main settings, metrics and curves."""
+    """Show one run: status, main settings, main metrics and curves."""
     from hone.insight.curves import points, sparkline
 
     shown_run = find_run(run, root)
-    names = require_metrics(metric, [shown_run]) if metric else shown_run.names()
+    main = require_metrics(metric, [shown_run]) if metric else headline_metrics([shown_run])
+    names = main if metric or not (every or as_json) else shown_run.names()
     if png is not None:
-        draw_curves(png, [shown_run], metric or headline_metrics([shown_run]))
+        draw_curves(png, [shown_run], main)
     summaries = {name: summary for name in names if (summary := summarise(shown_run, name))}
     if as_json:
         metrics = {name: vars(summary) for name, summary in summaries.items()}
@@ -115,7 +117,9 @@ def show(
         numbers = (number(summary.first), number(summary.last), number(summary.best), step)
         table.add_row(name, *numbers, sparkline(points(shown_run.metrics, name), room))
     console.print(table if summaries else "no metrics yet")
-    for name in metric or headline_metrics([shown_run])[:CHARTS]:
+    if (more := len(shown_run.names()) - len(names)) and not metric:
+        print_plain(console, f"{more} more metrics: --all, or --metric NAME")
+    for name in metric or main[:CHARTS]:
         print_chart(console, name, [shown_run])
     if png is not None:
         print_plain(console, f"wrote {png}")

@@ -44,7 +44,9 @@ def serve(
     engine: Annotated[str, typer.Option(help="native, or an engine installed by `hone engines install`")] = "native",
     replicas: Annotated[
         int | None,
-        typer.Option(min=1, help="engines in separate processes with one queue; by default native in this process"),
+        typer.Option(
+            min=1, metavar="N", help="engines in separate processes with one queue; by default native in this process"
+        ),
     ] = None,
     audit: Annotated[
         Path | None, typer.Option(help="folder for an append-only log of the model's tool calls; see `hone audit`")
@@ -60,8 +62,10 @@ def serve(
     out: Annotated[
         Path | None, typer.Option(help="with --train: folder for saved weights; by default a temporary one")
     ] = None,
-    max_rank: Annotated[int, typer.Option(min=1, help="with --train: largest rank of an adapter")] = 128,
-    max_adapters: Annotated[int, typer.Option(min=1, help="with --train: most adapters in training at once")] = 16,
+    max_rank: Annotated[int, typer.Option(min=1, metavar="N", help="with --train: largest rank of an adapter")] = 128,
+    max_adapters: Annotated[
+        int, typer.Option(min=1, metavar="N", help="with --train: most adapters in training at once")
+    ] = 16,
 ) -> None:
     """Serve a model with an OpenAI-compatible API, and record conversations as exact tokens."""
     server = {
