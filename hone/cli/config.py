@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,38 +90,53 @@ _BASH = """\
 # Completion of hone. Load it with: source <(hone config completion {shell})
 {begin}_hone() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" key="" words=""
+    local place="${{COMP_WORDS[1]}}"
     COMPREPLY=()
     if [[ $current == "=" ]]; then key="$before"; current=""
     elif [[ $before == "=" ]]; then key="${{COMP_WORDS[COMP_CWORD-2]}}"; fi
     if [[ -n $key ]]; then
         case "$key" in
 {values}
-            *) COMPREPLY=($(compgen -f -- "$current")); return ;;
+            *) return ;;
         esac
     elif [[ $COMP_CWORD -eq 1 ]]; then words="{commands}"
     else
+        case "$place" in
+{groups}
+        esac
+        if [[ -z $words && $current == -* ]]; then
+            case "$place" in
+{options}
+            esac
+        fi
         case "${{COMP_WORDS[1]}}:$before" in
 {presets}
         esac
         if [[ -z $words ]]; then
-            compopt -o nospace 2>/dev/null
             case "${{COMP_WORDS[1]}}" in
 {keys}
             esac
+            [[ -n $words ]] && compopt -o nospace 2>/dev/null
         fi
     fi
     COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
-complete -F _hone hone
+complete -o default -F _hone hone
 """
 
+Commands = Mapping[str, Sequence[str]]
+"""Options of each command, and the names of the commands of each group, by words such as ``runs show``."""
 
-def completion_script(shell: str, commands: Iterable[str]) -> str:
-    """Return the script for a shell of :data:`SHELLS`; ``commands`` are the names of all commands."""
+
+def completion_script(shell: str, commands: Commands) -> str:
+    """Return the script for a shell of :data:`SHELLS`."""
     return _fish(commands) if shell == "fish" else _bash(shell, commands)
 
 
-def _bash(shell: str, commands: Iterable[str]) -> str:
+def _bash(shell: str, commands: Commands) -> str:
+    second = '[[ $COMP_CWORD -gt 2 ]] && place="$place ${COMP_WORDS[2]}" || words'
+    groups = [f'            {name}) {second}="{" ".join(commands[name])}" ;;' for name in _groups(commands)]
+    options = [f'                "{name}") words="{" ".join(words)}" ;;' for name, words in commands.items()]
     keys = [f'                {name}) words="{_keys(tree)}" ;;' for name, tree in TREES.items()]
     keys.append(f'                config) words="{_keys(TREES["train"])}" ;;')
     presets = [
@@ -138,15 +153,30 @@ def _bash(shell: str, commands: Iterable[str]) -> str:
         shell=shell,
         begin="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         values="\n".join(values),
-        commands=" ".join(commands),
+        commands=" ".join(_top(commands)),
+        groups="\n".join(groups),
+        options="\n".join(options),
         presets="\n".join(presets),
         keys="\n".join(keys),
     )
 
 
-def _fish(commands: Iterable[str]) -> str:
+def _top(commands: Commands) -> list[str]:
+    return [name for name in commands if " " not in name]
+
+
+def _groups(commands: Commands) -> list[str]:
+    return list(dict.fromkeys(name.partition(" ")[0] for name in commands if " " in name))
+
+
+def _fish(commands: Commands) -> str:
     lines = ["# Completion of hone. Load it with: hone config completion fish | source"]
-    lines.append(f"complete -c hone -n __fish_use_subcommand -f -a '{' '.join(commands)}'")
+    lines.append(f"complete -c hone -n __fish_use_subcommand -f -a '{' '.join(_top(commands))}'")
+    for name, words in commands.items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+        names = [word for word in words if not word.startswith("-")]
+        lines += [f"complete -c hone -n '{seen}' -f -a '{' '.join(names)}'"] if names else []
+        lines += [f"complete -c hone -n '{seen}' -l {word[2:]}" for word in words if word.startswith("--")]
     for name, tree in TREES.items():
         seen = f"-n '__fish_seen_subcommand_from {name}'"
         lines.append(f"complete -c hone {seen} -l preset -x -a '{' '.join(preset_names(PRESET_KINDS[tree]))}'")
@@ -174,7 +204,7 @@ app = new_group("Show and explain configuration keys.")
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SCRIPT|FILE.yaml|-|key=value...",
+        metavar="SCRIPT|FILE|-|key=...",
         help="a launch script, a YAML file, - for lines on standard input, or override lines",
     ),
 ]
@@ -487,10 +517,10 @@ class Shell(StrEnum):
 
 @app.command("completion")
 def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish")]) -> None:
-    """Print a script that completes commands, keys and values: source <(hone config completion bash)."""
-    from hone.cli.main import COMMANDS
+    """Print a script that completes commands, options, keys, values and files: source <(hone config completion bash)."""
+    from hone.cli.main import command_words
 
-    typer.echo(completion_script(shell.value, COMMANDS), nl=False)
+    typer.echo(completion_script(shell.value, command_words()), nl=False)
 
 
 @app.command("presets")
