@@ -12,11 +12,13 @@ True
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, TypeVar
+from contextvars import ContextVar
+from typing import IO, Any, TextIO, TypeVar
 
 T = TypeVar("T")
 
@@ -24,16 +26,51 @@ LINE_SECONDS = 5.0
 """Time between two lines where there is no terminal."""
 
 
+ON_DONE: ContextVar[Callable[[int], None]] = ContextVar("on_done", default=lambda count: None)  # noqa: B039 - a function
+"""Function of the number of episodes, or rows of an inference, that ended in this process."""
+
+
+@contextmanager
+def counting(on_done: Callable[[int], None]) -> Iterator[None]:
+    """Let what ends in this process while the block runs call the function, see :data:`ON_DONE`."""
+    token = ON_DONE.set(on_done)
+    try:
+        yield
+    finally:
+        ON_DONE.reset(token)
+
+
 class Bar(ABC):
-    """Progress of one loop."""
+    """Progress of one loop, of which ``done`` items have ended."""
 
-    @abstractmethod
+    done = 0
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total = what, total
+
     def advance(self, count: int = 1) -> None:
-        """Count items that are done."""
+        """Count items that are done; 0 shows that the loop is alive."""
+        self.done = min(self._total, self.done + count)
+        self._show(count)
 
     @abstractmethod
-    def close(self) -> None:
+    def _show(self, count: int) -> None:
+        """Show the progress after ``count`` more items."""
+
+    def close(self) -> None:  # noqa: B027 - most displays need no end
         """End the display."""
+
+
+class Saying(Bar):
+    """Progress as a text such as ``validating 12/60``, for whoever has a line for it."""
+
+    def __init__(self, what: str, total: int, say: Callable[[str], None]) -> None:
+        super().__init__(what, total)
+        self._say = say
+        self.advance(0)
+
+    def _show(self, count: int) -> None:
+        self._say(f"{self._what} {self.done}/{self._total}")
 
 
 @contextmanager
@@ -47,7 +84,7 @@ def progress(what: str, total: int, *, every: float = LINE_SECONDS, stream: Text
         stream: output; None means stderr.
     """
     output: TextIO = stream or sys.stderr
-    bar: Bar = _TerminalBar(what, total, output) if output.isatty() else _Lines(what, total, output, every)
+    bar: Bar = _TerminalBar(what, total, output) if output.isatty() else Lines(what, total, output, every)
     try:
         yield bar
     finally:
@@ -67,6 +104,7 @@ class _TerminalBar(Bar):
         from rich import progress as rich_progress
         from rich.console import Console
 
+        super().__init__(what, total)
         columns: tuple[Any, ...] = (
             rich_progress.TextColumn("{task.description}"),
             rich_progress.BarColumn(),
@@ -76,41 +114,49 @@ class _TerminalBar(Bar):
             rich_progress.TextColumn("left"),
             rich_progress.TimeRemainingColumn(),
         )
-        self._started, self._done = time.monotonic(), 0
+        self._started = time.monotonic()
         self._progress = rich_progress.Progress(
             *columns, console=Console(file=stream), redirect_stdout=False, transient=True
         )
         self._task = self._progress.add_task(what, total=total, rate="")
         self._progress.start()
 
-    def advance(self, count: int = 1) -> None:
-        self._done += count
-        rate = _rate(self._done, time.monotonic() - self._started)
+    def _show(self, count: int) -> None:
+        rate = _rate(self.done, time.monotonic() - self._started)
         self._progress.update(self._task, advance=count, rate=rate)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-class _Lines(Bar):
-    def __init__(self, what: str, total: int, stream: TextIO, every: float) -> None:
-        self._what, self._total, self._stream, self._every = what, total, stream, every
-        self._started = self._written = time.monotonic()
-        self._done = 0
+class Lines(Bar):
+    """Progress as a line every few seconds, also while no item ends."""
 
-    def advance(self, count: int = 1) -> None:
-        self._done += count
-        now = time.monotonic()
-        if now - self._written < self._every:
-            return
-        self._written, seconds = now, now - self._started
-        left = seconds / self._done * (self._total - self._done)
-        rate = _rate(self._done, seconds)
-        self._stream.write(f"{self._what}: {self._done} of {self._total}, {rate}, {_clock(left)} left\n")
+    def __init__(self, what: str, total: int, stream: IO[str], every: float = LINE_SECONDS) -> None:
+        super().__init__(what, total)
+        self._stream, self._every = stream, every
+        self._started, self._ended = time.monotonic(), threading.Event()
+        if every:
+            threading.Thread(target=self._tick, name="progress", daemon=True).start()
+
+    def _tick(self) -> None:
+        while not self._ended.wait(self._every):
+            self._write()
+
+    def _show(self, count: int) -> None:
+        if not self._every:
+            self._write()
+
+    def _write(self) -> None:
+        seconds = time.monotonic() - self._started
+        pace = f"{_clock(seconds)} so far"
+        if self.done:
+            pace = f"{_rate(self.done, seconds)}, {_clock(seconds / self.done * (self._total - self.done))} left"
+        self._stream.write(f"{self._what}: {self.done} of {self._total}, {pace}\n")
         self._stream.flush()
 
     def close(self) -> None:
-        pass
+        self._ended.set()
 
 
 def _rate(done: int, seconds: float) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+
+HURRY = threading.Event()
+"""Set while work is cancelled: an engine in this process then gives control back after each step."""
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[None, None, T]]) -> list[T]:
@@ -17,6 +22,26 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[None, None, T]]) -> li
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
     return [task.result() for task in tasks]
+
+
+def interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt, a handler of signals; the tasks that it ends are not reported one by one."""
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    raise KeyboardInterrupt
+
+
+async def watched(work: Coroutine[None, None, T], look: Callable[[], object], every: float = 0.5) -> T | None:
+    """Return the result of ``work``, and call ``look`` now and then meanwhile; once it returns true, cancel the work: None."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=every))[0]:
+            if look():
+                return None
+        return task.result()
+    finally:
+        if task.cancel():
+            await asyncio.wait([task])
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -20,6 +20,7 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, EpisodeError, HoneError, NoVerdict
 from hone.generation.protocol import Engine, SamplingParams
 from hone.insight import activity
+from hone.progress import ON_DONE
 from hone.together import gather_or_cancel
 
 log = logging.getLogger("hone.agents")
@@ -42,11 +43,11 @@ class Player:
         *,
         n: int,
         seed_of: SeedOf,
-        on_end: Callable[[], None] | None = None,
     ) -> list[Trajectory]:
         """Play every sample, of distinct uids, ``n`` times; return trajectories in the order of samples, episodes and segments.
 
-        ``max_tokens`` of ``sampling`` bounds an episode. ``seed_of(uid, index)`` is its seed. ``on_end`` is called after each.
+        ``max_tokens`` of ``sampling`` bounds an episode. ``seed_of(uid, index)`` is its seed.
+        What :data:`~hone.progress.ON_DONE` has is called after each.
         """
         limit = self.context.agent.max_concurrent_episodes
         free = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
@@ -54,8 +55,7 @@ class Player:
         async def one(sample: Sample, index: int) -> list[Trajectory]:
             async with free:
                 trajectories = await self._with_retries(sample, index, sampling, seed_of(sample.uid, index))
-            if on_end is not None:
-                on_end()
+            ON_DONE.get()(1)
             return trajectories
 
         played = await gather_or_cancel([one(sample, index) for sample in samples for index in range(n)])

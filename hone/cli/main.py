@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -26,6 +28,7 @@ from typer.main import get_command
 from hone import __version__
 from hone.errors import HoneError
 from hone.startup import collect_rarely
+from hone.together import interrupt
 
 
 class Entry(NamedTuple):
@@ -99,6 +102,19 @@ GROUPS = {
 COMMANDS = {name: entry for commands in GROUPS.values() for name, entry in commands.items()}
 
 
+def command_words() -> dict[str, list[str]]:
+    """Return the options of each command, and the commands of each group, by words such as ``runs show``."""
+
+    def walk(command: Any, words: str) -> Iterator[tuple[str, list[str]]]:
+        below = getattr(command, "commands", {})
+        options = [name for option in command.params for name in (*option.opts, *option.secondary_opts)]
+        yield words, [*below, *(name for name in options if name.startswith("--")), "--help"]
+        for name, inner in below.items():
+            yield from walk(inner, f"{words} {name}")
+
+    return dict(entry for name in COMMANDS for entry in walk(load(COMMANDS[name].place), name))
+
+
 LOOKING = ("runs", "archive", "profile", "export", "audit")
 """Commands that run no code of a run; those with `--trust` run what is trusted."""
 
@@ -153,6 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     collect_rarely()
     arguments, debug = _without_debug(sys.argv[1:] if arguments is None else arguments)
     log_to_stderr()
+    signal.signal(signal.SIGINT, interrupt)
     command: Any = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name="hone")
@@ -195,6 +212,10 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(f"{prefix}{self.format(record)}\n")
 
 
+_NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
+"""Messages about kernels that nothing here uses: transformers and PEFT import torchao wherever it is installed."""
+
+
 def log_to_stderr() -> None:
     """Show the messages of the package on stderr, once."""
     logger = logging.getLogger("hone")
@@ -202,6 +223,8 @@ def log_to_stderr() -> None:
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
         logger.propagate = False
+        for name, text in _NOISE.items():
+            logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
 
 
 if __name__ == "__main__":

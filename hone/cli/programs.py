@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -101,7 +103,31 @@ def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained
         return train(config)
     with lock_run(config.trainer):
         RunDirectory(config.trainer.default_local_dir).expect(planned(config), downloads)
-        return train(config)
+        code = train(config)
+    typer.echo("\n".join(_next_steps(config)))
+    return code
+
+
+def _next_steps(config: AnyConfig) -> list[str]:
+    """Return where an ended run is, and the commands that one wants next."""
+    from hone.insight.run_files import read_run
+    from hone.training.checkpoints.store import CheckpointStore
+
+    trainer, data = config.trainer, config.data
+    record, run = read_run(Path(trainer.default_local_dir)), shlex.quote(str(trainer.default_local_dir))
+    saved = CheckpointStore(trainer.checkpoint_dir or Path(trainer.default_local_dir) / "checkpoints", None).latest()
+    lines = [f"the run is in {run}; next:", f"  hone view {run}"]
+    if saved is not None and isinstance(config, RLConfig) and data.val_files:
+        files = data.val_files if isinstance(data.val_files, str) else data.val_files[0]
+        lines.append(f"  hone eval {run} --data {shlex.quote(files)}")
+    elif saved is not None and not isinstance(config, TREES["reward-model"]):
+        lines.append(f'  hone generate {run} "PROMPT"')
+    if saved is None:
+        return [*lines, "  it saved no checkpoint: the same command starts again"]
+    again = "" if trainer.resume_mode == "auto" else " trainer.resume_mode=auto"
+    if record.get("status") == "interrupted":
+        return [*lines, f"  the same command{again and f' with{again}'} resumes it after step {saved.step}"]
+    return [*lines, f"  the same command with{again} trainer.total_training_steps={2 * saved.step} continues it"]
 
 
 def train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from hone.cluster.failures import WorkerLost
 from hone.cluster.supervisor import ConfigT, Supervisor, resuming_config
 from hone.cluster.torchrun.ranks import follows
 from hone.trainers.notices import notices_of
-from hone.trainers.session import lock_run
+from hone.trainers.session import AlreadyComplete, lock_run
+
+log = logging.getLogger("hone")
 
 
 def supervised(config: ConfigT, attempt: Callable[[ConfigT, Supervisor], int]) -> int:
@@ -33,6 +36,9 @@ def supervised(config: ConfigT, attempt: Callable[[ConfigT, Supervisor], int]) -
                 while True:
                     try:
                         return attempt(config, supervisor)
+                    except AlreadyComplete as complete:
+                        log.info("%s", complete)
+                        return 0
                     except WorkerLost as lost:
                         supervisor.restart(lost)
                         config = resuming_config(config)

@@ -41,7 +41,7 @@ from hone.insight.records import shown_score, trace
 from hone.insight.run_files import containing_run, read_run
 from hone.models.devices import dtype_on
 from hone.models.loading import load_policy
-from hone.progress import progress
+from hone.progress import counting, progress
 from hone.rewards.manager import RewardManager, share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
 from hone.trainers.inputs import reads_columns, report_contract, self_scored_by, show_first_prompt
@@ -144,9 +144,9 @@ def answer(
     def seed_of(uid: str, index: int) -> int:
         return derive_seed(*seeding, uid, index)
 
-    with progress("answers", len(samples) * n) as bar:
+    with progress("answers", len(samples) * n) as bar, counting(bar.advance):
         player = Player(engine, context)
-        return asyncio.run(player.play(samples, sampling, n=n, seed_of=seed_of, on_end=bar.advance))
+        return asyncio.run(player.play(samples, sampling, n=n, seed_of=seed_of))
 
 
 def ask(

@@ -61,6 +61,10 @@ class LaunchedSession:
         finally:
             activity.end()
 
+    def require_steps(self, total_steps: int) -> None:
+        """Raise AlreadyComplete if no step is left; the first rank warns of changed keys."""
+        self._decided(lambda session: session.require_steps(total_steps))
+
     @property
     def stop_requested(self) -> bool:
         """True once somebody asked the first rank to stop."""

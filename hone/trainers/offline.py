@@ -57,6 +57,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
             len(self.dataset), data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
+        self.session.require_steps(self.total_steps)
         self.runtime: Runtime = self.supervisor.runtime(
             config, offline_roles(config), total_steps=self.total_steps, resume=str(resume) if resume else None
         )
@@ -92,15 +93,16 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         """Train to the last step, or until a stop request; return the exit code."""
         trainer, session = self.config.trainer, self.session
         with session.running(self.total_steps, self.sampler.steps_per_epoch):
-            if self.step == 0 and trainer.val_before_train and self.validation is not None:
-                session.log(0, self.validate())
+            before = self.step == 0 and trainer.val_before_train and self.validation is not None
+            if before and (metrics := self.validate()):
+                session.log(0, metrics)
             while self.step < self.total_steps and not session.stop_requested:
                 self.step += 1
                 with activity.doing(f"step {self.step}"):
                     session.log(self.step, self.train_step())
                 if session.save_due(self.step):
                     self.save()
-            if session.last_save_due:
+            if session.last_save_due and self.step:
                 self.save()
             session.completed(self.step, self.runtime.memory())
         return session.exit_code
@@ -132,8 +134,13 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         return metrics.reduce()
 
     def validate(self) -> dict[str, float]:
-        """Return the metrics of the validation rows."""
-        return self.measure(self.batch([self.validation[row] for row in range(len(self.validation))]))
+        """Return the metrics of the validation rows; empty after a stop request."""
+        rows = [self.validation[row] for row in range(len(self.validation))]
+        if not isinstance(self.session, RunSession):
+            return self.measure(self.batch(rows))
+        with self.session.cancelling("validating", len(rows)):
+            return self.measure(self.batch(rows))
+        return {}
 
     def outputs(self, batch: AnyBatch) -> Batch:
         """Return the outputs of the trained model for the response tokens, in this process."""

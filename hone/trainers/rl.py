@@ -38,6 +38,7 @@ from hone.insight.stop_requests import (
     withdraw_request,
     write_answer,
 )
+from hone.together import watched
 from hone.trainers.algorithm import Algorithm
 from hone.trainers.attempts import supervised
 from hone.trainers.inputs import (
@@ -155,6 +156,7 @@ class RLTrainer(Algorithm):
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         sampler = make_sampler(config.data, dataset, seed)
         total_steps = session_steps(config.trainer, sampler.steps_per_epoch)
+        self.session.require_steps(total_steps)
         self.runtime = self.supervisor.runtime(
             config, self.roles(), total_steps=total_steps, resume=str(resume) if resume else None
         )
@@ -170,7 +172,7 @@ class RLTrainer(Algorithm):
         self.session.rewards = self.work.check_rewards(sources, self_scored_sources).result()
         self.session.agent_contract = run_contract(config, tokenizer)
         check_stages(self.stages())
-        self._lacks_validation = False  # the checkpoint is of a step whose validation had not ended
+        self._lacks_validation = False  # the validation of this step was cut short, or had not ended at its checkpoint
         if resume is not None:
             with resume.loading_state() as state:
                 self._load(state)
@@ -206,13 +208,14 @@ class RLTrainer(Algorithm):
             await self._begin_validation()
         while self.step < self.total_steps and not session.stop_requested:
             self.step += 1
+            self._lacks_validation = False
             with activity.doing(f"step {self.step}"):
                 session.log(self.step, await self.train_step())
             if self.rollouter.validation is not None and session.due(trainer.test_freq, self.step):
                 await self._begin_validation()
             if session.save_due(self.step):
                 await self.save()
-        if session.last_save_due:
+        if session.last_save_due and self.step:
             await self.save()
 
     async def train_step(self) -> dict[str, float]:
@@ -252,9 +255,16 @@ class RLTrainer(Algorithm):
         return {name: await seconds for name, seconds in pending.items()}
 
     async def validate(self, step: int) -> dict[str, float]:
-        """Answer the validation prompts with the weights of a step; return the metrics, empty without a dataset."""
-        version = step if self.weight_sync.copies else None
-        return await self.validator.run(step, version=version, during_training=self.rollouter.validation is not None)
+        """Answer the validation prompts with the weights of a step; return the metrics, empty without a dataset or after a stop."""
+        if self.validator.dataset is None:
+            return {}
+        version, during = step if self.weight_sync.copies else None, self.rollouter.validation is not None
+        metrics = None
+        with self.session.cancelling("validating", len(self.validator)):
+            work = self.validator.run(step, version=version, during_training=during)
+            metrics = await watched(work, lambda: self.session.stop_requested)
+        self._lacks_validation = metrics is None
+        return metrics or {}
 
     async def _validate_and_log(self, step: int) -> None:
         metrics = await self.validate(step)
@@ -292,7 +302,7 @@ class RLTrainer(Algorithm):
             "step": self.step,
             "sampler": sampler,
             "rollouter": rollouter,
-            "validating": validating,
+            "validating": validating or self._lacks_validation,
             "agent_contract": self.session.agent_contract,
             **await self.work.state_dict(),
         }

@@ -30,10 +30,12 @@ from hone.insight import activity, timeline
 from hone.insight.detectors.watch import TIMED, Watch
 from hone.insight.redaction import hide_variables, is_secret_name, redact_tree
 from hone.insight.run_directory import RunDirectory
-from hone.insight.run_files import CONFIG
+from hone.insight.run_files import CONFIG, read_run
 from hone.insight.run_lock import RunLock
 from hone.insight.stop_requests import StopRequest, StopWatch, check_may_start, clear_stop, kill_children, read_stop
 from hone.insight.trackers import build_trackers
+from hone.progress import counting
+from hone.together import HURRY, interrupt
 from hone.trainers.callbacks import run_callbacks
 from hone.trainers.notices import run_notices
 from hone.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
@@ -44,6 +46,16 @@ log = logging.getLogger("hone")
 
 DETECTORS_STATE = "detectors"
 """Key of a checkpoint's state: what the detectors have seen."""
+
+_AGAIN = "run the command again to resume"
+
+
+class AlreadyComplete(Exception):
+    """The checkpoint that a run resumes from is that of its last step."""
+
+
+class _Stopped(Exception):
+    """A stop request cancels this work."""
 
 
 class RunSession:
@@ -98,6 +110,7 @@ class RunSession:
             with self.resumed_from.loading_state() as state:
                 self.detectors.restore(state[DETECTORS_STATE])
         self._signal: int | None = None
+        self._repeated = self._cancels = False  # a second signal has arrived; the first one cancels what is under way
         self._stop: StopRequest | None = None
         self._callbacks = run_callbacks()
         self._stopped_by_callback, self._exit_code = False, 0
@@ -123,6 +136,25 @@ class RunSession:
             self.notices.hangs(hang.reason)
         return continues
 
+    def require_steps(self, total_steps: int) -> None:
+        """Warn of keys that changed since the checkpoint, and end a run that is complete.
+
+        Raises:
+            AlreadyComplete: no step is left.
+        """
+        resumed, changes = self.resumed_from, "; ".join(self.checkpoints.changes)
+        if resumed is None or resumed.step < total_steps or resumed.state.get("validating"):
+            if changes:
+                log.warning("resuming with a changed configuration: %s", changes)
+            return
+        if changes:
+            log.warning("changed keys without effect: %s", changes)
+        reason = f"already complete at step {resumed.step}"
+        if read_run(self.directory.path).get("status") in ("running", "failed"):  # it ended after its last checkpoint
+            self.directory.update_status("finished", exit_reason=reason, last_step=resumed.step)
+        self._release()
+        raise AlreadyComplete(f"{reason}; nothing was trained; another trainer.experiment_name starts a new run")
+
     # running ---------------------------------------------------------------------------------------------------------
 
     def _start(self, total_steps: int) -> None:
@@ -147,6 +179,7 @@ class RunSession:
             experiment=self.trainer.experiment_name,
             config_yaml=config_yaml,
             total_steps=total_steps,
+            first_step=last_step or 0,
             samples=self.trainer.log_rollout_samples if isinstance(self.trainer, TrainerConfig) else 0,
         )
         self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -155,11 +188,14 @@ class RunSession:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None or (self._stop is not None and self._stop.at_once):
-            raise KeyboardInterrupt
+            self._repeated = True
+            interrupt()
         self._signal = number
-        log.warning(
-            "%s: finishing this step, saving, and stopping (repeat to stop immediately)", signal.Signals(number).name
-        )
+        doing = "finishing this step, saving, and stopping"
+        if self._cancels:
+            HURRY.set()
+            doing = "ending the validation, and stopping"
+        log.warning("%s: %s (repeat to stop immediately)", signal.Signals(number).name, doing)
 
     def _stop_at_once(self, request: StopRequest) -> None:
         """Note a request to stop at once, so that SIGTERM ends the run without another step."""
@@ -169,6 +205,24 @@ class RunSession:
         """Record the end of a run whose main thread does not end."""
         reason = f"stopped at once by {request}; its processes were killed"
         self.directory.update_status("interrupted", exit_reason=reason, last_step=self._logged_step)
+
+    @contextlib.contextmanager
+    def cancelling(self, what: str, total: int) -> Iterator[None]:
+        """Show the progress of work that a stop request cancels, while the block runs; the block then ends without an error."""
+        self._cancels, bar = True, self.trackers.progress(what, total)
+
+        def advance(count: int) -> None:
+            bar.advance(count)
+            if self.stop_requested:
+                raise _Stopped
+
+        try:
+            with contextlib.suppress(_Stopped), counting(advance):
+                yield
+        finally:
+            self._cancels = False
+            HURRY.clear()
+            bar.close()
 
     @property
     def stop_requested(self) -> bool:
@@ -262,7 +316,7 @@ class RunSession:
         self._memory = memory
         alert, left = self.detectors.stopped_by, step < self.total_steps
         if alert is not None and left and self._signal is None:
-            resume = "run the command again to resume, or leave the detector out of insight.stop_on"
+            resume = f"{_AGAIN}, or leave the detector out of insight.stop_on"
             reason = (
                 f"{alert.detector} ended it after step {step} of {self.total_steps} (insight.stop_on): {alert.what}"
             )
@@ -279,13 +333,13 @@ class RunSession:
             name = signal.Signals(self._signal).name
             self._outcome = (
                 "interrupted",
-                f"{name} after step {step} of {self.total_steps}; run the command again to resume",
+                f"{name} after step {step} of {self.total_steps}; {_AGAIN}",
                 step,
             )
 
     def _stopped(self, step: int, request: StopRequest) -> None:
         """Record an end by a request. One to stop at once stays, so that nothing starts the run again."""
-        again = "run the command again to resume"
+        again = _AGAIN
         if request.at_once:
             again = f"hone stop {self.directory.path} --clear, then {again}"
         else:
@@ -313,6 +367,9 @@ class RunSession:
             self._outcome = ("failed", f"{type(error).__name__}: {error}", self._logged_step)
             if self._stop is not None and self._stop.at_once:
                 self._outcome = ("interrupted", f"stopped at once by {self._stop}", self._logged_step)
+            elif self._repeated:
+                reason = f"stopped at once after step {self._logged_step} of {self.total_steps}; {_AGAIN}"
+                self._outcome = ("interrupted", reason, self._logged_step)
             if isinstance(error, Exception):  # an immediate stop does not wait
                 self.checkpoints.settle()
             if is_out_of_memory(error) and not isinstance(error, HoneError):
@@ -325,10 +382,13 @@ class RunSession:
             watch.close()
             if self._stop is not None and self._stop.at_once:
                 kill_children()
-            activity.end()
-            if self._watchdog is not None:
-                self._watchdog.close()
-            self._lock.release()
+            self._release()
+
+    def _release(self) -> None:
+        activity.end()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._lock.release()
 
     def _finish(self) -> None:
         status, reason, step = self._outcome
@@ -419,6 +479,7 @@ class RunCheckpoints:
 
     Attributes:
         resumed_from: checkpoint from which the run resumes, or None.
+        changes: ``key: old -> new`` of this run's configuration since that checkpoint.
 
     Raises:
         ConfigError: trainer.resume_mode=resume_path without a path.
@@ -435,6 +496,7 @@ class RunCheckpoints:
             background=self._trainer.async_save,
             always=steps_before_replays(self._trainer),
         )
+        self.changes: list[str] = []
         self.resumed_from: Checkpoint | None = self._find()
         self._saved_step = self.resumed_from.step if self.resumed_from else 0
         self._last_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -490,8 +552,7 @@ class RunCheckpoints:
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint}",
                 code="R55",
             )
-        if changes:
-            log.warning("resuming with a changed configuration: %s", "; ".join(changes))
+        self.changes = changes
         return checkpoint
 
     def _changes(self, checkpoint: Checkpoint) -> list[str]:

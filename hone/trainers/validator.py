@@ -43,6 +43,10 @@ class Validator:
         """Return the number of rows by data source."""
         return self.dataset.data_sources() if self.dataset else Counter()
 
+    def __len__(self) -> int:
+        """Return the number of answers of a validation."""
+        return len(self.dataset or ()) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+
     async def run(self, step: int, *, version: int | None, during_training: bool = False) -> dict[str, float]:
         """Answer every prompt ``val_kwargs.n`` times with the current weights, ``data.val_batch_size`` prompts at a time.
 

@@ -34,6 +34,7 @@ from hone.models.kernels.cpu.matmul import fast_float32_matmuls
 from hone.models.kernels.cpu.memory import heap_watch
 from hone.models.loading import adapter_off, with_adapter
 from hone.models.offload import ActivationOffload
+from hone.progress import ON_DONE
 from hone.training.checkpoints.model_state import ModelParts, ModelStager
 from hone.training.export_stream import STREAMS
 from hone.training.microbatches import MicroBatchRecorder
@@ -144,6 +145,7 @@ class MicroBatchLoop:
                 with self.computing(), autocast(self._device, self._settings.dtype):
                     outputs.add(rows, packed.outputs_by_row(self._forward(head, packed, with_entropy)))
                 activity.tick()
+                ON_DONE.get()(len(rows))
         return outputs.columns()
 
     def accumulate_gradients(

@@ -30,6 +30,7 @@ from hone.generation.protocol import (
     require_weights,
 )
 from hone.insight import activity
+from hone.together import HURRY
 
 BURST = 32
 """Maximum of decode steps before the event loop gets control; bfloat16 copies of the weights live as long."""
@@ -128,6 +129,7 @@ class NativeEngine(Engine):
         wanted = None if request_ids is None else set(request_ids)
         for job in (*self._scheduler.waiting, *self._runner.running):
             job.aborted = job.aborted or wanted is None or job.request.request_id in wanted
+        await asyncio.sleep(0)  # many that are cancelled in one turn leave the cache together
         self._remove_aborted()
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
@@ -238,7 +240,7 @@ class NativeEngine(Engine):
                 _deliver(finished)
                 self._put_back()
                 activity.tick()
-                if any(job.request.session is not None for job, _ in finished):
+                if HURRY.is_set() or any(job.request.session is not None for job, _ in finished):
                     break  # the episode may continue at once
             _deliver(runner.settle())
         self._report_progress()

@@ -23,6 +23,7 @@ from hone.errors import ConfigError, HoneError
 from hone.insight.redaction import redact_credentials, redact_tree
 from hone.insight.run_directory import RunDirectory
 from hone.insight.trackers.shown import NewRollouts, Rollouts, draw_curves
+from hone.progress import Bar, Saying
 from hone.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class Tracker(Protocol):
     def picture(self, file: Path) -> None:
         """Receive the curves of the run as a PNG, before the end; the file is removed afterwards."""
 
+    def progress(self, what: str, total: int) -> Bar:
+        """Show the progress of a loop within or before a step."""
+        return Saying(what, total, lambda text: None)
+
     @abstractmethod
     def finish(self, status: str) -> None:
         """Flush and close; ``status`` is ``finished``, ``interrupted`` or ``failed``."""
@@ -58,6 +63,7 @@ class RunInfo:
     experiment: str
     config_yaml: str
     total_steps: int
+    first_step: int = 0  # of the checkpoint that the run resumes from
 
     def config(self) -> dict[str, Any]:
         return redact_tree(yaml.safe_load(self.config_yaml) or {})
@@ -77,6 +83,7 @@ def build_trackers(
     experiment: str,
     config_yaml: str,
     total_steps: int,
+    first_step: int = 0,
     samples: int | None = SAMPLES,
 ) -> CompositeTracker:
     """Build the trackers called ``names``, plus the one of ``metrics.jsonl``.
@@ -87,7 +94,7 @@ def build_trackers(
     Raises ConfigError: a tracker does not exist, its package is not installed, or it cannot start.
     """
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
-    info = RunInfo(directory, project, experiment, config_yaml, total_steps)
+    info = RunInfo(directory, project, experiment, config_yaml, total_steps, first_step)
     factories = {
         name: TRACKERS.get(name) for name in dict.fromkeys(names)
     }  # unknown names raise before any tracker starts
@@ -144,6 +151,10 @@ class CompositeTracker:
             shown["causes"] = [redact_credentials(cause) for cause in alert["causes"]]
             for name, tracker in self._showing("alert").items():
                 self._guarded(name, tracker.alert, step, shown)
+
+    def progress(self, what: str, total: int) -> Bar:
+        """Show the progress of a loop in the tracker that can."""
+        return next(iter(self._showing("progress").values()), self._record).progress(what, total)
 
     def finish(self, status: str) -> None:
         """Show the last rollouts and the curves, close all trackers, and report how many calls failed.

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hone.insight.curves import svg_curve
 from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker
+from hone.progress import Bar, Lines, Saying
 
 _SECONDS = 0.5  # shortest time between two updates, so that fast steps do not flood the notebook
 
@@ -38,6 +39,12 @@ class NotebookDisplay:
         if time.monotonic() - self._shown >= _SECONDS:
             self._update()
 
+    def say(self, line: str) -> None:
+        """Show a text below which the curve stays."""
+        self._line = line
+        if time.monotonic() - self._shown >= _SECONDS:
+            self._update()
+
     def finish(self, line: str) -> None:
         self._line = line
         self._update()
@@ -58,12 +65,15 @@ _FIELDS = (
     ("length", ("response_length/mean",), ".0f"),
     ("entropy", ("actor/entropy",), ".2f"),
     ("lr", ("train/lr",), ".1e"),
-    ("val loss", ("val/loss",), ".4f"),
     ("accuracy", ("rewards/accuracies",), ".3f"),
-    ("val accuracy", ("val/rewards/accuracies",), ".3f"),
     ("tokens/s", ("perf/throughput",), ",.0f"),
 )
 """Label, candidate metrics (the first existing one is shown), format."""
+_OF_VALIDATION = (
+    ("val loss", ("val/loss",), ".4f"),
+    ("val accuracy", ("val/rewards/accuracies",), ".3f"),
+)
+"""The same, shown only with the step that was validated."""
 
 _WIDE = 110  # smallest number of columns for a progress bar
 
@@ -77,10 +87,11 @@ class ConsoleTracker(Tracker):
     """
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:
-        self._total = info.total_steps
+        self._total, self._first = info.total_steps, info.first_step
         self._console = console or Console()
         self._times: deque[tuple[int, float]] = deque(maxlen=_PACE_WINDOW)
         self._shown: dict[str, str] = {}
+        self._validated = (0, "")  # newest validated step, and what it gave
         self._progress: Progress | None = None
         self._notebook = NotebookDisplay() if self._console.is_jupyter else None
         if self._console.is_terminal and self._notebook is None:
@@ -104,23 +115,38 @@ class ConsoleTracker(Tracker):
         fields = [f"{label} {value}" for label, value in self._shown.items()]
         head, eta = f"step {step}/{self._total}", f"ETA {self._eta(step)}"
         validation = [f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val-core/")]
+        validation += [f"{label} {value}" for label, value in summarise(metrics, _OF_VALIDATION).items()]
+        if validation:
+            self._validated = (step, "  ".join(validation))
         if self._progress is not None:
             room = self._console.width - (22 if self._console.width >= _WIDE else 4)
             self._progress.update(self._task, completed=step, summary=fit([head, eta, *fields], room))
             if validation:
-                self._progress.print(Text.assemble((head, "bold"), "  ", "  ".join(validation)), highlight=False)
+                self._progress.print(Text.assemble((head, "bold"), "  ", "  ", self._validated[1]), highlight=False)
         elif self._notebook is not None:
             line = "  ".join([head, eta, *fields, *validation])
             self._notebook.show(line, step, metrics, main_metric(metrics))
         else:
             self._line("  ".join([head, *(fields if summary else []), *validation, eta]))
 
+    def progress(self, what: str, total: int) -> Bar:
+        if self._progress is not None or self._notebook is not None:
+            return Saying(what, total, self._say)
+        return Lines(what, total, self._console.file)
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, summary=text)
+        elif self._notebook is not None:
+            self._notebook.say(text)
+
     def finish(self, status: str) -> None:
         if self._progress is not None:
             self._progress.stop()
-        last = self._times[-1][0] if self._times else 0
-        line = "  ".join(f"{label} {value}" for label, value in self._shown.items())
-        end = f"{status} at step {last}/{self._total}" + (f"  {line}" if line else "")
+        last = self._times[-1][0] if self._times else self._first
+        fields = [f"{label} {value}" for label, value in self._shown.items()]
+        of_last = [self._validated[1]] if self._validated[0] == last and last else []
+        end = "  ".join([f"{status} at step {last}/{self._total}", *fields, *of_last])
         if self._notebook is not None:
             self._notebook.finish(end)
         else:
@@ -136,14 +162,16 @@ class ConsoleTracker(Tracker):
         return clock((self._total - step) * (now - begun) / (last - first))
 
 
-def summarise(metrics: Mapping[str, float]) -> dict[str, str]:
+def summarise(
+    metrics: Mapping[str, float], fields: Sequence[tuple[str, Sequence[str], str]] = _FIELDS
+) -> dict[str, str]:
     """Return the main numbers for the progress line, by label.
 
     >>> summarise({"critic/rewards/mean": 0.5, "perf/throughput": 1234.5, "actor/lr": 1e-6})
     {'reward': '0.500', 'tokens/s': '1,234'}
     """
     texts = {}
-    for label, names, style in _FIELDS:
+    for label, names, style in fields:
         name = next((name for name in names if name in metrics), None)
         if name is not None:
             texts[label] = format(metrics[name], style)
