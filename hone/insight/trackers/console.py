@@ -122,7 +122,7 @@ class ConsoleTracker(Tracker):
             room = self._console.width - (22 if self._console.width >= _WIDE else 4)
             self._progress.update(self._task, completed=step, summary=fit([head, eta, *fields], room))
             if validation:
-                self._progress.print(Text.assemble((head, "bold"), "  ", "  ", self._validated[1]), highlight=False)
+                self._progress.print(Text.assemble((head, "bold"), "  ", self._validated[1]), highlight=False)
         elif self._notebook is not None:
             line = "  ".join([head, eta, *fields, *validation])
             self._notebook.show(line, step, metrics, main_metric(metrics))

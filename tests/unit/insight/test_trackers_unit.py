@@ -1,12 +1,15 @@
 """Trackers without their services: the console, the composite, what is missing."""
 
+import dataclasses
 import io
 import logging
+import threading
 
 import pytest
 from rich.console import Console
 from support.archives import archive
 from support.messages import raises
+from support.patience import SOON
 
 from hone.errors import ConfigError
 from hone.insight.run_directory import RunDirectory, read_metrics
@@ -16,6 +19,7 @@ from hone.insight.trackers.base import CompositeTracker, JsonlTracker
 from hone.insight.trackers.console import ConsoleTracker
 from hone.insight.trackers.mlflow import metric_key
 from hone.insight.trackers.shown import COLUMNS
+from hone.progress import Lines
 
 METRICS = {
     "critic/rewards/mean": 0.25,
@@ -48,7 +52,7 @@ def test_plain_output_is_one_line_a_step(info):
     lines = out.file.getvalue().splitlines()
     assert lines[0] == "step 1/10  reward 0.250  kl 1.20e-03  length 52  tokens/s 2,346  ETA -:--"
     assert lines[1].startswith("step 2/10  reward 0.250") and "val-core/s/acc/mean@1 0.5  ETA 0:0" in lines[1]
-    assert lines[2] == "finished at step 2/10  reward 0.250  kl 1.20e-03  length 52  tokens/s 2,346"
+    assert lines[2].endswith("reward 0.250  kl 1.20e-03  length 52  tokens/s 2,346  val-core/s/acc/mean@1 0.5")
     assert len(lines) == 3 and "\x1b" not in out.file.getvalue()
 
 
@@ -107,6 +111,62 @@ class Broken(Tracker):
 class Good(Broken):
     def log(self, step, metrics):
         self.seen.append((step, dict(metrics)))
+
+
+def test_a_validation_is_shown_with_its_own_step_alone(info):
+    out = console(terminal=False)
+    tracker = ConsoleTracker(info, out)
+    tracker.log(0, {"val/loss": 5.0})
+    tracker.log(1, {"train/loss": 4.0})
+    tracker.log(2, {"train/loss": 3.0, "val/loss": 3.5})
+    tracker.log(3, {"train/loss": 2.0})
+    tracker.finish("finished")
+    told = [line.partition("  ETA")[0] for line in out.file.getvalue().splitlines()]
+    assert told == [
+        "step 0/10  val loss 5.0000",
+        "step 1/10  loss 4.0000",
+        "step 2/10  loss 3.0000  val loss 3.5000",
+        "step 3/10  loss 2.0000",
+        "finished at step 3/10  loss 2.0000",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_progress_of_a_validation_is_in_the_live_line_or_in_lines(info, terminal, monkeypatch):
+    monkeypatch.setattr(Lines.__init__, "__defaults__", (0.0,))
+    out = console(terminal=terminal)
+    tracker = ConsoleTracker(info, out)
+    trackers = CompositeTracker(Good(), {"quiet": Good(), "console": tracker})
+    bar = trackers.progress("validating", 60)
+    for _ in range(12):
+        bar.advance()
+    if terminal:
+        tracker._progress.refresh()
+    bar.close()
+    tracker.finish("interrupted")
+    assert ("validating 12/60" if terminal else "validating: 12 of 60") in out.file.getvalue()
+    bar.advance(100)
+    assert bar.done == 60
+
+
+def test_a_line_comes_while_no_item_ends():
+    class Told(io.StringIO):
+        came = threading.Event()
+
+        def flush(self):
+            self.came.set()
+
+    stream = Told()
+    bar = Lines("answers", 60, stream, 0.01)
+    assert stream.came.wait(SOON)
+    bar.close()
+    assert stream.getvalue().startswith("answers: 0 of 60, 0:00 so far\n")
+
+
+def test_a_resumed_run_that_ends_before_a_step_is_at_the_step_it_resumed_from(info):
+    out = console(terminal=False)
+    ConsoleTracker(dataclasses.replace(info, first_step=5), out).finish("interrupted")
+    assert out.file.getvalue() == "interrupted at step 5/10\n"
 
 
 def test_a_failing_tracker_does_not_stop_the_others_and_is_counted(caplog):
