@@ -62,7 +62,7 @@ class Bar(ABC):
 
 
 class Saying(Bar):
-    """Progress as a text such as ``validating 12/60``, for whoever has a line for it."""
+    """Progress as a text such as ``validating 12/60``, for a caller that has a line for it."""
 
     def __init__(self, what: str, total: int, say: Callable[[str], None]) -> None:
         super().__init__(what, total)

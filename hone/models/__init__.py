@@ -12,3 +12,8 @@ Generation and training are built on this package; it imports neither.
 :mod:`.loading`           from a Hugging Face directory to a module
 :mod:`.init`              random-initialised model directories
 """
+
+import warnings
+
+# PEFT and torch read a property that transformers renamed
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

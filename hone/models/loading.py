@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -408,9 +407,7 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora-init"))
         try:
-            with warnings.catch_warnings():  # PEFT reads a property that transformers renamed
-                warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-                return get_peft_model(model, lora)
+            return get_peft_model(model, lora)
         except ValueError as error:
             raise ModelError(
                 str(error).splitlines()[0], where="model.target_modules", fix="model.target_modules=all-linear"

@@ -10,7 +10,6 @@ import os
 import platform
 import socket
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -124,8 +123,6 @@ class WorkerHost:
         receive_objects(place.objects)
         logging.getLogger("hone").setLevel(logging.INFO)
         logging.basicConfig(format=f"{place.pool}[{place.rank}] %(levelname)s %(message)s")
-        # PEFT and torch read a property that transformers renamed
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         activity.begin(Path(place.run) / activity.FOLDER, place.pool, place.rank)
         device = prepare_torch(config.trainer, threads=place.threads)
         meshes = None

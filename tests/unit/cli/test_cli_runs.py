@@ -64,6 +64,9 @@ def test_show(root):
     ]
     assert row[1:5] == ["0.08333", "1", "1", "12"]
     assert out.count("┤") == 16  # two charts of eight lines: reward and KL
+    assert "timing_s/step" not in out and "more metrics: --all, or --metric NAME" in out
+    every = invoke("show", "fast", "--root", root, "--all")
+    assert "timing_s/step" in every and "more metrics" not in every
 
 
 def test_show_one_metric_and_json(root, tmp_path):

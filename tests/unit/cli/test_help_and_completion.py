@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,24 @@ def test_completion_knows_commands_options_keys_and_leaves_files_to_the_shell() 
     assert complete("hone", "train", "trainer.resume_mode", "=", "a") == ["auto"]
     for words in (["view", "runs/"], ["train", "data.train_files", "=", "tr"], ["runs", "show", ""]):
         assert complete("hone", *words) == []
+
+
+@pytest.mark.slow
+def test_messages_of_other_packages_that_concern_nobody_are_not_shown() -> None:
+    program = """if True:
+        import logging, warnings
+        from hone.cli.main import log_to_stderr
+        log_to_stderr()
+        import hone.training.export
+        warnings.warn("`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.warn("another one", FutureWarning)
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).warning("Failed to load x.so; K is an Enum subclass")
+            logging.getLogger(name).warning("a real one of %s", name)
+    """
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    assert not any(noise in shown for noise in ("`is_gradient", "Failed to load", "Enum subclass")), shown
+    assert "another one" in shown and "a real one of torchao" in shown and "a real one of torch.utils" in shown
 
 
 def test_a_model_goes_to_a_folder_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

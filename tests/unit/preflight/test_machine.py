@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,3 +96,8 @@ def test_the_start_names_the_dtype_and_on_a_cluster_leaves_it_to_the_workers(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     rl.trainer.runtime, rl.trainer.device, rl.ray.address = "ray", device, address
     assert describe_dtype(rl).startswith(begins)
+
+
+def test_a_folder_is_tried_where_permissions_say_nothing(tmp_path: Path) -> None:
+    assert "in /proc (" in machine.write_problem(Path("/proc/run/deeper"))
+    assert machine.write_problem(tmp_path / "a b" / "ü") == "" and not list(tmp_path.iterdir())
