@@ -1,8 +1,10 @@
-"""Faster start of a process: fewer garbage collections while modules are imported."""
+"""Start of a process: fewer garbage collections while modules are imported, and what an interrupt does."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 
 _USUAL = gc.get_threshold()[0]
 _RARELY = 50_000
@@ -21,3 +23,11 @@ def collect_as_usual() -> None:
     """
     if gc.get_threshold()[0] == _RARELY:
         gc.set_threshold(_USUAL)
+
+
+def interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt, a handler of signals; the tasks that it ends are not reported one by one."""
+    if asyncio := sys.modules.get("asyncio"):  # a process that has not imported it has no tasks
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    raise KeyboardInterrupt

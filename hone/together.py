@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
@@ -22,13 +21,6 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[None, None, T]]) -> li
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
     return [task.result() for task in tasks]
-
-
-def interrupt(*_: object) -> None:
-    """Raise KeyboardInterrupt, a handler of signals; the tasks that it ends are not reported one by one."""
-    with contextlib.suppress(RuntimeError):
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    raise KeyboardInterrupt
 
 
 async def watched(work: Coroutine[None, None, T], look: Callable[[], object], every: float = 0.5) -> T | None:

@@ -27,8 +27,7 @@ from typer.main import get_command
 
 from hone import __version__
 from hone.errors import HoneError
-from hone.startup import collect_rarely
-from hone.together import interrupt
+from hone.startup import collect_rarely, interrupt
 
 
 class Entry(NamedTuple):

@@ -35,7 +35,8 @@ from hone.insight.run_lock import RunLock
 from hone.insight.stop_requests import StopRequest, StopWatch, check_may_start, clear_stop, kill_children, read_stop
 from hone.insight.trackers import build_trackers
 from hone.progress import counting
-from hone.together import HURRY, interrupt
+from hone.startup import interrupt
+from hone.together import HURRY
 from hone.trainers.callbacks import run_callbacks
 from hone.trainers.notices import run_notices
 from hone.training.checkpoints.checkpoint import Checkpoint, find_checkpoint

@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_refused_and_the_whole_checkpoint_resumes(root: Path, r
         losses = [json.loads(line)["train/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
         expected = (root / "whole" / "metrics.jsonl").read_text().splitlines()[1:]
         assert losses == [json.loads(line)["train/loss"] for line in expected]
-        assert trainer(root, run, STEPS).step == STEPS, "the next resume takes the new checkpoint"
+        assert trainer(root, run, STEPS + 1).step == STEPS, "the next resume takes the new checkpoint"
 
 
 def test_the_newest_whole_one_is_named_when_several_are_damaged(root: Path, run: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_damaged_state_is_one_message(root: Path, run: Path, state: str, old: 
     if old:
         same_size(checkpoint)
     with raises(CheckpointError, "state.json", f"trainer.resume_from_path={run / 'checkpoints' / 'step_2'}"):
-        trainer(root, run, STEPS)
+        trainer(root, run, STEPS + 1)
 
 
 @pytest.mark.parametrize("place", ["checkpoint.json", "state.json"])
@@ -178,7 +178,7 @@ def test_a_checkpoint_without_checksums_resumes_with_a_note(root: Path, run: Pat
     without_checksums(run / "checkpoints" / "step_3")
     logging.getLogger("hone").addHandler(caplog.handler)
     try:
-        assert trainer(root, run, STEPS).step == 3
+        assert trainer(root, run, STEPS + 1).step == 3
     finally:
         logging.getLogger("hone").removeHandler(caplog.handler)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

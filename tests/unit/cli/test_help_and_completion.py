@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hone.config.schema import completion_script
 from typer.testing import CliRunner
 
+from hone.cli.config import completion_script
 from hone.cli.main import COMMANDS, app, command_words, load
 from hone.cli.output import new_console, new_table
 

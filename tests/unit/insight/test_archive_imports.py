@@ -105,7 +105,7 @@ def test_every_reader_opens_an_import(tmp_path: Path, name: str) -> None:
         assert all(record.keys() == {column.name for column in COLUMNS} for record in records(run, step))
     shown = read_samples(run / "rollouts", SampleQuery(limit=9))
     assert shown.step == steps[-1] and all(trace(record) for record in shown.shown)
-    again = list(stored_episodes(run / "rollouts", [], "data_source"))
+    again = list(stored_episodes(run / "rollouts", [], reward_fn_key="data_source", prompt_key="prompt"))
     assert [t.text for _, _, t in again] == [record["text"] for step in steps for record in records(run, step)]
     found = find_run(str(run), tmp_path)
     assert (found.status, found.steps) == ("finished", steps[-1])

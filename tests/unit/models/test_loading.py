@@ -121,7 +121,7 @@ def test_override_config_acts_and_its_typing_errors_are_detected(directory):
         load_policy(ModelConfig(str(directory), override_config={"atention_dropout": 0.1}), device=CPU, seed=0)
 
 
-@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.filterwarnings("error::FutureWarning", "ignore:.is_gradient_checkpointing")  # PEFT reads it
 @pytest.mark.parametrize("rank", [0, 4])
 def test_gradient_checkpointing_keeps_the_fused_layers_of_a_model(directory, rank):
     def updated(checkpointing: bool) -> tuple[bool, torch.Tensor]:

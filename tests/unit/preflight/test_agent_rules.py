@@ -125,7 +125,7 @@ def tool_rows(results: list[str], calls: int) -> list[dict[str, Any]]:
             1,
             {"data.max_response_length": 256},
             {"data.max_response_length": 1024},
-            ["max_tool_response_length=256", "data.max_response_length=256", "=1024", "=64"],
+            ["max_tool_response_length=256", "data.max_response_length=256", "=64"],
         ),
     ],
 )

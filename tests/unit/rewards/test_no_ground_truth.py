@@ -10,7 +10,7 @@ from hone.errors import RewardError
 from hone.rewards.bench import bench_findings, run_bench
 from hone.rewards.scorers import SCORERS
 from hone.rewards.sources import with_conversation
-from hone.rewards.target import Adapted
+from hone.rewards.target import Adapted, to_score
 
 PRICE = "def reward(completions, price, **kw):\n    return [float(str(p) in c) for c, p in zip(completions, price)]\n"
 
@@ -52,6 +52,6 @@ def test_functions_of_trl_get_strings_where_the_prompt_was_one(text):
         seen.update(completions=completions, prompts=prompts)
         return [1.0]
 
-    assert Adapted(reward, {}, batch=False)(**with_conversation(given)) == 1.0
+    assert to_score(Adapted(reward, {}, batch=False)(**with_conversation(given))).total == 1.0
     messages = [{"role": "assistant", "content": "4"}]
     assert seen == {"completions": ["4" if text else messages], "prompts": [text or asked]}
