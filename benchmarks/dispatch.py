@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from hone.cluster.context import RoleSpec, WorkerContext
-from hone.cluster.dispatch import Split, dispatch, mini_batches
+from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.handles import RoleUpdate
 from hone.cluster.plan import model_roles
 from hone.cluster.ray.runtime import Failures, RayGroup, RayRuntime
@@ -39,6 +39,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
+from hone.trainers.algorithm import mini_batches
 from hone.trainers.batch_ops import BatchOps
 
 PROMPTS, N, PROMPT_LENGTH, TOKENS = 2048, 8, 512, 4096

@@ -21,11 +21,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from hone.cluster.any_batch import rows_of
-from hone.data.seeding import derive_seed
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 ResultT = TypeVar("ResultT", covariant=True)
 Reduce = Callable[[list[Any]], Any]
@@ -148,24 +143,6 @@ class RowGroups:
 
     def __len__(self) -> int:
         return len(self.groups)
-
-
-def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | None) -> RowGroups:
-    """Split a batch into mini-batches of ``prompts`` prompt groups, ``epochs`` times; shuffled if a seed is given.
-
-    Args:
-        uids: prompt group of each row.
-    """
-    members = list(rows_of(uids).values())
-    minis: list[list[int]] = []
-    for epoch in range(epochs):
-        order = list(range(len(members)))
-        if seed is not None:
-            generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
-            order = torch.randperm(len(members), generator=generator).tolist()
-        for start in range(0, len(order), prompts):
-            minis.append([row for group in order[start : start + prompts] for row in members[group]])
-    return RowGroups(minis)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hone.algorithms import advantage_estimators
 from hone.cluster.any_batch import AnyBatch, concat_batches, rows_of
-from hone.cluster.dispatch import RowGroups, mini_batches
+from hone.cluster.dispatch import RowGroups
 from hone.cluster.handles import RoleUpdate, Rollout, Work
 from hone.cluster.runtime import Roles
 from hone.cluster.weight_sync import WeightSync
@@ -41,7 +43,7 @@ from hone.trainers.inputs import quarantined_rows
 from hone.trainers.rollouter import Rollouter, Score
 from hone.trainers.stages import SAMPLED, SCORED, Stage, StepState
 from hone.trainers.step_metrics import update_metrics
-from hone.trainers.update_view import learnt_tokens
+from hone.trainers.update_view import KEPT
 
 if TYPE_CHECKING:
     from hone.agents.forking import ForkPoint
@@ -107,6 +109,29 @@ async def answer_greedily(rollout: Rollout, samples: Sequence[Sample], sampling:
     prompts = list({sample.uid: sample for sample in samples}.values())
     greedy = dataclasses.replace(sampling, temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, report_support=False)
     return await rollout.play(prompts, greedy, n=1, seeding=(0,))
+
+
+def learnt_tokens(batch: Any) -> Any:
+    """Return the batch (of either runtime) with the kept tokens as its loss mask."""
+    return batch.updated(batch.select(KEPT).rename({KEPT: "response_mask"})) if KEPT in batch else batch
+
+
+def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | None) -> RowGroups:
+    """Split a batch into mini-batches of ``prompts`` prompt groups, ``epochs`` times; shuffled if a seed is given.
+
+    Args:
+        uids: prompt group of each row.
+    """
+    members = list(rows_of(uids).values())
+    minis: list[list[int]] = []
+    for epoch in range(epochs):
+        order = list(range(len(members)))
+        if seed is not None:
+            generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+            order = torch.randperm(len(members), generator=generator).tolist()
+        for start in range(0, len(order), prompts):
+            minis.append([row for group in order[start : start + prompts] for row in members[group]])
+    return RowGroups(minis)
 
 
 STREAMED_PARTS = 4
@@ -451,9 +476,10 @@ class Algorithm:
 
     async def _update_view(self, state: StepState, *, pairs: bool) -> AnyBatch:
         """Return the rows and tokens for the updates: not rejected, resampled (PF-PPO), or paired."""
+        view = learnt_tokens(state.batch)
         if pairs or self.config.algorithm.use_pf_ppo:
-            return await self.work.update_view(state.batch, state.step, pairs=pairs)
-        return learnt_tokens(state.batch)
+            return await self.work.update_view(view, state.step, pairs=pairs)
+        return view
 
     def _minis(self, view: AnyBatch, prompts: int, epochs: int, seed: int) -> RowGroups:
         """Return the mini-batches of a role's updates in this step."""

@@ -5,8 +5,6 @@ Advantages and reports use the complete batch; only the updates use this view.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hone.algorithms import rollout_correction
@@ -57,20 +55,14 @@ def correct(batch: Batch, algorithm: AlgorithmConfig, metrics: MetricStore) -> B
     return batch.with_columns(**columns)
 
 
-def learnt_tokens(batch: Any) -> Any:
-    """Return the batch (of either runtime) with the kept tokens as its loss mask."""
-    return batch.updated(batch.select(KEPT).rename({KEPT: "response_mask"})) if KEPT in batch else batch
-
-
 def update_view(batch: Batch, algorithm: AlgorithmConfig, *, n: int, seed: int, step: int) -> Batch:
-    """Return the rows and tokens that the updates of this step learn from.
+    """Return the rows that the updates of this step learn from.
 
     Args:
-        batch: batch with all columns.
+        batch: :func:`~hone.trainers.algorithm.learnt_tokens` of the batch, with all columns.
         algorithm: config block ``algorithm``.
         seed: run seed; with the step it determines PF-PPO's sample.
     """
-    batch = learnt_tokens(batch)
     if not algorithm.use_pf_ppo:
         return batch
     drawn = resample(

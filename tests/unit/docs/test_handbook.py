@@ -10,7 +10,7 @@ from support.worked_batch import TABLES, advantages, concepts_page
 
 from hone.apps.explain.catalogue import methods, papers_page
 from hone.apps.explain.catalogue.pages import SYSTEMS, file_of
-from hone.cluster.dispatch import mini_batches
+from hone.trainers.algorithm import mini_batches
 from hone.config import RLConfig, documentation, load_config
 from hone.insight.detectors import DETECTORS
 from hone.insight.metrics import METRICS

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.cluster.dispatch import mini_batches
+from hone.trainers.algorithm import mini_batches
 
 
 def cut(groups: list[int], size: int, epochs: int, seed: int | None) -> list[list[tuple[str, int]]]:

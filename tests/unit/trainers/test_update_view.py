@@ -14,6 +14,7 @@ from hone.config.derived import correction_settings, corrects, policy_loss_name
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore
+from hone.trainers.algorithm import learnt_tokens
 from hone.trainers.update_view import correct, update_view
 
 
@@ -51,7 +52,7 @@ def test_weights_and_rejection_reach_the_update_and_not_the_rest() -> None:
     found = correct(rows, config(**settings), metrics)
     mask = rows.ragged("response_mask").values
     assert torch.equal(found.ragged("response_mask").values, mask), "advantages are of whole responses"
-    view = update_view(found, config(**settings), n=2, seed=0, step=1)
+    view = update_view(learnt_tokens(found), config(**settings), n=2, seed=0, step=1)
     ratio = (rows.ragged("old_log_probs").values - rows.ragged("rollout_log_probs").values).exp()
     kept = (mask == 1) & (ratio >= 0.7) & (ratio <= 1.4)
     assert 0 < kept.sum() < mask.sum()

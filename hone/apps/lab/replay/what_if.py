@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hone.algorithms import advantage_estimators, aggregate_loss, apply_kl_penalty, policy_losses
 from hone.apps.lab.replay.stored import StoredStep, WeightGradients, require_stored_inputs
-from hone.cluster.dispatch import mini_batches
 from hone.config.actor import ActorConfig
 from hone.config.derived import OldLogProbs, RunSpec
 from hone.config.tree import RLConfig
@@ -33,6 +32,7 @@ from hone.data.seeding import derive_seed
 from hone.errors import HoneError
 from hone.insight.metrics import MetricStore
 from hone.insight.run_files import read_metrics
+from hone.trainers.algorithm import learnt_tokens, mini_batches
 from hone.trainers.estimates import COLUMNS, estimate
 from hone.trainers.update_view import KEPT, correct, update_view
 from hone.training.objectives import PolicyObjective
@@ -201,7 +201,7 @@ def recompute(stored: StoredStep, config: RLConfig) -> Recomputed:
     if config.actor_rollout_ref.actor.use_kl_loss and "ref_log_probs" not in batch:
         raise _lacks("ref_log_probs", "actor_rollout_ref.actor.use_kl_loss=true")
     rollout = config.actor_rollout_ref.rollout
-    view = update_view(batch, config.algorithm, n=rollout.n, seed=config.trainer.seed, step=stored.step)
+    view = update_view(learnt_tokens(batch), config.algorithm, n=rollout.n, seed=config.trainer.seed, step=stored.step)
     gradients = token_gradients(view, config, stored.step)
     rows = view.tensor(ROW)
     whole = batch.ragged("response_ids")

@@ -82,7 +82,7 @@ def _step_factors(run: Path, step: int, modified: int) -> dict[tuple[str, int, i
     prepare().join()  # two threads that import transformers at once see it half imported
     from hone.apps.lab.replay.stored import load_step
     from hone.apps.lab.replay.what_if import token_gradients
-    from hone.trainers.update_view import learnt_tokens
+    from hone.trainers.algorithm import learnt_tokens
 
     stored = load_step(run, step)
     config = stored.config
