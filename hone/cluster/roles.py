@@ -30,13 +30,13 @@ from hone.training.backends.local import LocalBackend
 from hone.training.backends.protocol import ModelKind, TrainBackend
 from hone.training.backends.registry import build_train_backend
 from hone.training.checkpoints.checkpoint import model_directory
-from hone.training.engine import TrainSettings
+from hone.training.engine import TrainSettings, train_batches
 from hone.training.learners import teacher_distance
 from hone.training.microbatches import MicroBatchTarget
 from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
-from hone.training.updates import LossFn, Outputs, PartialLoss, UpdateResult
+from hone.training.updates import LossFn, Outputs, PartialLoss
 
 log = logging.getLogger("hone")
 
@@ -105,7 +105,7 @@ class SupervisedModel(TrainedModel):
         """Apply the optimizer updates of one step, each of these rows, at this position of the learning-rate schedule."""
         batch = self._inputs(batch)
         with self._profiled(step):
-            results = [self.engine.train_batch(batch.reorder(rows), self._objective, step=step) for rows in minis]
+            results, _ = train_batches(self.engine.train_batch, batch, self._objective, minis.groups, step=step)
         return RoleUpdate(results, self.engine.learning_rate(step))
 
     def _inputs(self, batch: Batch) -> Batch:
@@ -169,41 +169,25 @@ class PolicyWorker(WeightSource, TrainedModel):
     def update(
         self, batch: Batch, minis: RowGroups, step: int, *, gives_old_log_probs: bool = False, keep_last: bool = False
     ) -> Batch:
-        """Apply all optimizer updates of one step.
-
-        Args:
-            minis: rows of each mini-batch, in the order of the updates.
-            step: position in the learning-rate schedule (0 is the first).
-            gives_old_log_probs: return ``log_probs`` and ``entropy`` of the response tokens from the forward pass of the single
-                update, under the weights before it.
-            keep_last: return ``new_log_probs`` from the forward pass of the last update of each token.
+        """Apply all optimizer updates of one step; see :func:`~hone.training.engine.train_batches`.
 
         Returns:
             The kept columns, and in the metadata ``update``, the :class:`RoleUpdate`.
         """
-        if gives_old_log_probs and len(minis) != 1:
-            raise RuntimeError(
-                f"gives_old_log_probs needs 1 update, got {len(minis)}: only the first forward pass uses the weights that sampled"
-            )
-        outputs = Outputs(batch.ragged("response_ids")) if gives_old_log_probs or keep_last else None
-        objective = self._by_pairs or self._objective
-        with_entropy = gives_old_log_probs or self.config.actor_rollout_ref.actor.entropy_coeff > 0
         self._save_micro_batch(step)
-        results: list[UpdateResult] = []
-        whole = list(range(len(batch)))
         with self._profiled(step):
-            for rows in [whole] if gives_old_log_probs else minis:
-                mini = batch if gives_old_log_probs else batch.reorder(rows)
-                seen = None if outputs is None else outputs.for_rows(rows)
-                if self._by_pairs is None and self._objective.needs_preparation:
-                    mini = self._prepared(mini, first=not results)
-                results.append(
-                    self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy, outputs_seen=seen)
-                )
-        update = RoleUpdate(results, self.engine.learning_rate(step))
-        columns = outputs.columns() if outputs else {}
-        new = {"new_log_probs": columns["log_probs"]} if keep_last else {}
-        return Batch((columns if gives_old_log_probs else {}) | new, update=update)
+            results, columns = train_batches(
+                self.engine.train_batch,
+                batch,
+                self._by_pairs or self._objective,
+                minis.groups,
+                step=step,
+                with_entropy=gives_old_log_probs or self.config.actor_rollout_ref.actor.entropy_coeff > 0,
+                gives_old_log_probs=gives_old_log_probs,
+                keep_last=keep_last,
+                prepare=self._prepared if self._by_pairs is None and self._objective.needs_preparation else None,
+            )
+        return Batch(columns, update=RoleUpdate(results, self.engine.learning_rate(step)))
 
     @dispatch(Split.ROWS)
     def accumulate(self, batch: Batch, step: int, *, first: bool) -> Batch:
@@ -239,7 +223,7 @@ class PolicyWorker(WeightSource, TrainedModel):
                 )
             self.engine.save_next_micro_batch(MicroBatchTarget(self.config, step + 1))
 
-    def _prepared(self, mini: Batch, *, first: bool) -> Batch:
+    def _prepared(self, mini: Batch, first: bool) -> Batch:
         """Prepare the loss for a whole mini-batch.
 
         On the first update the current policy's log-probs are the old ones, unless the engine reported those; later updates

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -282,6 +282,45 @@ def _filler() -> Batch:
     """Return the shortest possible batch: one prompt token and one response token."""
     token = Ragged.from_rows([[0]], torch.int64)
     return Batch({"prompt_ids": token, "response_ids": token, "response_mask": token})
+
+
+def train_batches(
+    train_batch: Callable[..., UpdateResult],
+    batch: Batch,
+    loss_fn: LossFn,
+    minis: Sequence[Sequence[int]],
+    *,
+    step: int,
+    with_entropy: bool = False,
+    gives_old_log_probs: bool = False,
+    keep_last: bool = False,
+    prepare: Callable[[Batch, bool], Batch] | None = None,
+) -> tuple[list[UpdateResult], dict[str, Ragged]]:
+    """Apply the optimizer updates of one step, one for each mini-batch. Collective.
+
+    Args:
+        train_batch: of the backend (:class:`~hone.training.backends.protocol.TrainBackend`).
+        minis: rows of each mini-batch, in the order of the updates.
+        gives_old_log_probs: return ``log_probs`` and ``entropy`` of the response tokens from the forward pass of the single
+            update, under the weights before it.
+        keep_last: return ``new_log_probs`` from the forward pass of the last update of each token.
+        prepare: adds the columns that the loss needs of the whole mini-batch; its second argument is whether it is the first.
+    """
+    if gives_old_log_probs and len(minis) != 1:
+        raise RuntimeError(
+            f"gives_old_log_probs needs 1 update, got {len(minis)}: only the first forward pass uses the weights that sampled"
+        )
+    outputs = Outputs(batch.ragged("response_ids")) if gives_old_log_probs or keep_last else None
+    results: list[UpdateResult] = []
+    for rows in [range(len(batch))] if gives_old_log_probs else minis:
+        mini = batch if gives_old_log_probs else batch.reorder(rows)
+        seen = None if outputs is None else outputs.for_rows(rows)
+        if prepare is not None:
+            mini = prepare(mini, not results)
+        results.append(train_batch(mini, loss_fn, step=step, with_entropy=with_entropy, outputs_seen=seen))
+    columns = outputs.columns() if outputs else {}
+    new = {"new_log_probs": columns["log_probs"]} if keep_last else {}
+    return results, (columns if gives_old_log_probs else {}) | new
 
 
 Weights = Literal["all", "adapter", "merged"]
