@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from peft import load_peft_weights
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,8 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError
+from hone.generation.build import engine_dtype
+from hone.generation.options import sends_adapter
 from hone.models.heads import Head, PolicyHead, ValueHead
 from hone.models.loading import saved_model
 from hone.training.backends.local import LocalBackend
@@ -120,6 +123,8 @@ class PolicyWorker(WeightSource, TrainedModel):
         context: context of the process; with ``resume`` the role resumes from that checkpoint.
     """
 
+    _exported: Iterator[tuple[str, Tensor]] = iter(())
+
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config, resume = context.config, context.resume
         self.context, self.config = context, config
@@ -210,6 +215,27 @@ class PolicyWorker(WeightSource, TrainedModel):
     def apply_gradients(self, step: int) -> RoleUpdate:
         """Apply the gradients of all parts at this position of the learning-rate schedule."""
         return RoleUpdate([self.engine.apply_gradients(step, self._partial)], self.engine.learning_rate(step))
+
+    def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the current weights for an engine, or the adapter alone; matrices in its dtype: one in bfloat16 takes half the bytes."""
+        which = "adapter" if sends_adapter(self.config) else "merged"
+        return self.engine.export_weights(which, dtype=getattr(torch, engine_dtype(self.config)))
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    def export_weights(self) -> None:
+        """Begin a weight sync of :meth:`engine_weights`: :meth:`next_weights` returns the buckets."""
+        self._exported = self.engine_weights()
+
+    @dispatch(Split.ALL, Collect.REMOTE)
+    def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:
+        """Return the next whole weights, at most ``max_bytes`` of them (but at least one); None after the last."""
+        bucket, used = [], 0
+        for name, tensor in self._exported:
+            bucket.append((name, tensor))
+            used += tensor.nbytes
+            if used >= max_bytes:
+                break
+        return bucket or None
 
     def _save_micro_batch(self, step: int) -> None:
         """Save the next micro-batch if ``trainer.save_microbatch_steps`` names this step."""

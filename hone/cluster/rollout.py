@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hone.agents.client import LimitedClient
 from hone.agents.context import EpisodeContext
@@ -25,7 +25,7 @@ from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample
 from hone.generation import is_served
-from hone.generation.build import build_engine, engine_dtype, replica_limit
+from hone.generation.build import build_engine, replica_limit
 from hone.generation.options import has_adapter, needs_untied_head, sends_adapter
 from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.protocol import Engine, SamplingParams
@@ -283,13 +283,16 @@ class RolloutWorker(WeightTarget):
     @dispatch(Split.ALL, Collect.FIRST, lenders=True)
     async def gather_weights(self, version: int) -> None:
         """Copy this version of the weights from the colocated actor, whose processes hold a shard each."""
-        config, actor = self.context.config, self.context.roles["actor"]
-        which, dtype = "adapter" if sends_adapter(config) else "merged", getattr(torch, engine_dtype(config))
-        weights = actor.engine.export_weights(which, dtype=dtype)
+        weights = self.context.roles["actor"].engine_weights()
         if self._lends:
             deque(weights, maxlen=0)  # all processes gather together; this one has no engine that takes the result
             return
         await self.engine.load_weights(weights, version)
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
+        """Load some of the weights of this version; more follow unless they are the last."""
+        await self.engine.load_weights(weights, version, last=last)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def sleep(self) -> None:

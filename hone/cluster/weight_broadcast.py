@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,12 +36,9 @@ from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.cluster.failures import BroadcastError
 from hone.config.limits import BROADCAST_BUFFERS
 from hone.config.tree import RLConfig
-from hone.generation.build import engine_dtype
-from hone.generation.options import sends_adapter
 from hone.generation.protocol import Engine
 from hone.generation.remote.transports.layout import Named, layout, view
 from hone.insight import activity
-from hone.training.backends.protocol import TrainBackend
 from hone.training.rendezvous import gpu_identity, require_separate_gpus
 
 SOURCE = 0
@@ -271,29 +269,9 @@ class BroadcastEnd:
 class WeightSource(BroadcastEnd):
     """The actor's side. All of its workers take part in gathering shards; the first one sends."""
 
-    engine: TrainBackend
-    _exported: Iterator[tuple[str, Tensor]] = iter(())
-
-    @dispatch(Split.ALL, Collect.FIRST)
-    def export_weights(self) -> None:
-        """Begin a weight sync of the current weights, or the adapter alone: :meth:`next_weights` returns the buckets.
-
-        Matrices are in the dtype of the engine, so that for one in bfloat16 half the bytes travel.
-        """
-        config = self.context.config
-        which = "adapter" if sends_adapter(config) else "merged"
-        self._exported = self.engine.export_weights(which, dtype=getattr(torch, engine_dtype(config)))
-
-    @dispatch(Split.ALL, Collect.REMOTE)
-    def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:
-        """Return the next whole weights, at most ``max_bytes`` of them (but at least one); None after the last."""
-        bucket, used = [], 0
-        for name, tensor in self._exported:
-            bucket.append((name, tensor))
-            used += tensor.nbytes
-            if used >= max_bytes:
-                break
-        return bucket or None
+    @abstractmethod
+    def next_weights(self, max_bytes: int) -> list[Named] | None:
+        """Return the next whole weights; see :class:`~hone.cluster.roles.PolicyWorker`."""
 
     @dispatch(Split.ZERO)
     def open_broadcast(self, members: int) -> Meeting:
@@ -348,11 +326,6 @@ class WeightTarget(BroadcastEnd):
 
     engine: Engine
     _worker: int
-
-    @dispatch(Split.ALL, Collect.FIRST)
-    async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Load some of the weights of this version; more follow unless they are the last."""
-        await self.engine.load_weights(weights, version, last=last)
 
     @dispatch(Split.ALL, Collect.FIRST, background=True)
     def join_broadcast(self, meeting: Meeting) -> None:
