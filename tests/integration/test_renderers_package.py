@@ -15,7 +15,7 @@ from support.patience import LONG
 from support.templates import tokenizer
 
 from hone.agents.rendering import Renderer, renderer_for
-from hone.agents.rendering.probes import ASKED
+from hone.agents.rendering.template import ASKED
 
 pytestmark = pytest.mark.long("hone/agents/rendering", "hone/agents/parsers")
 SCRIPT = Path(__file__).parents[1] / "support" / "foreign" / "renderers_package.py"

@@ -24,8 +24,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import AssistantTurn, Message
 from hone.agents.parsers.base import TOOL_PARSERS, ToolParser
-from hone.agents.rendering.probes import parser_that_reads, probe_conversations, shows_tools
-from hone.agents.rendering.template import Ending, Template, cut_at, marked
+from hone.agents.rendering.template import (
+    Ending,
+    Template,
+    cut_at,
+    marked,
+    parser_that_reads,
+    probe_conversations,
+    shows_tools,
+)
 from hone.data.chat import HiddenText, named_tokens
 from hone.data.tokenizer import decoded
 from hone.errors import DataError, ModelError, UnknownMethod, did_you_mean

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
 from hone.agents.parsers import TOOL_PARSERS
-from hone.agents.rendering import probes, renderer_for
+from hone.agents.rendering import renderer_for
+from hone.agents.rendering import template as probes
 from hone.agents.rendering.renderer import EMPTY_THOUGHTS, Renderer
 from hone.agents.rendering.template import Ending
 from hone.errors import DataError

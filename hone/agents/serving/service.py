@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
 from hone.agents.rendering import TEXT_TOOLS, Renderer, renderer_for
-from hone.agents.rendering.probes import shows_tools
-from hone.agents.rendering.template import Template
+from hone.agents.rendering.template import Template, shows_tools
 from hone.agents.serving.errors import ApiError, bad_request, named_by_options, too_long
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.session import Prompt, Session

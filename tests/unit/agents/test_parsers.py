@@ -14,7 +14,7 @@ from support.templates import SHAPES, tokenizer
 from hone.agents.messages import AssistantTurn, ToolCall, tool_message
 from hone.agents.parsers import TOOL_PARSERS
 from hone.agents.rendering import renderer_for
-from hone.agents.rendering.probes import ASKED, call, calling
+from hone.agents.rendering.template import ASKED, call, calling
 
 QUICK = examples(30, suppress_health_check=[HealthCheck.too_slow])
 MARKED = [name for name in sorted(SHAPES) if name not in ("llama3_1", "llama3_2_pythonic", "gemma3")]

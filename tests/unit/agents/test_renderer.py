@@ -15,8 +15,8 @@ from support.templates import SHAPES, Shape, tokenizer, tokenizer_with
 
 from hone.agents.messages import AssistantTurn, ToolCall, tool_message
 from hone.agents.rendering import Ending, Renderer, renderer_for
-from hone.agents.rendering.probes import ANSWERED, ASKED, ASKED_AGAIN, TOOL, call, result, thinking
-from hone.agents.rendering.probes import calling as probe_calling
+from hone.agents.rendering.template import ANSWERED, ASKED, ASKED_AGAIN, TOOL, call, result, thinking
+from hone.agents.rendering.template import calling as probe_calling
 from hone.data.chat import render_prompts
 from hone.data.chat_formats import CHAT_FORMATS
 from hone.errors import ConfigError, DataError, ModelError

@@ -17,7 +17,7 @@ from support.templates import SHAPES, tokenizer
 
 from hone.agents.messages import AssistantTurn, Message
 from hone.agents.rendering import Renderer, renderer_for
-from hone.agents.rendering.probes import ASKED
+from hone.agents.rendering.template import ASKED
 from hone.agents.serving.chat import TurnStream
 
 FEW = examples(6, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
