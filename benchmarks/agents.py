@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from hone.agents.base import AGENT_LOOPS, AgentLoop
-from hone.agents.context import EpisodeContext
+from hone.agents.base import AGENT_LOOPS, AgentLoop, EpisodeContext
 from hone.agents.episode import Episode
 from hone.agents.player import Player
 from hone.config.agents import AgentConfig, MultiTurnConfig

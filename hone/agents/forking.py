@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.agents.client import EngineClient
-from hone.agents.episode import Episode
+from hone.agents.episode import EngineClient, Episode
 from hone.agents.messages import Message
 from hone.agents.player import Player
 from hone.agents.tool_agent import ChatLoop, Tools

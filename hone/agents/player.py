@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hone.agents.base import AGENT_LOOPS, AgentLoop, EpisodeContext
-from hone.agents.client import EngineClient
-from hone.agents.episode import BudgetSpent, Episode, Limits
+from hone.agents.episode import BudgetSpent, EngineClient, Episode, Limits
 from hone.agents.tool_agent import default_loop
 from hone.data.episode_log import EpisodeEnd
 from hone.data.seeding import derive_seed

@@ -1,5 +1,5 @@
-"""The built-in agent loops: one turn; a conversation with tools, an environment or a simulated user. And the default for rows without
-``agent_name``.
+"""The built-in agent loops: one turn; a conversation with tools, an environment or a simulated user. And which loop a row has, with the tools
+that its prompt shows.
 
 A conversation parses turns of the policy into messages, and appends messages as tokens (:class:`ChatLoop`).
 """
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hone.agents.base import AGENT_LOOPS, AgentLoop
-from hone.agents.context import EpisodeContext
+from hone.agents.base import AGENT_LOOPS, AgentLoop, EpisodeContext
 from hone.agents.environments.base import Environment, make_environment
 from hone.agents.episode import BudgetSpent, Episode
 from hone.agents.interactions.base import Interaction
 from hone.agents.messages import AssistantTurn, Message, check_read
-from hone.agents.tools.delegate import NAME, Delegate
+from hone.agents.tools.delegate import NAME, SCHEMA, Delegate
 from hone.agents.tools.toolbox import ToolSession
 from hone.config.agents import AgentConfig, CompactionConfig, MultiTurnConfig
 from hone.data.episode_log import EpisodeEnd
-from hone.data.types import StopReason
+from hone.data.prompts import ToolsOf
+from hone.data.types import Sample, StopReason
 from hone.errors import DataError, did_you_mean
 from hone.text import valid_data
 
@@ -360,3 +360,41 @@ def default_loop(multi_turn: MultiTurnConfig, agent: AgentConfig) -> str:
     if multi_turn.enable and (multi_turn.tool_config_path or multi_turn.function_tool_path):
         return "tool_agent"
     return "single_turn"
+
+
+def loop_class(context: EpisodeContext, sample: Sample) -> type[AgentLoop]:
+    return AGENT_LOOPS.get(sample.agent_name or default_loop(context.multi_turn, context.agent))
+
+
+def tools_of(context: EpisodeContext) -> ToolsOf:
+    """Return a function that gives the tool schemas for the prompt of a row.
+
+    The function raises DataError if a row lacks the messages that its loop needs, or selects an unknown tool.
+    """
+
+    def tools(sample: Sample) -> Sequence[dict[str, Any]]:
+        loop = loop_class(context, sample)
+        if not loop.needs_messages:
+            return ()
+        if sample.messages is None:
+            raise flat_prompt_error(sample)
+        check_read(sample.messages, f"the prompt of row {sample.uid}", images=bool(sample.images))
+        if issubclass(loop, EnvironmentLoop):
+            spec = sample.extra_info.get("environment") or {}
+            return make_environment(spec["name"], spec.get("options") or {}).tools if "name" in spec else ()
+        schemas = context.toolbox.schemas(sample.extra_info.get("tool_selection"))
+        delegates = context.multi_turn.subagents and issubclass(loop, ToolAgent)
+        return [*schemas, SCHEMA] if delegates else schemas
+
+    return tools
+
+
+def flat_prompt_error(sample: Sample) -> DataError:
+    """Return the error for a prompt that cannot be continued as a conversation."""
+    return DataError(
+        f"row {sample.uid} has a prompt of plain text or token ids, but its loop plays a conversation",
+        why="a conversation is continued by the chat template, which needs messages",
+        fix='write the prompt as [{"role": "user", "content": "..."}], or set agent_name=single_turn for this row',
+        where="data.prompt_key",
+        code="R34",
+    )

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hone.agents.client import LimitedClient
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
+from hone.agents.episode import LimitedClient
 from hone.agents.forking import ForkPoint, play_forks
 from hone.agents.player import Player
 from hone.cluster.context import WorkerContext

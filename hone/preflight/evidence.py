@@ -19,8 +19,7 @@ from hone.preflight.reading import answer_key, columns, defaults, file_list, rea
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hone.agents.base import AgentLoop
-    from hone.agents.context import EpisodeContext
+    from hone.agents.base import AgentLoop, EpisodeContext
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
     from hone.data.row_images import RowImages
@@ -124,7 +123,7 @@ class Evidence:
     @functools.cached_property
     def setting(self) -> EpisodeContext | None:
         """Tools, users and template of an RL run's episodes; None without a tokenizer."""
-        from hone.agents.context import EpisodeContext
+        from hone.agents.base import EpisodeContext
 
         if not isinstance(self.config, RLConfig) or self.tokenizer is None:
             return None

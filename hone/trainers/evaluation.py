@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
+from hone.agents.contract import agent_contract
 from hone.agents.player import Player
-from hone.agents.prompts import agent_contract, tools_of
+from hone.agents.tool_agent import tools_of
 from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig

@@ -27,7 +27,7 @@ from hone.generation.protocol import SamplingParams
 from hone.text import json_lines
 
 if TYPE_CHECKING:
-    from hone.agents.context import EpisodeContext
+    from hone.agents.base import EpisodeContext
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def file_list(files: Any) -> list[str]:
 
 def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int) -> PromptDataset:
     """Load the prompts in ``files`` (a path or list of paths), with the tools of each row's agent loop."""
-    from hone.agents.prompts import tools_of
+    from hone.agents.tool_agent import tools_of
 
     with _episode_context(config, tokenizer) as context:
         return _prompt_dataset(config, files, tokenizer, max_samples, tools_of(context))
@@ -49,7 +49,7 @@ def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerB
 
 @contextlib.contextmanager
 def _episode_context(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[EpisodeContext]:
-    from hone.agents.context import (
+    from hone.agents.base import (
         EpisodeContext,  # tools and environments, which a driver that only trains does not import
     )
 
@@ -98,8 +98,8 @@ def show_first_prompt(dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
 
 
 def run_contract(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the agent contract of a run; see :func:`~hone.agents.prompts.agent_contract`."""
-    from hone.agents.prompts import agent_contract
+    """Return the agent contract of a run; see :func:`~hone.agents.contract.agent_contract`."""
+    from hone.agents.contract import agent_contract
 
     with _episode_context(config, tokenizer) as context:
         return agent_contract(context)
@@ -107,7 +107,7 @@ def run_contract(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 def report_contract(earlier: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
     """Warn if ``what`` plays episodes under another agent contract than the policy was trained with."""
-    from hone.agents.prompts import contract_changes
+    from hone.agents.contract import contract_changes
 
     changes = contract_changes(earlier, now)
     if changes:
@@ -174,7 +174,7 @@ def self_scored(
 
 def self_scored_by(context: EpisodeContext, samples: Sequence[Sample]) -> frozenset[str]:
     """Return the data sources whose samples are all played by loops that compute rewards."""
-    from hone.agents.prompts import loop_class
+    from hone.agents.tool_agent import loop_class
 
     scored = {sample.data_source for sample in samples if not loop_class(context, sample).gives_reward}
     return frozenset({sample.data_source for sample in samples} - scored)

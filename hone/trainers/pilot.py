@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
 from hone.agents.player import Player
 from hone.algorithms import advantage_estimators
 from hone.cluster.context import prepare_torch, run_image_processor, run_tokenizer

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from hone.agents.client import EngineClient
+from hone.agents.episode import EngineClient
 from hone.agents.serving.errors import ApiError
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.service import Service

@@ -59,7 +59,7 @@ def serve(request: ServeRequest) -> None:
         HoneError: the model cannot be loaded, or the address is not available.
     """
     max_model_len = prepare_server(request)
-    from hone.agents.client import EngineClient
+    from hone.agents.episode import EngineClient
     from hone.agents.serving.app import Endpoint
     from hone.agents.serving.gateway import Gateway
     from hone.agents.serving.server import HttpServer

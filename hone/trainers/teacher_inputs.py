@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.context import EpisodeContext
-from hone.agents.prompts import tools_of
+from hone.agents.base import EpisodeContext
+from hone.agents.tool_agent import tools_of
 from hone.algorithms import distillation_advantages
 from hone.config.distillation import DistillationConfig, is_address
 from hone.config.tree import RLConfig

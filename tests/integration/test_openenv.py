@@ -19,8 +19,8 @@ from support.templates import tokenizer
 from hone.agents.environments import make_environment
 from hone.agents.environments.openenv import OpenEnv, action_interface
 from hone.agents.messages import AssistantTurn
-from hone.agents.prompts import tools_of
 from hone.agents.tasks.environment import EnvironmentTask
+from hone.agents.tool_agent import tools_of
 from hone.data.chat import render_prompt
 from hone.data.episode_log import EpisodeEnd
 from hone.data.types import Sample

@@ -17,7 +17,7 @@ from support.messages import raises
 from support.scripted import ScriptedEngine
 from support.templates import tokenizer
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
 from hone.agents.player import Player
 from hone.agents.program.bridge import verifiers_bridge
 from hone.agents.program.process import ProgramFailed

@@ -8,7 +8,7 @@ from typing import Any
 
 from support.templates import tokenizer as template_tokenizer
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
 from hone.agents.player import Player
 from hone.config.agents import AgentConfig, MultiTurnConfig
 from hone.data.chat import render_prompt

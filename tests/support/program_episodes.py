@@ -8,7 +8,7 @@ from typing import Any
 from support.patience import LONG
 from support.templates import tokenizer
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
 from hone.agents.player import Player
 from hone.config.agents import AgentConfig, MultiTurnConfig, ProgramConfig
 from hone.data.types import Sample, Trajectory

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.agents.client import EngineClient
+from hone.agents.episode import EngineClient
 from hone.agents.serving.app import Endpoint
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.server import HttpServer

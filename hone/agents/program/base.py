@@ -6,8 +6,8 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from hone.agents.client import EngineClient
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
+from hone.agents.episode import EngineClient
 from hone.errors import ConfigError
 from hone.insight.audit import AuditLog
 

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from hone.agents.client import EngineClient
+from hone.agents.episode import EngineClient
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError, RequestError

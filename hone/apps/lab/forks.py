@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
 from hone.agents.forking import RecordedTurn, ReplayClient, change_last_message, recorded_turns
 from hone.agents.player import Player
 from hone.agents.tool_agent import ChatLoop

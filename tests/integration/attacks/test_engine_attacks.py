@@ -11,7 +11,7 @@ import torch
 from support.families import Letters, make_engine, tiny_model
 from torch import nn
 
-from hone.agents.client import EngineClient
+from hone.agents.episode import EngineClient
 from hone.errors import GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, Progress, SamplingParams
 

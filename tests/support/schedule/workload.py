@@ -7,8 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hone.agents.base import AgentLoop
-from hone.agents.context import EpisodeContext
+from hone.agents.base import AgentLoop, EpisodeContext
 from hone.agents.episode import Episode
 
 

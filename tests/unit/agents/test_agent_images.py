@@ -12,7 +12,7 @@ from support.agents import call, play, setting
 from support.image_models import as_text_ids, data_url, drawn, keys_in
 from support.templates import tokenizer as template_tokenizer
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
 from hone.agents.tools import Tool
 from hone.data.chat import render_prompt
 from hone.data.image_processor import GridProcessor

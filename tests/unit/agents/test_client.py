@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from hone.agents.client import EngineClient
+from hone.agents.episode import EngineClient
 from hone.data.types import StopReason
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 

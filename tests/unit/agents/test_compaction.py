@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from support.agents import ScriptedEngine, call, play, sample, setting
 
-from hone.agents.prompts import tools_of
-from hone.agents.tool_agent import REMOVED, SUMMARY, Compactor, latest_turns
+from hone.agents.tool_agent import REMOVED, SUMMARY, Compactor, latest_turns, tools_of
 from hone.agents.tools.base import Tool
 from hone.config.agents import CompactionConfig, MultiTurnConfig
 from hone.data.episode_log import CallStatus, EpisodeEnd

@@ -7,7 +7,7 @@ import logging
 import pytest
 from support.agents import setting
 
-from hone.agents.prompts import VERSION, agent_contract, contract_changes
+from hone.agents.contract import VERSION, agent_contract, contract_changes
 from hone.agents.tools.calculator import Calculator
 from hone.agents.tools.lookup import Lookup
 from hone.trainers.inputs import report_contract

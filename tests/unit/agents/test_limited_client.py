@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hone.agents.client import EngineClient, LimitedClient
+from hone.agents.episode import EngineClient, LimitedClient
 from hone.data.types import StopReason
 from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams

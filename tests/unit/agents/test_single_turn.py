@@ -2,7 +2,7 @@
 
 import asyncio
 
-from hone.agents.context import EpisodeContext
+from hone.agents.base import EpisodeContext
 from hone.agents.player import Player
 from hone.data.types import Sample, StopReason
 from hone.generation.protocol import Completion, SamplingParams

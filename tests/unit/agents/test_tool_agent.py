@@ -10,7 +10,7 @@ from support.agents import call, play, sample, setting
 from support.examples import examples
 from support.messages import raises
 
-from hone.agents.prompts import tools_of
+from hone.agents.tool_agent import tools_of
 from hone.agents.tools import Tool, ToolError, ToolResult, tool
 from hone.agents.tools.calculator import Calculator
 from hone.config.reward import EpisodePricesConfig
@@ -381,7 +381,7 @@ def test_tool_errors_are_not_tried_again():
 
 def test_a_dataset_shows_tools_as_the_renderer_does(tmp_path):
     """The prompt of a row, token by token, is what the renderer and supervised fine-tuning make of the same messages."""
-    from hone.agents.prompts import tools_of
+    from hone.agents.tool_agent import tools_of
     from hone.data.conversations import ConversationDataset
     from hone.data.prompts import PromptDataset
 

@@ -10,10 +10,10 @@ from support.worked_batch import TABLES, advantages, concepts_page
 
 from hone.apps.explain.catalogue import methods, papers_page
 from hone.apps.explain.catalogue.pages import SYSTEMS, file_of
-from hone.trainers.algorithm import mini_batches
 from hone.config import RLConfig, documentation, load_config
 from hone.insight.detectors import DETECTORS
 from hone.insight.metrics import METRICS
+from hone.trainers.algorithm import mini_batches
 
 HANDBOOK = Path(__file__).resolve().parents[3] / "docs" / "handbook"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.client import EngineClient, LimitedClient
+from hone.agents.episode import EngineClient, LimitedClient
 from hone.cluster.handles import GroupMeans
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
