@@ -8,6 +8,7 @@ an update around the loop.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from hone.training.microbatches import MicroBatchRecorder
 from hone.training.optimizer import LossScale, ScheduledOptimizer
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
-from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, Statistics, Totals, UpdateResult
+from hone.training.updates import GatheredRows, LossFn, PartialLoss, Statistics, Totals, UpdateResult
 
 
 class DeviceClock:
@@ -78,6 +79,41 @@ class DeviceClock:
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in events) / 1e3
         self._seconds = 0.0
         return seconds
+
+
+class Outputs:
+    """The head's outputs for the response tokens of a batch, collected micro-batch by micro-batch."""
+
+    def __init__(self, responses: Ragged) -> None:
+        self._positions = responses.with_values(torch.arange(len(responses.values)))
+        self._tokens = len(responses.values)
+        self._parts: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def for_rows(self, rows: Sequence[int]) -> Outputs:
+        """Return a collector for a mini-batch of these rows; what it collects is also here."""
+        part = copy.copy(self)
+        part._positions = self._positions.select(rows)
+        return part
+
+    def add(self, rows: list[int], outputs: dict[str, Tensor]) -> None:
+        """Add the outputs of a micro-batch with these rows. They stay on their device until :meth:`columns`."""
+        index = self._positions.select(rows).values
+        values_of = {name: values.detach()[: len(index)] for name, values in outputs.items()}
+        self._parts.append((index, {n: x.float() if x.is_floating_point() else x for n, x in values_of.items()}))
+
+    def columns(self) -> dict[str, Ragged]:
+        """Return ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
+
+        A token that was added several times has its last output.
+        """
+        columns: dict[str, Ragged] = {}
+        for index, outputs in self._parts:
+            for name, values in outputs.items():
+                if name not in columns:
+                    whole = torch.zeros(self._tokens, *values.shape[1:], dtype=values.dtype)
+                    columns[name] = self._positions.with_values(whole)
+                columns[name].values[index] = values.cpu()
+        return columns
 
 
 Forward = Callable[[Head, PackedSequences, bool], dict[str, Tensor]]

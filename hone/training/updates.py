@@ -1,8 +1,7 @@
-"""Inputs and results of an optimizer update: loss function, totals of a mini-batch, statistics, outputs of the head."""
+"""Inputs and results of an optimizer update: loss function, totals of a mini-batch, statistics."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,38 +86,3 @@ class UpdateResult:
     applied: bool  # False if the gradient was not finite and the update was skipped
     loss_scale: float | None = None  # factor of the loss in the backward pass
     overflow: bool = False  # skipped because the scaled gradient left float16's range; the next scale is smaller
-
-
-class Outputs:
-    """The head's outputs for the response tokens of a batch, collected micro-batch by micro-batch."""
-
-    def __init__(self, responses: Ragged) -> None:
-        self._positions = responses.with_values(torch.arange(len(responses.values)))
-        self._tokens = len(responses.values)
-        self._parts: list[tuple[Tensor, dict[str, Tensor]]] = []
-
-    def for_rows(self, rows: Sequence[int]) -> Outputs:
-        """Return a collector for a mini-batch of these rows; what it collects is also here."""
-        part = copy.copy(self)
-        part._positions = self._positions.select(rows)
-        return part
-
-    def add(self, rows: list[int], outputs: dict[str, Tensor]) -> None:
-        """Add the outputs of a micro-batch with these rows. They stay on their device until :meth:`columns`."""
-        index = self._positions.select(rows).values
-        values_of = {name: values.detach()[: len(index)] for name, values in outputs.items()}
-        self._parts.append((index, {n: x.float() if x.is_floating_point() else x for n, x in values_of.items()}))
-
-    def columns(self) -> dict[str, Ragged]:
-        """Return ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
-
-        A token that was added several times has its last output.
-        """
-        columns: dict[str, Ragged] = {}
-        for index, outputs in self._parts:
-            for name, values in outputs.items():
-                if name not in columns:
-                    whole = torch.zeros(self._tokens, *values.shape[1:], dtype=values.dtype)
-                    columns[name] = self._positions.with_values(whole)
-                columns[name].values[index] = values.cpu()
-        return columns

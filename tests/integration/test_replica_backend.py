@@ -24,12 +24,12 @@ from hone.training.backends import BACKENDS, BackendEntry
 from hone.training.backends.protocol import ModelKind, TrainBackend, Weights
 from hone.training.backends.registry import backend_of, build_train_backend
 from hone.training.checkpoints.model_state import ModelStager
-from hone.training.engine import MicroBatchLoop, TrainSettings
+from hone.training.engine import MicroBatchLoop, Outputs, TrainSettings
 from hone.training.export_stream import STREAMS
 from hone.training.layout import Meshes
 from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import ProcessRanks, RankGroup, SingleRank
-from hone.training.updates import GatheredRows, LossFn, Outputs, UpdateResult
+from hone.training.updates import GatheredRows, LossFn, UpdateResult
 
 pytestmark = pytest.mark.application("hone/training", "hone/cluster")
 

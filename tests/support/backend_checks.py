@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hone.data.batch import Batch
 from hone.models.loading import saved_model
-from hone.training.updates import Outputs
+from hone.training.engine import Outputs
 
 
 def with_and_without_adapter(case: Case) -> tuple[Tensor, Tensor, Tensor]:

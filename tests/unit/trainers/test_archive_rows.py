@@ -218,7 +218,7 @@ def test_the_texts_of_tokens_keep_their_spaces() -> None:
 
 
 def test_the_last_output_of_a_token_counts() -> None:
-    from hone.training.updates import Outputs
+    from hone.training.engine import Outputs
 
     outputs = Outputs(Ragged.from_rows([[1, 2], [3], [4, 5]]))
     for number, part in enumerate(([2, 0], [1], [0, 1])):
