@@ -45,9 +45,9 @@ class Weights(Enum):
     SHARED = "shared"
     """The engine reads the trained parameters."""
     GATHERED = "gathered"
-    """The engine has a whole copy, filled from the colocated actor's export: no process holds all of its shards."""
+    """The engine has a whole copy, filled from the export of the actor in its process, which has a shard."""
     REMOTE = "remote"
-    """The engine has a whole copy, and the actor is in another process."""
+    """The engine has a whole copy in another process than the actor's, which sends it bucket by bucket."""
 
 
 class Computing(Protocol):
