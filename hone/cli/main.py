@@ -168,7 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
     collect_rarely()
     arguments, debug = _without_debug(sys.argv[1:] if arguments is None else arguments)
     log_to_stderr()
-    signal.signal(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
+        signal.signal(signal.SIGINT, interrupt)
     command: Any = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name="hone")

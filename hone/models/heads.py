@@ -252,6 +252,11 @@ def fused_log_probs(
 
 
 class _FusedLogProbs(torch.autograd.Function):
+    """Keep two numbers of each row; the backward pass computes the gradient of the logits of some rows at a time.
+
+    It does so in the compute dtype, and adds up the gradient of the weight in float32 inside the matmul.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -32,7 +32,8 @@ def is_split(batch: Batch) -> bool:
 def join_segments(batch: Batch, columns: Collection[str]) -> Batch:
     """Return one row per episode with these columns.
 
-    Token columns are the concatenated segments; other columns are those of the first segment.
+    A template that rewrites history gives an episode a row per segment; a group's mean counts the episode once, and a reward at its end
+    reaches the turns of earlier segments. Token columns are the concatenated segments; other columns are those of the first segment.
     """
     rows = episode_rows(batch)
     first = batch.select(*(name for name in columns if name in batch)).reorder(

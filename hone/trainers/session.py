@@ -423,49 +423,25 @@ def session_steps(trainer: RunConfig, steps_per_epoch: int) -> int:
 ENVIRONMENT = "environment"
 """Key of a checkpoint's state: digests of values from environment variables, which its configuration does not have."""
 ORIGIN_KEYS = (
-    *(
-        "actor_rollout_ref.model.",
-        "model.",
-        "ref.model_path",
-        "critic.model.path",
-        "critic.enable",
-        "algorithm.adv_estimator",
-    ),
-    *(
-        "data.train_files",
-        "data.train_max_samples",
-        "data.train_batch_size",
-        "data.shuffle",
-        "data.sampler.",
-        "data.custom_cls.",
-        "trainer.seed",
-    ),
-)
+    "actor_rollout_ref.model.", "model.", "ref.model_path", "critic.model.path", "critic.enable", "algorithm.adv_estimator",
+    "data.train_files", "data.train_max_samples", "data.train_batch_size", "data.shuffle", "data.sampler.", "data.custom_cls.",
+    "trainer.seed",
+)  # fmt: skip
 """Prefixes of keys that determine a checkpoint's state."""
-FREE_KEYS = (
-    *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
-    *("trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.total_", "trainer.num_threads"),
-    *(
-        "trainer.best_ckpt_",
-        "trainer.checkpoint_dir",
-        "trainer.async_save",
-        "trainer.timeline",
-        "trainer.profile_steps",
-    ),
-    "trainer.async_training.validation_share",
-    *("trainer.watchdog_seconds", "trainer.max_restarts", "trainer.test_freq", "trainer.val_before_train"),
-    *("trainer.rollout_dump_", "trainer.save_steps_for_replay", "trainer.log_val_generations", "preflight."),
-    *(
-        f"{block}.{key}"
-        for block in ("model", "actor_rollout_ref.model")
-        for key in (
-            "enable_gradient_checkpointing",
-            "gradient_checkpointing_keeps",
-            "enable_activation_offload",
-            "tiled_mlp",
-        )
-    ),
+_MEMORY_KEYS = (
+    "enable_gradient_checkpointing",
+    "gradient_checkpointing_keeps",
+    "enable_activation_offload",
+    "tiled_mlp",
 )
+FREE_KEYS = (
+    "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger", "trainer.resume_",
+    "trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.total_", "trainer.num_threads", "trainer.best_ckpt_",
+    "trainer.checkpoint_dir", "trainer.async_save", "trainer.timeline", "trainer.profile_steps",
+    "trainer.async_training.validation_share", "trainer.watchdog_seconds", "trainer.max_restarts", "trainer.test_freq",
+    "trainer.val_before_train", "trainer.rollout_dump_", "trainer.save_steps_for_replay", "trainer.log_val_generations", "preflight.",
+    *(f"{block}.{key}" for block in ("model", "actor_rollout_ref.model") for key in _MEMORY_KEYS),
+)  # fmt: skip
 """Prefixes of keys that may change on resume without a warning."""
 
 

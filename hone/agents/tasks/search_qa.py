@@ -134,7 +134,13 @@ class MultiHopOptions:
 
 @task("multi_hop", MultiHopOptions)
 class MultiHop:
-    """Multi-hop task; see the module's docstring."""
+    """Questions of several look-ups, in which each answer is the key of the next.
+
+    Where does the boss of the boss of Ann live?
+    lookup("boss of Ann") -> Tom -> lookup("boss of Tom") -> Eva -> lookup("home of Eva") -> Oslo -> #### Oslo
+
+    Each row has a table of facts (``tools_kwargs.lookup.create_kwargs.facts``), irrelevant ones included.
+    """
 
     data_source = "multi_hop"
 

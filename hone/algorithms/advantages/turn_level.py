@@ -32,7 +32,9 @@ from hone.errors import ConfigError
 
 @dataclass(frozen=True)
 class Turns:
-    """Sampled tokens of a batch by turn.
+    """Sampled tokens of a batch by turn: a stretch of them between two answers of the environment.
+
+    Values ``[B, K]`` have one entry a turn, with K the largest number of turns; a turn without a sampled token is not a step of the policy.
 
     Attributes:
         ids: ``[B, T]`` turn of each token, 0 outside the mask.

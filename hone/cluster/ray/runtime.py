@@ -169,7 +169,10 @@ def _stage(records: Mapping[str, Record]) -> str:
 
 
 def may_be_echo(error: BaseException) -> bool:
-    """Return whether an error may be a consequence of the death of another process."""
+    """Return whether an error may be a consequence of the death of another process.
+
+    A rank that dies makes its peers fail too (their collective breaks, their inputs are lost), and those often report first.
+    """
     cause = root(error)
     return _is_lost(cause) or is_broken_collective(cause)
 

@@ -126,7 +126,12 @@ class DigitSequenceOptions:
 
 @task("digit_sequence", DigitSequenceOptions)
 class DigitSequence:
-    """The task; see the module's docstring. There are ``digits ** length`` different problems."""
+    """Answer a sequence of digits with another one: small enough for RL alone, from random weights.
+
+    ``copy`` 3814 -> 3814, ``reverse`` 3814 -> 4183, ``count`` 3814 -> 4925 (each digit plus one; the last of the alphabet wraps around),
+    ``sort`` 3814 -> 1348. The reward is the share of right positions, and other characters are ignored. There are
+    ``digits ** length`` different problems.
+    """
 
     data_source = "digit_sequence"
 
@@ -157,6 +162,11 @@ class CountdownOptions:
 
 @task("countdown", CountdownOptions)
 class Countdown:
+    """Combine all given numbers, each once, into a target with ``+ - * /``; any right expression counts.
+
+    The answer is in ``<answer></answer>``. The ground truth is JSON: ``{"target": 22, "numbers": [3, 5, 7]}``.
+    """
+
     data_source = "countdown"
 
     def __init__(self, options: CountdownOptions) -> None:

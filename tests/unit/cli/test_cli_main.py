@@ -58,6 +58,17 @@ def test_help_lists_every_command_and_imports_none() -> None:
         assert name in result.stdout and entry.help[:30] in result.stdout
 
 
+def test_a_background_job_goes_on_ignoring_interrupts() -> None:
+    code = (
+        "import signal\n"
+        "from hone.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "try: main(['--version'])\n"
+        "except SystemExit: assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=SOON, check=True)
+
+
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, name, "--help")

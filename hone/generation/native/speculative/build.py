@@ -55,6 +55,12 @@ class _Slot:
 class ModelDrafter:
     """Drafts of a causal language model.
 
+    Each is sampled with the draw that the policy uses at that position: where both agree on a distribution they choose the same token.
+
+        slot    tokens of the row    in the cache            computed next
+        0       [p p p p s s]        [p p p p s] [d d]       what follows the last right draft, then new drafts one by one
+        1       [q q s]              [q q] [d]
+
     Args:
         model: the draft model, which uses Hone's attention; its cache has one entry a token.
         trainer: trains it whenever the policy has new weights; None keeps it as it is.
