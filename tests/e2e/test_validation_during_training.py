@@ -115,18 +115,22 @@ def test_a_run_killed_during_validation_reports_it_after_the_resume(
     assert again.code == 0 and len(lines(run)) == 9, "a validation with a line is not repeated"
 
 
-def test_a_stop_request_waits_for_the_validation_under_way(
+def test_a_stop_request_ends_the_validation_under_way_and_the_resume_makes_up_for_it(
     world: World, reward: Path, slow: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     slow.touch()
-    stopped = Command(
-        words(world, run, reward, "trainer.val_before_train=false"),
-        tmp_path / "stopped.log",
-        prepare=forked_engines.install,
-    )
+    command = words(world, run, reward, "trainer.val_before_train=false")
+    stopped = Command(command, tmp_path / "stopped.log", prepare=forked_engines.install)
     assert stopped.wait_until(lambda: (run / "checkpoints/step_2/checkpoint.json").exists())
     stopped.signal(signal.SIGINT)
     assert stopped.wait().code == 128 + signal.SIGINT
-    assert lines(run)[:3] == [(1, False), (2, False), (2, True)]
-    assert run_record(run)["status"] == "interrupted" and steps_saved(run)[-1] == lines(run)[-1][0]
+    written = lines(run)
+    assert written == [(step + 1, False) for step in range(len(written))]
+    last = len(written)
+    assert run_record(run)["status"] == "interrupted" and steps_saved(run)[-1] == last
+    slow.unlink()
+    ended = hone(*command, log=tmp_path / "resumed.log", prepare=forked_engines.install)
+    assert ended.code == 0, ended.output
+    validated = {step for step, again in lines(run) if again}
+    assert validated == {last, 4, 6}, "the validation that was cut short has the weights of the step resumed from"
