@@ -153,9 +153,6 @@ def reward_keys(reward: Reward | None, objects: GivenObjects, weights: Sequence[
     Raises:
         ConfigError: a reward is neither a function nor a text, or there are more or fewer weights than rewards.
     """
-    from hone.rewards.scorers import SCORERS
-    from hone.rewards.sources import is_address
-
     several: list[Any] = [*reward] if isinstance(reward, list | tuple) else [reward]
     if weights is not None and len(weights) != len(several):
         raise ConfigError(
@@ -168,16 +165,13 @@ def reward_keys(reward: Reward | None, objects: GivenObjects, weights: Sequence[
         return {"reward.terms": [_term(one, weight, objects) for one, weight in zip(several, shares, strict=True)]}
     if reward is None:
         return {}
+    if isinstance(reward, str):
+        from hone.config.reward import reward_keys as keys_of_text
+
+        return dict(keys_of_text(reward))
     path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
-    if not isinstance(reward, str):
-        registered = _function(reward, objects)
-        return {path: registered, name: registered.removeprefix(PREFIX)}
-    if is_address(reward):
-        return {path: reward}
-    if reward in SCORERS:
-        return {"reward.scorer": reward}
-    file, colon, function = reward.rpartition(":")
-    return {path: file, name: function} if colon else {path: reward}
+    registered = _function(reward, objects)
+    return {path: registered, name: registered.removeprefix(PREFIX)}
 
 
 def _function(reward: Any, objects: GivenObjects) -> str:

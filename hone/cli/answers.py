@@ -1,7 +1,9 @@
-"""`hone generate` and `hone eval`: answers of a model, and their accuracy on a dataset."""
+"""`hone generate`, `hone chat` and `hone eval`: answers of a model, and their accuracy on a dataset."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +39,35 @@ def generate(
         constraint=constraint_option(constraint),
     )
     print_answers(ask(model, prompts, sampling, n=n, raw=raw, seed=seed, dtype=dtype.value), as_json=json_output)
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, checkpoint or run")
+    ],
+    system: Annotated[str | None, typer.Option(help="system message of the conversation")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 0.95,
+    max_tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
+    seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
+    dtype: ComputeDtype = Dtype.auto,
+) -> None:
+    """Talk with a model: a line is a message, /new begins again, Ctrl-D ends."""
+    from hone.generation.protocol import SamplingParams
+    from hone.trainers.evaluation import converse
+
+    def lines() -> Iterator[str]:
+        while True:
+            try:
+                yield input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return
+
+    def show(text: str) -> None:
+        typer.echo(text, nl=False)
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    converse(model, lines(), show, sampling, system=system, seed=seed, dtype=dtype.value)
 
 
 def evaluate(

@@ -61,6 +61,7 @@ GROUPS = {
     },
     "Use a model": {
         "generate": Entry("answers:generate", "Let a model answer prompts."),
+        "chat": Entry("answers:chat", "Talk with a model, turn by turn."),
         "eval": Entry("answers:evaluate", "Measure the accuracy of a model on a dataset."),
         "serve": Entry("serve:serve", "Serve a model with an OpenAI-compatible API."),
         "export": Entry("models:export", "Write a checkpoint's model as a Hugging Face directory."),

@@ -41,7 +41,8 @@ from hone.config.migration.reading import (
     unsupported,
 )
 from hone.config.migration.table import TABLES
-from hone.config.overrides import COMMAND_LINE, one_line, override_value, parse_overrides
+from hone.config.overrides import COMMAND_LINE, hydra_value, one_line, override_value, parse_overrides
+from hone.config.reward import reward_keys
 from hone.config.tree import RLConfig
 from hone.config.trees import PRESET_KINDS, AnyConfig
 from hone.errors import ConfigError, did_you_mean
@@ -234,7 +235,9 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
     overrides, malformed = parse_overrides(sources.overrides)
     inspection.problems += malformed
     groups = _groups(sources.directory, overrides) if sources.directory else []
-    overrides = [_with_full_key(override, sources.schema) for override in overrides if override not in groups]
+    overrides = [
+        full for override in overrides if override not in groups for full in _with_full_keys(override, sources.schema)
+    ]
     layers = []
     if sources.by_method and not sources.preset and not sources.directory:
         estimator, values = _method(overrides)
@@ -303,12 +306,14 @@ def _announce(provenance: Provenance, tree: DictConfig) -> None:
     log.info("%s: %s", label, shown)
 
 
-def _with_full_key(override: Override, schema: type) -> Override:
+def _with_full_keys(override: Override, schema: type) -> list[Override]:
     key = full_key(override.key_or_group, schema)
+    if key == "reward" in blocks(schema) and isinstance(value := override_value(override), str) and value:
+        return parse_overrides([f"{path}={hydra_value(item)}" for path, item in reward_keys(value).items()])[0]
     if key == override.key_or_group:
-        return override
+        return [override]
     line = str(override.input_line).replace(override.key_or_group, key, 1)
-    return dataclasses.replace(override, key_or_group=key, input_line=line)
+    return [dataclasses.replace(override, key_or_group=key, input_line=line)]
 
 
 def _check_sources(sources: Sources) -> None:

@@ -84,6 +84,21 @@ class CustomRewardConfig:
         return cls(path=path or None, name=name or cls.name)
 
 
+def reward_keys(text: str) -> dict[str, str]:
+    """Return the keys that ``reward=TEXT`` sets.
+
+    >>> reward_keys("my.py:right")
+    {'reward.custom_reward_function.path': 'my.py', 'reward.custom_reward_function.name': 'right'}
+    >>> reward_keys("exact_match"), reward_keys("http://host/score")
+    ({'reward.scorer': 'exact_match'}, {'reward.custom_reward_function.path': 'http://host/score'})
+    """
+    block = "reward.custom_reward_function"
+    file, colon, name = text.rpartition(":")
+    if "://" in text or text.endswith(".py"):
+        return {f"{block}.path": text}
+    return {f"{block}.path": file, f"{block}.name": name} if colon else {"reward.scorer": text}
+
+
 @dataclass
 class OverlongBufferConfig:
     """Soft overlong penalty (DAPO), which grows over the last tokens before the limit."""

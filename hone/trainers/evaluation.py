@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from hone.data.tokenizer import load_tokenizer, stop_tokens
 from hone.data.types import Sample, Trajectory
 from hone.errors import ConfigError
 from hone.generation import ENGINES
-from hone.generation.protocol import Constraint, Engine, SamplingParams
+from hone.generation.protocol import Constraint, Engine, GenerationRequest, SamplingParams
 from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.records import shown_score, trace
@@ -46,6 +46,7 @@ from hone.progress import counting, progress
 from hone.rewards.manager import RewardManager, share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
 from hone.trainers.inputs import reads_columns, report_contract, self_scored_by, show_first_prompt
+from hone.trainers.served_model import context_length
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.releases import Shelf
@@ -165,6 +166,64 @@ def ask(
     sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stops_of(tokenizer, model)})
 
     return answer(samples, engine, EpisodeContext(tokenizer), sampling, n=n, seeding=(seed, "ask"))
+
+
+def converse(
+    model: str,
+    said: Iterable[str],
+    show: Callable[[str], None],
+    sampling: SamplingParams,
+    *,
+    system: str | None = None,
+    seed: int,
+    dtype: str = "auto",
+) -> None:
+    """Answer what a user says, turn by turn; ``/new`` forgets the conversation.
+
+    Args:
+        model: directory, adapter, checkpoint or run, with a chat template.
+        said: texts of the user.
+        show: called with each new part of an answer, and with the line's end after it.
+        sampling: of each answer.
+        system: first message of every conversation.
+        seed: of the draws.
+        dtype: as in :func:`open_model`.
+
+    Raises:
+        HoneError: the model cannot be loaded, or a conversation is longer than it can read.
+    """
+    longest = context_length(weights_of(model))
+    engine, tokenizer = open_model(model, longest, dtype)
+    sampling = replace(sampling, stop_token_ids=stops_of(tokenizer, model))
+    beginning = [] if system is None else [{"role": "system", "content": system}]
+    messages: list[dict[str, Any]] = list(beginning)
+
+    async def reply(turn: int) -> str:
+        text, shown = "", 0
+
+        def grow(ids: list[int], *_: object) -> None:
+            nonlocal text, shown
+            text = str(tokenizer.decode(ids, skip_special_tokens=True))
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the next token completes the character
+                show(text[shown:])
+                shown = len(text)
+
+        ids = render_prompt(tokenizer, messages)
+        here = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, longest - len(ids))))
+        request = GenerationRequest(
+            str(turn), ids, here, seed=derive_seed(seed, "chat", turn), session="chat", progress=grow
+        )
+        [completion] = [completion async for completion in engine.generate([request])]
+        grow(completion.token_ids)
+        return text
+
+    for turn, text in enumerate(said):
+        if text.strip() == "/new":
+            messages = list(beginning)
+        elif text.strip():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": asyncio.run(reply(turn))})
+            show("\n")
 
 
 def trained_contract(model: str) -> dict[str, str]:

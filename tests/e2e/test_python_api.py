@@ -15,8 +15,11 @@ import yaml
 from nbclient import NotebookClient
 from support.patience import LONG
 from support.world import World
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 import hone
+from hone.cli.main import app
 from hone.errors import HoneError
 
 pytestmark = [pytest.mark.slow, pytest.mark.application("hone/api", "hone/config", "hone/trainers")]
@@ -83,6 +86,19 @@ def test_imitation_and_evaluation(world: World, tmp_path: Path) -> None:
     }
     metrics = hone.evaluate(run, world.val, max_prompt_length=32, max_response_length=8, **held)
     assert next(value for name, value in metrics.items() if "/acc/" in name) == 0, "no answer is a number"
+
+
+def test_a_chat_is_its_turns_rendered_and_generated(world: World) -> None:
+    words = ["chat", str(world.model), "--temperature", "0", "--max-tokens", "6"]
+    ended = CliRunner().invoke(app, words, input="copy 0110\n\ncopy 10\n/new\ncopy 0110\n")
+    assert ended.exit_code == 0, ended.output
+    first, second, again = ended.stdout.splitlines()[-3:]
+    assert first == again == hone.generate(world.model, "copy 0110", max_tokens=6)[0].text
+    said = zip(("user", "assistant", "user"), ("copy 0110", first, "copy 10"), strict=True)
+    messages = [{"role": role, "content": content} for role, content in said]
+    template = AutoTokenizer.from_pretrained(world.model).apply_chat_template
+    prompt = template(messages, tokenize=False, add_generation_prompt=True)
+    assert second == hone.generate(world.model, prompt, raw=True, max_tokens=6)[0].text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -13,9 +15,11 @@ import pytest
 import torch
 from support.choice import CORE
 from support.forked_python import Forks
+from support.launch import hone as hone_command
 from support.patience import LONG
 from support.real_model import smollm2
 from support.serve import serving
+from support.world import run_record
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -172,6 +176,24 @@ def test_it_is_served(model: Path, forks: Forks, tmp_path: Path) -> None:
             reply = json.load(answer)
     assert "Paris" in reply["choices"][0]["message"]["content"]
     assert reply["usage"]["completion_tokens"] <= 12
+
+
+def test_the_readme_runs(model: Path, tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (command,) = re.findall(r"^hone (train .*?--pilot)$", page, re.M | re.S)
+    (tmp_path / "smollm2-135m").symlink_to(model)
+    fewer = program.replace("steps=12", "steps=2").replace('"train_batch_size": 16', '"train_batch_size": 4')
+    assert fewer.count("=2,") == fewer.count(": 4,") == 1
+    subprocess.run([sys.executable, "-c", fewer], check=True, timeout=LONG, cwd=tmp_path)
+    assert run_record(tmp_path / "runs/sums")["status"] == "finished"
+    assert not (tmp_path / "runs/sums/alerts.jsonl").exists(), "a newcomer's first run warns of nothing"
+    questions = (f"What is {a} + {b}?,{a + b}\n" for a in range(1, 21) for b in range(1, 21))
+    (tmp_path / "questions.csv").write_text("question,answer\n" + "".join(questions))
+    (tmp_path / "my_reward.py").write_text(program[program.index("def ") : program.index("small =")])
+    words = shlex.split(command.replace("\\\n", " "))
+    ended = hone_command(*words, "max_response_length=24", log=tmp_path / "pilot.log", cwd=tmp_path)
+    assert ended.code == 0, ended.output
 
 
 def test_the_example_runs(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -107,3 +108,27 @@ def test_a_missing_file_of_either_archive_is_named(release_check: ModuleType, tm
     ]
     torch = release_check.pinned("torch")
     assert re.fullmatch(r"torch==[\d.]+", torch), torch
+
+
+def test_the_extra_all_has_every_extra_but_those_that_choose_a_service_a_device_or_a_developer() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    others = {
+        "wandb",
+        "mlflow",
+        "trackio",
+        "swanlab",
+        "otel",
+        "remote",
+        "modelscope",
+        "megatron",
+        "kernels",
+        "docs",
+        "dev",
+    }
+
+    def inside(extra: str) -> set[str]:
+        named = re.findall(r"hone-rl\[([\w,]+)\]", " ".join(extras[extra]))
+        return {extra}.union(*(inside(name) for names in named for name in names.split(",")))
+
+    assert inside("all") == extras.keys() - others
+    assert inside("dev") >= inside("all")

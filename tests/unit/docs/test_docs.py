@@ -226,7 +226,7 @@ def end_servers(folder: Path) -> None:
 
 ARITHMETIC = "arithmetic max_number=10"
 REWARDS = {
-    "README.md:my_reward.py:compute_score": (ARITHMETIC, 0),
+    "README.md:right:right": (ARITHMETIC, 0),
     "docs/api.md:by_response:by_response": (ARITHMETIC, 0),
     "docs/api.md:by_lists:by_lists": (ARITHMETIC, 0),
     "docs/coming-from-trl.md:right:right": (ARITHMETIC, 0),
@@ -248,7 +248,9 @@ def rewards_shown() -> dict[str, str]:
     shown = {}
     for page in WRITTEN:
         for block in () if is_course(page) else blocks(page):
-            if block.language == "python" and ("(data_source, " in block.body or "(completions, " in block.body):
+            if block.language == "python" and re.search(
+                r"\((data_source|completions|solution_str, ground_truth), ", block.body
+            ):
                 nodes = ast.parse(block.body).body
                 kept = [
                     node
@@ -266,8 +268,9 @@ def rewards_shown() -> dict[str, str]:
 
 def is_reward(function: ast.FunctionDef) -> bool:
     """Whether a function has one of the signatures of a reward, and is not registered as a scorer by a decorator."""
-    first = function.args.args[0].arg if function.args.args else ""
-    return first in ("data_source", "completions") and not function.decorator_list
+    first = [argument.arg for argument in function.args.args[:2]]
+    named = first[:1] in (["data_source"], ["completions"]) or first == ["solution_str", "ground_truth"]
+    return named and not function.decorator_list
 
 
 @pytest.mark.slow
