@@ -302,7 +302,8 @@ def probes_of(trajectories: Sequence[Trajectory], scores: Sequence[Score], count
     judged.sort(key=lambda pair: not pair[1].passes)
     chosen = list({row_of(t.uid): (t, s) for t, s in reversed(judged)}.values())[::-1]
     chosen.sort(key=lambda pair: not pair[1].passes)
-    right = [t for t, s in judged if s.passes]
+    best = max((s.quality for _, s in judged), default=0.0)
+    right = [t for t, s in judged if is_right(s, best)]
     probes: list[Probe] = []
     for trajectory, score in chosen[:count]:
         probes.append(Probe("repeat", trajectory, score))
@@ -328,8 +329,13 @@ def _plain(truth: object) -> object:
         return str(truth).strip().casefold()
 
 
-def is_hit(probe: Probe, again: Score, best: float | None) -> bool:
-    """Return whether a probe shows its defect; ``best`` is the task's highest reward so far."""
+def is_right(score: Score, best: float) -> bool:
+    """Return whether a response passes; a reward without ``acc``, which may be a share, counts from ``best`` up."""
+    return score.passes and ("acc" in score.terms or score.quality >= best)
+
+
+def is_hit(probe: Probe, again: Score, best: float | None, best_of_run: float) -> bool:
+    """Return whether a probe shows its defect; ``best`` is the task's highest reward so far, ``best_of_run`` that of all tasks."""
     if again.error is not None:
         return False
     if probe.kind == "repeat":
@@ -337,8 +343,8 @@ def is_hit(probe: Probe, again: Score, best: float | None) -> bool:
             abs(again.total - (probe.score.unshaped if probe.score.unshaped is not None else probe.score.total))
             > _ROUNDING
         )
-    as_good = again.passes and again.total >= (best or 0.0)
-    return as_good and (probe.kind != "foreign" or probe.score.passes)
+    as_good = is_right(again, best_of_run) and again.total >= (best or 0.0)
+    return as_good and (probe.kind != "foreign" or is_right(probe.score, best_of_run))
 
 
 class Prober:
@@ -375,9 +381,10 @@ class Prober:
             if self.failed == 1:  # an environment that scores its own episodes fails in every step
                 log.warning("the environment doctor cannot score its probes, also in later steps: %s", error.what)
             return
+        best_of_run = max((task.best for task in history.tasks.values() if task.best is not None), default=0.0)
         for probe, again in zip(probes, scores, strict=True):
             task = history.tasks.get(row_of(probe.trajectory.uid))
-            hit = is_hit(probe, again, None if task is None else task.best)
+            hit = is_hit(probe, again, None if task is None else task.best, best_of_run)
             history.probed(probe.kind, probe.trajectory, again, hit=hit)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ BROKEN = ("train:3", "train:7")
 """Rows whose verifier is planted with a defect."""
 HEAD = "import random\nBROKEN = {'3', '7'}\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    row = extra_info['row']\n    right = float(solution_str.strip() == ground_truth)\n"
 HEALTHY = HEAD + "    return right\n"
+SHARE = HEAD + "    return sum(a == b for a, b in zip(solution_str, ground_truth)) / len(ground_truth)\n"
 PLANTED = {
     "passes_empty": HEAD + "    return 1.0 if row in BROKEN and not solution_str else right\n",
     "passes_traceback": HEAD + "    return 1.0 if row in BROKEN and 'Traceback' in solution_str else right\n",
@@ -38,13 +39,13 @@ def trajectory(task: int, index: int, text: str, episode: EpisodeLog | None = No
     return Trajectory(sample.uid, index, [1], [2], [1], [0.0], [0.0], text, StopReason.STOP, sample, episode=episode)
 
 
-def answers(draw: random.Random) -> list[Trajectory]:
-    """A step: every task, half of the answers right."""
-    texts = [(task, n, str(100 + task) if draw.random() < 0.5 else str(draw.randrange(99))) for task in range(TASKS) for n in range(N)]  # fmt: skip
+def answers(draw: random.Random, skill: float = 0.5) -> list[Trajectory]:
+    """A step: every task, this share of the answers right."""
+    texts = [(task, n, str(100 + task) if draw.random() < skill else str(draw.randrange(99))) for task in range(TASKS) for n in range(N)]  # fmt: skip
     return [trajectory(*text) for text in texts]
 
 
-def run(tmp_path: Path, code: str, seed: int = 1, steps: int = STEPS) -> dict[str, set[str]]:
+def run(tmp_path: Path, code: str, seed: int = 1, steps: int = STEPS, skill: float = 0.5) -> dict[str, set[str]]:
     """Run the doctor over steps with this verifier; return the tasks of every kind of finding."""
     (tmp_path / "verifier.py").write_text(code)
     function = CustomRewardConfig(str(tmp_path / "verifier.py"))
@@ -54,7 +55,7 @@ def run(tmp_path: Path, code: str, seed: int = 1, steps: int = STEPS) -> dict[st
     doctor, draw = EnvironmentDoctor(config, tmp_path / "run", probes=True), random.Random(seed)
     try:
         for step in range(1, steps + 1):
-            played = answers(draw)
+            played = answers(draw, skill)
             draw.shuffle(played)
             scores = [to_score(space["compute_score"]("mine", t.text, t.sample.ground_truth, t.sample.extra_info)) for t in played]  # fmt: skip
             doctor.observe(step, played, scores)
@@ -82,7 +83,7 @@ def test_ten_healthy_runs_are_silent(tmp_path: Path) -> None:
     for seed in range(10):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        assert run(folder, HEALTHY, seed) == {}
+        assert run(folder, *((HEALTHY, seed) if seed % 2 else (SHARE, seed, STEPS, 0.1))) == {}
 
 
 def test_a_defect_is_named_again_after_the_cool_down_and_for_other_tasks_alone(tmp_path: Path) -> None:
