@@ -227,7 +227,7 @@ class RunDirectory:
         changed = sorted(name for name, code in earlier.get("rewards", {}).items() if (rewards or {}).get(name) != code)
         if changed:
             log.warning("the reward changed since the start of the run: %s", ", ".join(changed))
-        data = _data_hashes(tree)
+        data = data_hashes(tree)
         if changed := sorted(file for file, digest in earlier.get("data", {}).items() if data.get(file) != digest):
             log.warning(
                 "these files of data changed since the start of the run, which draws other rows now: %s",
@@ -316,7 +316,7 @@ class RunDirectory:
         write_atomically(self.path / RUN, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
-def _data_hashes(tree: Mapping[str, Any]) -> dict[str, str]:
+def data_hashes(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return a hash of each local file of ``data``: of its size, and of its first and last bytes if it is large."""
     data, hashes = tree.get("data"), {}
     for key in ("train_files", "val_files"):

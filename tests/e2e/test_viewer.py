@@ -28,6 +28,13 @@ pytestmark = [
 ]
 HOSTILE = '<script>document.title="taken"</script><img src=x onerror=\'document.title="taken"\'>'
 MILLISECONDS = LONG * 1000
+WRITTEN = {"id": "c", "function": {"name": "", "arguments": HOSTILE}}
+MALFORMED = {
+    "assistant_turns": 1,
+    "messages": [{"role": "assistant", "content": "", "tool_calls": [WRITTEN]}],
+    "tool_calls": [{"name": "", "arguments": None, "status": "malformed", "turn": 0, "result": "error"}],
+}
+"""Episode of one call that is no JSON."""
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +52,12 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "text": HOSTILE + str(number),
             "row": 99,
             "terms": {HOSTILE: 1.0},
+            "episode": MALFORMED,
         }
         for number, record in enumerate(last[:2])
     ]
     write_step(path / "rollouts", 5, to_table([*bad, *last]))
+    write_step(path / "validation", 5, to_table(last))
     return path
 
 
@@ -206,7 +215,71 @@ def test_hostile_text_stays_text(viewer: Page) -> None:
     assert page.locator(".answer script, .answer img, .prompt img, .list img").count() == 0
     page.keyboard.press("t")
     page.wait_for_selector(".tokens")
+    page.keyboard.press("e")
+    page.wait_for_selector(".call")
+    assert page.locator(".call .text .neg").inner_text() == HOSTILE  # the malformed call, as it was written
     assert page.title() == "Hone"
+
+
+PAGES = (
+    ("run", ".charts canvas"),
+    ("run?tab=time", ".meter"),
+    ("run?tab=ledger", ".table td"),
+    ("run?tab=config", ".table .chip"),
+    ("run?tab=environment", ".columns td"),
+    ("groups", ".answer"),
+    ("group/4/train:6", ".answer"),
+    ("tokens/4/train:6/0/0", ".tokens [data-token]"),
+    ("episode/4/train:6/0/0", ".turn"),
+    ("answers?q=toolerrors>0", ".answer"),
+    ("prompts", ".item"),
+    ("prompt/agents/6", ".answer"),
+    ("questions", ".question .num"),
+    ("compare?q_a=step%3D1&q_b=step%3D3", ".table"),
+    ("rescore", ".message"),
+)
+FAULTS = """() => {
+  const box = (element) => element.getBoundingClientRect();
+  const all = (selector) => [...document.querySelectorAll(selector)].filter((element) => box(element).height);
+  const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  const outside = (element) => box(element).width === 0 || box(element).left < 0 || box(element).right > innerWidth;
+  const near = (one) => one.closest('.item, .answer, .card, tr, .row');
+  const chips = all('.chip');
+  const faults = {
+    wide: [document.documentElement, ...all('.top, main, .bar, .scroll, .answers, .prompt')].filter((one) => one.scrollWidth > one.clientWidth),
+    outside: all('.top button, .top .search, .nav a').filter(outside),
+    thin: all('.item .two-lines, .item > .ellipsis, .input').filter((one) => box(one).width < 90),
+    meeting: chips.filter((chip, place) => [...chips.slice(place + 1), ...all('.item > .num, .item > .strip')].some((other) => near(chip) === near(other) && meet(box(chip), box(other)))),
+  };
+  const names = new Set([...document.querySelectorAll('.nav a')].map((one) => getComputedStyle(one).fontSize));
+  return { ...Object.fromEntries(Object.entries(faults).map(([name, found]) => [name, found.map((one) => one.outerHTML.slice(0, 200))])), names: [...names] };
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 768, 1024, 1440])
+def test_every_view_fits_its_window(viewer: Page, width: int, tmp_path: Path) -> None:
+    viewer.page.set_viewport_size({"width": width, "height": 844})
+    for path, selector in PAGES:
+        page = viewer.show(path, selector)
+        page.screenshot(path=tmp_path / f"{path.partition('?')[0].replace('/', '_')}.png")
+        assert page.evaluate(FAULTS) == {"wide": [], "outside": [], "thin": [], "meeting": [], "names": ["13px"]}, path
+        assert page.locator(".top .segments button:visible").count() == 2  # training, validation
+
+
+def test_constant_curves_have_an_axis_of_their_size(viewer: Page) -> None:
+    ends = viewer.page.evaluate("import('/charts.js').then((charts) => [charts.bounds(0, 0), charts.bounds(16, 16)])")
+    assert ends == [[0, 1], [8, 24]]
+
+
+def test_several_runs_are_listed_first(run_path: Path, with_images: Path, tmp_path: Path) -> None:
+    with viewing(run_path, with_images, log=tmp_path / "log", seconds=LONG) as url, browser() as context:
+        page = Page(context, url)
+        page.page.wait_for_url("**/runs")
+        page.page.wait_for_selector("tbody tr")
+        assert page.page.locator("tbody tr").count() == 2
+        page.page.click("tbody tr:nth-child(2) a")
+        page.page.wait_for_selector(".charts canvas")
+        assert (page.errors, page.foreign) == ([], [])
 
 
 def drawn_widths(page: Any, count: int) -> list[int]:

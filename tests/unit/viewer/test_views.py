@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from support.viewer_runs import write_run
 
 from hone.apps.lab.viewer.api import READS, WRITES, Workspace
 from hone.apps.lab.viewer.comparison import phrases
@@ -20,7 +21,9 @@ from hone.apps.lab.viewer.prompts import COURSES
 from hone.apps.lab.viewer.server import Viewer
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
+from hone.insight.archive.write import to_table, write_step
 from hone.insight.detectors.watch import Watch
+from hone.insight.metrics import find_metric
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_files import read_alerts
 from hone.user_code import looking
@@ -72,6 +75,10 @@ def test_ready_questions_find_what_loops_find(workspace: Workspace, run_path: Pa
         "tools": lambda r: any(c["status"] != "ok" for c in (r["episode"] or {"tool_calls": []})["tool_calls"]),
         "cut": lambda r: r["stop_reason"] == "length",
         "verdict": lambda r: False,
+        "gap": lambda r: any(
+            chosen and abs(old - sampled) > 0.02  # float noise is below it
+            for old, sampled, chosen in zip(r["old_log_probs"], r["rollout_log_probs"], r["response_mask"], strict=True)
+        ),
     }
     for name, holds in expected.items():
         assert ask(workspace, "count", question=name)["count"] == sum(map(holds, records)), name
@@ -112,8 +119,6 @@ def test_an_episode_has_its_calls_at_their_turns(workspace: Workspace, run_path:
 
 
 def test_sub_agents_are_lanes_after_the_turn_that_called_them(tmp_path: Path) -> None:
-    from hone.insight.archive.write import to_table, write_step
-
     said = {"role": "assistant", "content": "x"}
     episode = {
         "assistant_turns": 3,
@@ -213,10 +218,35 @@ def test_a_selection_is_conversations_or_pairs_of_best_and_worst(workspace: Work
 
 def test_the_sources_of_keys() -> None:
     flat = {"actor_rollout_ref.actor.optim.lr": 1e-3, "trainer.seed": 3, "data.shuffle": True, "data.train_files": "x"}
-    listed = config_sources(flat, ["hone", "train", "--preset=grpo", "actor.optim.lr=1e-3", "trainer.seed=3"])
-    sources = {entry["key"]: entry["source"] for entry in listed}
-    assert sources["trainer.seed"] == "command line" and sources["data.train_files"] == "file"
-    assert sources["data.shuffle"] == "default"
+
+    def sources(*command: str) -> dict[str, str]:
+        return {entry["key"]: entry["source"] for entry in config_sources(flat, command)}
+
+    typed = sources("hone", "train", "--preset=grpo", "actor.optim.lr=1e-3", "trainer.seed=3")
+    assert typed["trainer.seed"] == "command line" and typed["data.train_files"] == "derived"
+    assert sources("hone", "train", "--config-name=mine")["data.train_files"] == "file"
+    assert sources("train.py")["data.train_files"] == "script"
+    assert typed["data.shuffle"] == sources("train.py")["data.shuffle"] == sources()["data.shuffle"] == "default"
+
+
+def test_a_run_without_expected_answers_shows_the_columns_of_its_rows_and_where_prompts_differ(tmp_path: Path) -> None:
+    path, file = write_run(tmp_path / "price", steps=1, groups=2, n=1, prompts=2, agents=0), tmp_path / "train.jsonl"
+    rows = [
+        {"prompt": f"Extract the price, as a number: {price}", "price": price, "long": "x" * 81} for price in (5, 38)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    RunDirectory(path).start(seed=1, config_yaml=f"data: {{train_files: {file}}}", command=["hone", "train"])
+    records = [r | {"ground_truth": None, "prompt": rows[r["row"]]["prompt"]} for r in open_archive(path).records(1)]
+    write_step(path / "rollouts", 1, to_table(records))
+    workspace = Workspace({"price": path})
+    assert [group["prompt"] for group in ask(workspace, "groups")["groups"]] == ["… 5", "… 38"]
+    assert [answer["text"] for answer in ask(workspace, "answers")["answers"]] == [r["text"][-220:] for r in records]
+    assert [ask(workspace, "group", step=1, uid=f"train:{row}")["columns"] for row in (0, 1)] == [
+        {"price": 5},
+        {"price": 38},
+    ]
+    file.write_text(file.read_text().replace("38", "39"))  # not the file that the run had
+    assert ask(workspace, "group", step=1, uid="train:1")["columns"] == {}
 
 
 def test_the_run_page_has_curves_ledger_and_environment(workspace: Workspace) -> None:
@@ -224,6 +254,10 @@ def test_the_run_page_has_curves_ledger_and_environment(workspace: Workspace) ->
     assert metrics["steps"] == [1, 2, 3, 4, 5, 6] and len(metrics["columns"]["critic/rewards/mean"]) == 6
     assert overview["ledger"]["counts"]["drawn"] == 48 and overview["ledger"]["problem"] is None
     assert overview["record"]["versions"]["hone"] and overview["status"] == "finished"
+    assert find_metric("critic/rewards/mean").meaning == metrics["about"]["critic/rewards/mean"]
+    (line,) = ask(workspace, "summaries")
+    assert (line["name"], line["step"], line["metric"]) == ("demo", 6, "critic/rewards/mean")
+    assert line["result"] == metrics["columns"][line["metric"]][-1]
 
 
 def test_an_edited_reward_scores_the_stored_answers_again(run_path: Path, tmp_path: Path) -> None:

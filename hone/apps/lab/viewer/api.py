@@ -57,6 +57,10 @@ def _runs(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     }
 
 
+def _summaries(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return [overview.summary(run) for run in workspace.runs.values()]
+
+
 def _state(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return workspace.run(parameters).state()
 
@@ -76,7 +80,10 @@ def _answers(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
 
 def _group(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     tokens.prepare()  # a reader of a group's answers looks at their tokens next
-    return prompts.one_group(workspace.archived(parameters), integer(parameters, "step"), parameters.get("uid", ""))
+    archived, uid = workspace.archived(parameters), parameters.get("uid", "")
+    group = prompts.one_group(archived, integer(parameters, "step"), uid)
+    expected = group["ground_truth"] in (None, "")
+    return group | {"columns": overview.row_columns(workspace.run(parameters), archived.kind, uid) if expected else {}}
 
 
 def _overview(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
@@ -173,6 +180,7 @@ def _rescore(workspace: Workspace, body: Any) -> Any:
 
 READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "runs": _runs,
+    "summaries": _summaries,
     "state": _state,
     "groups": _groups,
     "answers": _answers,

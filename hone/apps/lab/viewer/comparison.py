@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hone.apps.lab.viewer.prompts import EXCERPT, right_score
+from hone.apps.lab.viewer.prompts import excerpts, right_score
 from hone.apps.lab.viewer.run import Archived, number
 from hone.errors import HoneError
 
@@ -184,7 +184,7 @@ def _paired(first: _Side, second: _Side) -> dict[str, Any]:
     for place in order:
         key = both[place]
         a, b = left[key], right[key]
-        shown = second.archived.prompts(b[2])[int(second.rows.position[b[3]])]
+        shown = second.archived.texts(b[2], "prompt")[int(second.rows.position[b[3]])]
         uids = [
             side.archived.index.texts["uid"][int(side.rows["uid"][entry[3]])]
             for side, entry in ((first, a), (second, b))
@@ -193,7 +193,7 @@ def _paired(first: _Side, second: _Side) -> dict[str, Any]:
             {
                 "source": key[0],
                 "row": key[1],
-                "prompt": shown[:EXCERPT],
+                "prompt": shown,
                 "scores": [number(a[0]), number(b[0])],
                 "tokens": [number(a[1]), number(b[1])],
                 "at": [{"step": a[2], "uid": uids[0]}, {"step": b[2], "uid": uids[1]}],
@@ -201,7 +201,7 @@ def _paired(first: _Side, second: _Side) -> dict[str, Any]:
         )
     deviation = float(differences.std(ddof=1)) / math.sqrt(len(both)) if len(both) > 1 else math.nan
     return {
-        "prompts": prompts,
+        "prompts": excerpts(prompts),
         "count": len(both),
         "better": int((differences > 1e-9).sum()),
         "worse": int((differences < -1e-9).sum()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,12 @@ from hone.apps.lab.profile import nested_lanes
 from hone.apps.lab.viewer.run import ViewedRun, number, numbers, plain
 from hone.config.environment import flatten
 from hone.config.reward import CustomRewardConfig, RewardConfig
+from hone.config.trees import PRESET_KINDS, TREES
+from hone.data.types import row_of
 from hone.errors import HoneError
 from hone.insight.coverage import Fate, Stage, read_coverage
+from hone.insight.metrics import find_metric, is_declared
+from hone.insight.run_directory import data_hashes
 from hone.insight.run_files import read_alerts
 from hone.insight.timeline import DoneSpan, ProcessTimeline, read_timeline
 
@@ -120,12 +125,15 @@ _SLOW = ("pid", "plan", "downloads", "agent_contract")
 
 
 def metrics(run: ViewedRun) -> dict[str, Any]:
-    """Return the curves of a run: ``steps``, ``columns`` (name to one value per step, None where missing), and ``headline`` names."""
+    """Return the curves of a run: ``steps``, ``columns`` (name to one value per step, None where missing), ``about`` (meanings of
+    declared names), and ``headline`` names.
+    """
     read = run.read()
     names = read.names()
     return {
         "steps": [int(row["step"]) for row in read.metrics],
         "columns": {name: numbers(row.get(name) for row in read.metrics) for name in names},
+        "about": {name: find_metric(name).meaning for name in names if is_declared(name)},
         "headline": headline_metrics([read]),
     }
 
@@ -141,6 +149,60 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "record": plain({name: value for name, value in read.record.items() if name not in _SLOW}),
         "ledger": ledger(run.path),
     }
+
+
+def summary(run: ViewedRun) -> dict[str, Any]:
+    """Return one line of the list of runs; ``result`` is the last value of ``metric``, its most important one."""
+    read = run.read()
+    metric = next(iter(headline_metrics([read])), "")
+    result, seconds = numbers([read.last(metric), read.seconds])
+    return {
+        "name": run.name,
+        "status": read.status,
+        "step": read.steps,
+        "metric": metric,
+        "result": result,
+        "seconds": seconds,
+        "started": read.record.get("started"),
+    }
+
+
+_MOST_BYTES, _MOST_CHARACTERS = 2**26, 80
+"""Size of a dataset file that is read for the columns of a row, and length of a value that is shown."""
+
+
+def row_columns(run: ViewedRun, kind: str, uid: str) -> dict[str, Any]:
+    """Return the numbers and short texts of a prompt's row besides the prompt; empty without the files that the run trained on."""
+    read, key = run.read(), "train_files" if kind == "rollouts" else "val_files"
+    files, recorded = read.config.get(f"data.{key}") or (), read.record.get("data")
+    names = [str(name) for name in (files if isinstance(files, list) else [files])] if files else []
+    paths = tuple(map(Path, names))
+    here = names and all(path.is_file() and path.stat().st_size < _MOST_BYTES for path in paths)
+    hashes = data_hashes({"data": {key: names}}) if here else {}
+    if not hashes or not isinstance(recorded, dict) or not hashes.items() <= recorded.items():
+        return {}  # a received run can name any file of this machine, but not its hash
+    source, prompt = (
+        str(read.config.get(f"data.{name}") or default)
+        for name, default in (("reward_fn_key", "data_source"), ("prompt_key", "prompt"))
+    )
+    row = _dataset(paths, source, prompt, max(path.stat().st_mtime_ns for path in paths)).get(row_of(uid))
+    shown = {} if row is None else row.extra_info
+    return {
+        name: plain(value)
+        for name, value in shown.items()
+        if isinstance(value, str | int | float) and len(str(value)) <= _MOST_CHARACTERS
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def _dataset(paths: tuple[Path, ...], reward_fn_key: str, prompt_key: str, modified: int) -> Mapping[str, Any]:
+    """Return the rows of a dataset by uid; ``modified`` names the version of its files."""
+    from hone.data.prompts import samples_by_uid
+
+    try:
+        return samples_by_uid(paths, reward_fn_key=reward_fn_key, prompt_key=prompt_key)
+    except HoneError:
+        return {}
 
 
 def config(run: ViewedRun) -> list[dict[str, Any]]:
@@ -210,12 +272,15 @@ def ledger(path: Path) -> dict[str, Any] | None:
 
 
 def config_sources(config: Mapping[str, Any], command: Sequence[str]) -> list[dict[str, Any]]:
-    """Return every key with its value and its source: ``command line``, ``preset NAME``, ``default`` or ``file``.
+    """Return every key with its value and its source: ``command line``, ``preset NAME``, ``default``, or one of all others.
 
-    A value that equals the default counts as the default. ``file`` is the user's YAML file, or a value that follows from others.
+    A value that equals the default counts as the default. All others are of the ``file`` that the command names, else of the ``script``
+    that started the run, else ``derived`` from other keys.
     """
-    defaults, preset, preset_name = _layers(command)
+    defaults, preset, preset_name = _layers(config, command)
     overrides = _overrides(command)
+    named = any(word.startswith(("--config-name", "--config-path")) for word in command)
+    other = "file" if named else "derived" if TREES.keys() & command[:2] else "script"
     entries = []
     for key, value in config.items():
         default = defaults.get(key)
@@ -224,7 +289,7 @@ def config_sources(config: Mapping[str, Any], command: Sequence[str]) -> list[di
         elif key in preset and preset[key] == value:
             source = f"preset {preset_name}"
         else:
-            source = "default" if key in defaults and _same(default, value) else "file"
+            source = "default" if key in defaults and _same(default, value) else other
         entries.append({"key": key, "value": plain(value), "default": plain(default), "source": source})
     return entries
 
@@ -238,22 +303,18 @@ def _overrides(command: Sequence[str]) -> set[str]:
     return {word.partition("=")[0] for word in words if "=" in word}
 
 
-def _layers(command: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _layers(config: Mapping[str, Any], command: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return the defaults and the preset of a command, flat, and the name of the preset."""
     import yaml
 
     from hone.config.load import PRESETS
-    from hone.config.trees import PRESET_KINDS, TREES
 
-    schema = next((TREES[word] for word in command[:2] if word in TREES), None)
-    if schema is None:
-        return {}, {}, ""
-    try:
-        defaults = dict(flatten(dataclasses.asdict(schema())))
-    except TypeError:  # a tree with a field that has no default
-        defaults = {}
+    trees = {schema: dict(flatten(dataclasses.asdict(schema()))) for schema in TREES.values()}
+    fitting = max(trees, key=lambda schema: len(trees[schema].keys() & config.keys()))  # of a run that a script started
+    schema = next((TREES[word] for word in command[:2] if word in TREES), fitting)
+    defaults = trees[schema]
     name = ""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
+    for word, following in zip(command, [*command, ""][1:], strict=True):
         if word == "--preset":
             name = following
         elif word.startswith("--preset="):

@@ -19,6 +19,8 @@ PAGE = 200
 """Most rows of an answer."""
 EXCERPT = 220
 """Characters of a prompt in a list."""
+_COMMON = 20
+"""Characters of a common beginning that a list leaves in place."""
 _BRIEF = (
     "step", "uid", "index", "part", "fate", "data_source", "row", "seed", "prompt", "messages", "text", "ground_truth",
     "stop_reason", "seconds", "score", "unshaped", "terms", "extra", "error", "cause", "episode",
@@ -40,12 +42,26 @@ def group_list(archived: Archived, query: str, sort: str, offset: int, limit: in
         places = places[matches > 0]
     places = _sorted_groups(groups, places, sort)
     page = places[offset : offset + min(limit, PAGE)].tolist()
-    return {
-        "total": len(places),
-        "rows": int(kept_rows.sum()),
-        "offset": offset,
-        "groups": [_group_json(archived, rows, groups, place, kept_rows) for place in page],
-    }
+    listed = [_group_json(archived, rows, groups, place, kept_rows) for place in page]
+    return {"total": len(places), "rows": int(kept_rows.sum()), "offset": offset, "groups": excerpts(listed)}
+
+
+def excerpts(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cut the prompts of a list's entries, each source's from the word on in which they differ.
+
+    >>> [entry["prompt"] for entry in excerpts([{"source": "", "prompt": f"Copy this number, please: {n}"} for n in (12, 3)])]
+    ['… 12', '… 3']
+    """
+    texts: dict[str, set[str]] = {}
+    for entry in listed:
+        texts.setdefault(entry["source"], set()).add(entry["prompt"])
+    common = {source: os.path.commonprefix(list(seen)) if len(seen) > 1 else "" for source, seen in texts.items()}
+    for entry in listed:
+        beginning = common[entry["source"]]
+        start = max(beginning.rfind(" "), beginning.rfind("\n")) + 1
+        cut = start > _COMMON
+        entry["prompt"] = "… " * cut + entry["prompt"][start * cut :][:EXCERPT]
+    return listed
 
 
 def _sorted_groups(groups: Groups, places: np.ndarray, sort: str) -> np.ndarray:
@@ -60,7 +76,7 @@ def _sorted_groups(groups: Groups, places: np.ndarray, sort: str) -> np.ndarray:
 def _group_json(archived: Archived, rows: Rows, groups: Groups, place: int, kept: np.ndarray) -> dict[str, Any]:
     members, first = groups.members(place), int(groups.first[place])
     step, texts = int(rows["step"][first]), archived.index.texts
-    prompts = archived.prompts(step)
+    prompts = archived.texts(step, "prompt")
     position = int(rows.position[first])
     return {
         "step": step,
@@ -68,7 +84,7 @@ def _group_json(archived: Archived, rows: Rows, groups: Groups, place: int, kept
         "source": texts["source"][int(rows["source"][first])],
         "row": number(rows["row"][first]),
         "fate": texts["fate"][int(rows["fate"][first])],
-        "prompt": prompts[position][:EXCERPT] if position < len(prompts) else "",
+        "prompt": prompts[position] if position < len(prompts) else "",
         "scores": numbers(rows["score"][members]),
         "matches": [bool(value) for value in kept[members]],
         **{name: number(groups.columns[name][place]) for name in groups.columns if name != "step"},
@@ -91,14 +107,16 @@ def answer_list(archived: Archived, query: str, sort: str, offset: int, limit: i
 
 
 def answers_at(archived: Archived, rows: Rows, places: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
-    """Return the rows at these places as JSON, each with an excerpt of its prompt."""
+    """Return the rows at these places as JSON, each with excerpts of its prompt and the end of its text."""
     answers = []
     for place in places:
         answer = archived.row_json(rows, int(place))
-        prompts, position = archived.prompts(answer["step"]), int(rows.position[place])
-        answer["prompt"] = prompts[position][:EXCERPT] if position < len(prompts) else ""
+        position = int(rows.position[place])
+        for name in ("prompt", "text"):
+            texts = archived.texts(answer["step"], name)
+            answer[name] = texts[position] if position < len(texts) else ""
         answers.append(answer)
-    return answers
+    return excerpts(answers)
 
 
 def one_group(archived: Archived, step: int, uid: str) -> dict[str, Any]:
@@ -259,7 +277,7 @@ def prompt_list(archived: Archived, query: str, course: str, sort: str, offset: 
         "offset": offset,
         "courses": counts,
         "right": right_score(rows["score"]),
-        "prompts": [_prompt_json(archived, rows, prompts, place) for place in page],
+        "prompts": excerpts([_prompt_json(archived, rows, prompts, place) for place in page]),
     }
 
 
@@ -268,12 +286,12 @@ def _prompt_json(archived: Archived, rows: Rows, prompts: Prompts, place: int) -
     visits = prompts.visits(place)
     first = int(groups.first[visits[0]])
     step, texts = int(rows["step"][first]), archived.index.texts
-    known = archived.prompts(step)
+    known = archived.texts(step, "prompt")
     return {
         "source": texts["source"][int(rows["source"][first])],
         "uid": texts["uid"][int(rows["uid"][first])],
         "course": str(prompts.course[place]),
-        "prompt": known[int(rows.position[first])][:EXCERPT],
+        "prompt": known[int(rows.position[first])],
         "steps": numbers(groups.columns["step"][visits]),
         "right": numbers(prompts.right[visits]),
         **{name: number(values[place]) for name, values in prompts.columns.items()},

@@ -26,6 +26,8 @@ _PAUSE = 0.5
 """Seconds between two looks at the directory."""
 _HELD, _HELD_GROUPS = 128, 8
 """Answers to earlier questions that are kept."""
+_END = 220
+"""Last characters of an answer, which a list shows."""
 
 
 class Archived:
@@ -39,7 +41,7 @@ class Archived:
         self._lock = threading.Lock()
         self._groups: tuple[int, Groups] | None = None
         self._masks: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
-        self._prompts: OrderedDict[tuple[Any, ...], list[str]] = OrderedDict()
+        self._texts: OrderedDict[tuple[Any, ...], list[str]] = OrderedDict()
         self._records: OrderedDict[tuple[Any, ...], list[dict[str, Any]]] = OrderedDict()
         self._tables: OrderedDict[tuple[Any, ...], pa.Table] = OrderedDict()
         self._derived: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -85,14 +87,14 @@ class Archived:
             self._vocabulary, self._vocabulary_stamp = self.index.archive.vocabulary(), stamp
         return self._vocabulary
 
-    def prompts(self, step: int) -> list[str]:
-        """Return the prompts of a step by row."""
+    def texts(self, step: int, column: str) -> list[str]:
+        """Return a column of texts of a step by row; of answers, which may be long, the ends."""
 
         def read() -> list[str]:
-            column = self.index.archive.table(step, ["prompt"])["prompt"]
-            return [text or "" for text in column.to_pylist()]
+            first = None if column == "prompt" else -_END
+            return [(text or "")[first:] for text in self.index.archive.table(step, [column])[column].to_pylist()]
 
-        return _kept(self._prompts, (step, self.index.stamp(step)), read, held=2048)
+        return _kept(self._texts, (step, column, self.index.stamp(step)), read, held=2048)
 
     def records(self, step: int, uid: str, columns: Sequence[str]) -> list[dict[str, Any]]:
         key = (step, uid, tuple(columns), self.index.stamp(step))

@@ -3,7 +3,7 @@ import { html, render, useState, useEffect, useRef } from "./vendor/preact.js";
 import { get, link, go, useRoute, useKeys, handleKey, embedded, fmt } from "./lib.js";
 import { Failure, Toasts, Segments, copy } from "./widgets.js";
 import { Groups, GroupPage } from "./groups.js";
-import { RunPage } from "./run.js";
+import { RunPage, Runs } from "./run.js";
 import { TokensPage } from "./tokens.js";
 import { Prompts, PromptPage } from "./prompts.js";
 import { Questions, Answers } from "./questions.js";
@@ -13,6 +13,7 @@ import { Compare, Rescore } from "./compare.js";
 const POLL = 1000;
 
 const VIEWS = {
+  ...(embedded ? {} : { runs: { title: "Runs", key: "l", draw: Runs } }),
   run: { title: "Run", key: "r", draw: RunPage },
   groups: { title: "Groups", key: "g", draw: Groups, filters: true },
   group: { parent: "groups", draw: GroupPage },
@@ -91,7 +92,8 @@ function App() {
   }, []);
   const state = runs?.runs.find((run) => run.name === route.run) || runs?.runs[0];
   const run = state?.name || "";
-  const view = VIEWS[route.view] ? route.view : "run";
+  const several = !embedded && runs?.runs.length > 1;
+  const view = VIEWS[route.view] ? route.view : several && !route.run ? "runs" : "run";
   useEffect(() => {
     if (runs && (!route.run || !VIEWS[route.view])) go(link(run, view), true);
   }, [runs, route.run, route.view]);
@@ -108,13 +110,13 @@ function App() {
   const entry = VIEWS[view];
   const current = entry.parent || view;
   const kind = route.params.kind || "";
-  return html`<div class="frame">
+  return html`<div class="frame" data-view=${view}>
     <header class="top">
-      <a class="brand" href=${link(run, "run")}><${Mark} />Hone</a>
+      <a class="brand" href=${link(run, several ? "runs" : "run")}><${Mark} />Hone</a>
       ${runs.runs.length > 1
         ? html`<select aria-label="run" onChange=${(event) => go(link(event.target.value, current))}>${runs.runs.map((other) => html`<option key=${other.name} selected=${other.name === run}>${other.name}</option>`)}</select>`
         : html`<b>${run}</b>`}
-      <span class="row muted" title=${state.status}><span class="dot ${state.status}"></span>${state.status}${state.step ? html`, step <span class="num">${state.step}</span>` : ""}</span>
+      <span class="row muted" title=${state.status}><span class="dot ${state.status}"></span><span class="roomy">${state.status}${state.step ? html`, step <span class="num">${state.step}</span>` : ""}</span></span>
       <span class="grow"></span>
       ${!embedded && html`<${SearchField} field=${search} route=${route} run=${run} view=${view} columns=${runs.columns} />`}
       ${!embedded && state.validation.length > 0 && html`<${Segments} label="samples" value=${kind} onChange=${(value) => go(link(run, current, [], { ...route.params, kind: value }))} options=${[["", "training"], ["validation", "validation"]]} />`}
@@ -122,7 +124,7 @@ function App() {
       <button class="button quiet" onClick=${() => setHelp(true)} title="keys (?)" aria-label="keys">?</button>
     </header>
     <nav class="nav" aria-label="views">
-      ${Object.entries(VIEWS).filter(([, item]) => item.title).map(([name, item]) => html`<a key=${name} href=${link(run, name, [], { kind })} aria-current=${name === current ? "page" : undefined}>${item.title}<kbd>g ${item.key}</kbd></a>`)}
+      ${Object.entries(VIEWS).filter(([name, item]) => item.title && (name !== "runs" || several)).map(([name, item]) => html`<a key=${name} href=${link(run, name, [], { kind })} aria-current=${name === current ? "page" : undefined}>${item.title}<kbd>g ${item.key}</kbd></a>`)}
       <div class="foot num">${fmt(state.rows)} answers<br />${fmt(state.steps.length)} steps${state.reading ? html`<br />indexing ${state.deep} of ${state.steps.length}` : ""}${embedded ? html`<br />file, ${embedded.about}` : ""}</div>
     </nav>
     <main tabindex="-1">${error && html`<${Failure} error=${error} />`}<${entry.draw} route=${{ ...route, run }} state=${state} range=${state.range || [0, 1]} runs=${runs} theme=${theme} /></main>

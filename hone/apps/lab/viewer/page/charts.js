@@ -4,17 +4,21 @@ import { fmt } from "./lib.js";
 
 const SERIES = ["--accent", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6"];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const WHOLE = Array.from({ length: 9 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat(); // distances of ticks: a step has no half
 const FONT = "11px Inter, system-ui, sans-serif";
 
 function compact(value) {
-  const size = Math.abs(value);
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return size !== 0 && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
+  if (value < 0) return `−${compact(-value)}`;
+  if (value >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (value >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
+  return value !== 0 && value < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
 }
 
+// Ends of the axis of values; a constant curve has an axis of its own size.
+export const bounds = (low, high) => (low === high ? [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)] : window.uPlot.rangeNum(low, high, 0.1, true));
+
 // One chart; `series` is [{ name, values }], `stacked` adds the values up as areas, `marks` are steps to mark.
-export function Chart({ title, steps, series, stacked, theme, height = 132, marks = [], onStep }) {
+export function Chart({ title, about = title, steps, series, stacked, theme, height = 132, marks = [], onStep }) {
   const box = useRef(null);
   const legend = useRef(null);
   useLayoutEffect(() => {
@@ -38,9 +42,9 @@ export function Chart({ title, steps, series, stacked, theme, height = 132, mark
       padding: [8, 6, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: stacked ? { range: (plot, low, high) => [0, high * 1.06 || 1] } : {} },
+      scales: { x: { time: false }, y: { range: (plot, low, high) => (stacked ? [0, high * 1.06 || 1] : bounds(low, high)) } },
       axes: [
-        { ...axis, size: 20, gap: 2, grid: { show: false }, space: 60 },
+        { ...axis, size: 20, gap: 2, grid: { show: false }, space: 60, incrs: WHOLE },
         { ...axis, size: 44, gap: 4, space: 28, values: (plot, ticks) => ticks.map((tick) => compact(tick)) },
       ],
       series: [{}, ...(stacked ? drawn.toReversed() : drawn)],
@@ -65,7 +69,7 @@ export function Chart({ title, steps, series, stacked, theme, height = 132, mark
     };
   }, [steps, series.map((one) => one.values), theme, stacked].flat());
   return html`<figure class="chart card" role="img" aria-label=${`${title}: ${fmt(series[0]?.values[lastOf(series[0].values)])} at the last step`}>
-    <figcaption class="row"><span class="ellipsis grow" title=${title}>${title}</span>${!stacked && html`<span class="num muted" ref=${legend}></span>`}</figcaption>
+    <figcaption class="row"><span class="ellipsis grow" title=${about}>${title}</span>${!stacked && html`<span class="num muted" ref=${legend}></span>`}</figcaption>
     <div ref=${box}></div>
     ${(stacked || series.length > 1) && html`<div class="legend">${series.map((one, place) => html`<span key=${one.name}><i style=${{ background: `var(${SERIES[place % SERIES.length]})` }}></i>${one.name}</span>`)}</div>`}
   </figure>`;

@@ -30,18 +30,18 @@ export function Compare({ route, state, runs }) {
       <div class="columns two">
         <section><h2>Numbers</h2><table class="table"><thead><tr><th></th><th class="right side-a">A</th><th class="right side-b">B</th><th class="right">B − A</th></tr></thead><tbody>
           ${NUMBERS.map(([name, title]) => html`<${Difference} key=${name} title=${title} values=${data.sides.map((one) => one[name])} plain=${name !== "score" && name !== "right"} />`)}</tbody></table>
-          <p class="muted" style=${{ marginTop: "10px" }}>${plural(data.paired.count, "prompt")} in both: <b class="pos num">${data.paired.better}</b> better in B, <b class="neg num">${data.paired.worse}</b> worse${data.paired.mean !== null ? html`, mean difference <b class="num">${signed(data.paired.mean)}</b>${data.paired.error ? ` ± ${fmt(data.paired.error, 2)}` : ""}` : ""}.
-          ${data.same_seed.pairs ? ` ${plural(data.same_seed.pairs, "answer")} with the same prompt and seed; ${data.same_seed.equal} have the same text, mean difference ${signed(data.same_seed.difference)}.` : ""}</p></section>
+          <p class="muted" style=${{ marginTop: "10px" }}>${data.paired.count ? html`${plural(data.paired.count, "prompt")} in both: <b class="pos num">${data.paired.better}</b> better in B, <b class="neg num">${data.paired.worse}</b> worse${data.paired.mean !== null ? html`, mean difference <b class="num">${signed(data.paired.mean)}</b>${data.paired.error ? ` ± ${fmt(data.paired.error, 2)}` : ""}` : ""}.
+          ${data.same_seed.pairs ? ` ${plural(data.same_seed.pairs, "answer")} with the same prompt and seed; ${data.same_seed.equal} have the same text, mean difference ${signed(data.same_seed.difference)}.` : ""}` : "No prompt is in both."}</p></section>
         <section><${Shares} title="End of the answer" rows=${data.stops} /><${Shares} title="End of the episode" rows=${data.ends} /><${Shares} title="Tools" rows=${data.tools} /></section>
       </div>
       <div class="columns two" style=${{ marginTop: "22px" }}>
         <${Phrases} title="More frequent in B" rows=${data.phrases.more} /><${Phrases} title="Less frequent in B" rows=${data.phrases.less} /></div>
-      <h2 style=${{ margin: "22px 0 6px" }}>Paired prompts</h2>
-      <table class="table"><thead><tr><th>prompt</th><th class="right side-a">A</th><th class="right side-b">B</th><th class="right">B − A</th><th class="right">tokens A</th><th class="right">tokens B</th><th></th></tr></thead><tbody>
-        ${data.paired.prompts.slice(0, 200).map((prompt) => html`<tr key=${`${prompt.source} ${prompt.row}`}><td class="ellipsis" style=${{ maxWidth: "460px" }}>${prompt.prompt || prompt.row}</td>
+      ${data.paired.count > 0 && html`<h2 style=${{ margin: "22px 0 6px" }}>Paired prompts</h2>
+      <table class="table"><thead><tr><th>prompt</th><th class="right side-a">A</th><th class="right side-b">B</th><th class="right">B − A</th><th class="right roomy">tokens A</th><th class="right roomy">tokens B</th><th></th></tr></thead><tbody>
+        ${data.paired.prompts.slice(0, 200).map((prompt) => html`<tr key=${`${prompt.source} ${prompt.row}`}><td class="ellipsis">${prompt.prompt || prompt.row}</td>
           <td class="right num">${fmt(prompt.scores[0])}</td><td class="right num">${fmt(prompt.scores[1])}</td><td class="right num ${tone(prompt.scores[1] - prompt.scores[0])}">${signed(prompt.scores[1] - prompt.scores[0])}</td>
-          <td class="right num muted">${fmt(Math.round(prompt.tokens[0]))}</td><td class="right num muted">${fmt(Math.round(prompt.tokens[1]))}</td>
-          <td class="right"><a href=${link(given.run_a, "group", [prompt.at[0].step, prompt.at[0].uid], { kind })}>A</a> · <a href=${link(given.run_b, "group", [prompt.at[1].step, prompt.at[1].uid], { kind })}>B</a></td></tr>`)}</tbody></table>
+          <td class="right num muted roomy">${fmt(Math.round(prompt.tokens[0]))}</td><td class="right num muted roomy">${fmt(Math.round(prompt.tokens[1]))}</td>
+          <td class="right"><a href=${link(given.run_a, "group", [prompt.at[0].step, prompt.at[0].uid], { kind })}>A</a> · <a href=${link(given.run_b, "group", [prompt.at[1].step, prompt.at[1].uid], { kind })}>B</a></td></tr>`)}</tbody></table>`}
     </div></div>`}`;
 }
 
@@ -85,5 +85,5 @@ export function Rescore({ route }) {
     ${data && html`<div class="scroll"><div class="pad"><p style=${{ marginBottom: "12px" }}>${plural(data.episodes, "answer")} in ${plural(data.groups, "group")}, ${plural(data.changed, "answer")} would differ.</p>
       <table class="table" style=${{ maxWidth: "460px" }}><tbody>${SHARES.map(([name, title]) => html`<tr key=${name}><td>${title}</td><td class="right num">${percent(data[name])}</td></tr>`)}</tbody></table>
       <table class="table" style=${{ marginTop: "16px" }}><thead><tr><th>step</th><th>answer</th><th class="right">score</th><th class="right">new</th><th class="right">advantage</th><th class="right">new</th></tr></thead><tbody>
-        ${data.differences.map((one, place) => html`<tr key=${place}><td class="num">${one.step}</td><td class="ellipsis mono" style=${{ maxWidth: "480px" }}><a href=${link(route.run, "group", [one.step, one.uid])}>${one.text.slice(-160)}</a></td><td class="right num">${fmt(one.old)}</td><td class="right num">${fmt(one.new)}</td><td class="right num muted">${signed(one.old_advantage)}</td><td class="right num ${tone(one.new_advantage)}">${signed(one.new_advantage)}</td></tr>`)}</tbody></table></div></div>`}`;
+        ${data.differences.map((one, place) => html`<tr key=${place}><td class="num">${one.step}</td><td class="ellipsis mono"><a href=${link(route.run, "group", [one.step, one.uid])}>${one.text.slice(-160)}</a></td><td class="right num">${fmt(one.old)}</td><td class="right num">${fmt(one.new)}</td><td class="right num muted">${signed(one.old_advantage)}</td><td class="right num ${tone(one.new_advantage)}">${signed(one.new_advantage)}</td></tr>`)}</tbody></table></div></div>`}`;
 }

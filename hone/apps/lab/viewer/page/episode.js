@@ -74,7 +74,7 @@ function Entry({ entry, children, run, kind }) {
     <div class="row who"><b>${turn !== null ? `turn ${turn + 1}` : message.role}</b>${message.name && html`<span class="mono">${message.name}</span>`}${reward ? html`<span class="chip ${tone(reward)}">reward ${signed(reward)}</span>` : ""}${value !== null && html`<span class="chip accent" title="mean reward of the answers that were forked here">fork, value ${fmt(value)}</span>`}</div>
     ${message.reasoning_content && html`<details class="thoughts"><summary>thoughts</summary><div class="text">${message.reasoning_content}</div></details>`}
     ${content && (isTool && content.length > 900 ? html`<details><summary class="muted">${plural(content.length, "character")} of output</summary><div class="text">${text}</div></details>` : html`<div class="text">${text}</div>`)}
-    ${calls.map((call, place) => html`<${Call} key=${place} call=${call} />`)}
+    ${calls.map((call, place) => html`<${Call} key=${place} call=${call} written=${message.tool_calls?.[place]?.function?.arguments} />`)}
     ${!calls.length && (message.tool_calls || []).map((call, place) => html`<div key=${place} class="call card"><span class="mono">${call.function?.name}(${call.function?.arguments})</span></div>`)}
     ${children.map((child) => html`<${Child} key=${child.name} ...${{ run, kind }} lane=${child} />`)}
   </li>`;
@@ -85,8 +85,8 @@ function readable(value) {
   return line.length < 90 ? line : JSON.stringify(value, null, 1);
 }
 
-function Call({ call }) {
+function Call({ call, written }) {
   return html`<div class="call card">
     <div class="row"><b class="mono">${call.name || "?"}</b><span class="chip ${call.status === "ok" ? "pos" : "neg"}">${call.status}</span>${call.attempts > 1 && html`<span class="chip warn">${call.attempts} tries</span>`}${call.truncated && html`<span class="chip warn">output cut</span>`}${call.reward ? html`<span class="chip ${tone(call.reward)}">reward ${signed(call.reward)}</span>` : ""}<span class="grow"></span>${call.seconds !== undefined && html`<span class="num faint">${seconds(call.seconds)}</span>`}</div>
-    <dl class="io"><dt>in</dt><dd class="text">${call.arguments === null ? html`<span class="neg">not readable</span>` : readable(call.arguments)}</dd><dt>out</dt><dd class="text">${call.result}</dd></dl></div>`;
+    <dl class="io"><dt>in</dt><dd class="text">${call.arguments === null ? html`<span class="neg">${written || "not readable"}</span>` : readable(call.arguments)}</dd><dt>out</dt><dd class="text">${call.result}</dd></dl></div>`;
 }

@@ -67,6 +67,7 @@ export function Group({ run, kind, step, uid, q, alone, index, part }) {
       <div class="facts" style=${{ marginTop: "8px" }}>
         <span>step <b>${data.step}</b></span>
         ${data.ground_truth !== null && data.ground_truth !== "" && html`<span>expected <b class="mono">${shown(data.ground_truth)}</b></span>`}
+        ${Object.entries(data.columns).map(([name, value]) => html`<span key=${name}>${name} <b class="mono">${String(value)}</b></span>`)}
         <span>${data.data_source}${data.row !== null ? ` · row ${data.row}` : ""}</span>
         <span class="mono faint">${data.uid}</span>
         ${data.row !== null && html`<a hidden=${Boolean(embedded)} href=${link(run, "prompt", [data.data_source || "", data.row], { kind })}>through training</a>`}
@@ -88,7 +89,7 @@ function Answer({ run, kind, step, uid, answer, current, onFocus, q }) {
       <div class="row"><span class="faint num">#${answer.index}${answer.part ? `.${answer.part}` : ""}</span>
         <span class="score ${answer.score === null ? "warn" : ""}">${answer.score === null ? "no verdict" : fmt(answer.score)}</span>
         <span class="grow"></span>
-        <span class="num ${tone(answer.advantage)}" title="mean advantage">${signed(answer.advantage)}</span></div>
+        <span class="faint">advantage</span><span class="num ${tone(answer.advantage)}" title="mean over the tokens">${signed(answer.advantage)}</span></div>
       <div class="row wrap" style=${{ gap: "4px" }}>
         <span class="chip num">${plural(answer.tokens, "token")}</span>
         <span class="chip ${answer.stop_reason === "length" ? "warn" : ""}">${answer.stop_reason || "–"}</span>

@@ -127,10 +127,10 @@ export function handleKey(event) {
 export function fmt(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value)) return Math.abs(value) < 1e6 ? value.toLocaleString("en-US") : value.toPrecision(4);
-  const size = Math.abs(value);
-  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
-  if (size < 1e-4) return value.toExponential(1);
+  if (value < 0) return `−${fmt(-value, digits)}`;
+  if (Number.isInteger(value)) return value < 1e6 ? value.toLocaleString("en-US") : value.toPrecision(4);
+  if (value >= 1000) return Math.round(value).toLocaleString("en-US");
+  if (value < 1e-4) return value.toExponential(1);
   return String(Number(value.toPrecision(digits)));
 }
 

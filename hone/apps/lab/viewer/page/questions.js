@@ -35,7 +35,7 @@ export function Answers({ route, state }) {
   useEffect(() => setSelected({ place: null, answer: null }), [rows.key]);
   const name = sort.replace(/^-/, "");
   const measure = MEASURES.includes(name) ? name : MEASURES.find((other) => q.includes(other)) || "entropy";
-  const columns = [["step", "step"], [null, "prompt"], ["index", "#"], ["score", "score", "right"], ["advantage", "adv", "right"], ["tokens", "tokens", "right"], [measure, measure, "right"]];
+  const columns = [["step", "step"], [null, "answer"], ["index", "#"], ["score", "score", "right"], ["advantage", "adv", "right"], ["tokens", "tokens", "right"], [measure, measure, "right"]];
   const first = rows.total ? rows.row(0) : null;
   const shown = selected.answer || first;
   const open = (answer) => answer && go(link(route.run, "tokens", [answer.step, answer.uid, answer.index, answer.part], { kind }));
@@ -45,7 +45,7 @@ export function Answers({ route, state }) {
     ${rows.error && html`<${Failure} error=${rows.error} />`}
     ${rows.total === 0 && !rows.error ? html`<${Empty} q=${q} state=${state} what="answer" />` : html`<${VirtualList} rows=${rows} height=${44} columns="cols-answers" label="answers" selected=${selected.answer ? selected.place : first ? 0 : null} onSelect=${(place, answer) => setSelected({ place, answer })} onOpen=${open}
       draw=${(answer) => html`<span class="num faint">${answer.step}</span>
-        <span class="two-lines"><span class="ellipsis" style=${{ display: "block" }}>${answer.prompt || answer.uid}</span><span><span class="ellipsis">${answer.source} · ${answer.uid}</span>${answer.stop === "length" && html`<span class="chip warn">length</span>`}${answer.error > 0 && html`<span class="chip neg">no verdict</span>`}${answer.toolerrors > 0 && html`<span class="chip neg">${plural(answer.toolerrors, "tool error")}</span>`}</span></span>
+        <span class="two-lines"><span class="ellipsis end" style=${{ display: "block" }}><bdi dir="ltr">${answer.text || "–"}</bdi></span><span><span class="ellipsis">${answer.prompt || answer.uid}</span>${answer.stop === "length" && html`<span class="chip warn">length</span>`}${answer.error > 0 && html`<span class="chip neg">no verdict</span>`}${answer.toolerrors > 0 && html`<span class="chip neg">${plural(answer.toolerrors, "tool error")}</span>`}</span></span>
         <span class="num faint">${answer.index}</span><span class="num right">${fmt(answer.score)}</span><span class="num right ${tone(answer.advantage)}">${signed(answer.advantage, 2)}</span><span class="num right muted">${fmt(answer.tokens)}</span><span class="num right">${fmt(answer[measure])}</span>`} />`}
     <div class="bar foot"><span class="count num">${plural(rows.total ?? 0, "answer")}</span><span class="grow"></span><${Download} run=${route.run} kind=${kind} q=${q} /></div>
   </section><section aria-label="group">${shown ? html`<${Group} key=${`${shown.step} ${shown.uid}`} run=${route.run} kind=${kind} step=${shown.step} uid=${shown.uid} q=${q} index=${shown.index} part=${shown.part} />` : html`<${Nothing} title="No answer selected" />`}</section></div>`;

@@ -22,8 +22,8 @@ export function RunPage({ route, state, theme }) {
       <div class="row wrap"><h1>${overview.data.name}</h1><span class="chip ${overview.data.status === "failed" || overview.data.status === "dead" ? "neg" : "accent"}">${overview.data.status}</span>
         <span class="muted">${record.exit_reason}</span></div>
       <div class="facts">
-        <span>step <b class="num">${state.step}</b></span><span><b>${seconds(overview.data.seconds)}</b></span>
-        ${record.started && html`<span>started <b>${record.started.slice(0, 16).replace("T", " ")}</b></span>`}
+        <span>step <b class="num">${state.step}</b></span><span>took <b>${seconds(overview.data.seconds)}</b></span>
+        ${record.started && html`<span>started <b>${when(record.started)}</b></span>`}
         <span>seed <b class="num">${record.seed ?? "–"}</b></span>
         <span><b class="num">${fmt(state.rows)}</b> answers stored</span>
         ${(record.resumed || []).length > 0 && html`<span>resumed <b>${record.resumed.length}×</b></span>`}
@@ -39,6 +39,17 @@ export function RunPage({ route, state, theme }) {
     ${tab === "environment" && html`<${Environment} record=${record} />`}
   </div></div>`;
 }
+
+// All runs of the viewer, the first page where there are several.
+export function Runs({ state }) {
+  const { data, error } = useData("summaries", {}, `${state.status} ${state.step}`);
+  if (error) return html`<${Failure} error=${error} />`;
+  return html`<div class="scroll"><div class="pad"><h1 style=${{ marginBottom: "12px" }}>Runs</h1>
+    <table class="table"><thead><tr><th>run</th><th>status</th><th class="right">step</th><th class="right">result</th><th class="roomy">metric</th><th class="right roomy">took</th><th class="roomy">started</th></tr></thead>
+      <tbody>${(data || []).map((run) => html`<tr key=${run.name}><td><a href=${link(run.name, "run")}>${run.name}</a></td><td><span class="row"><span class="dot ${run.status}"></span>${run.status}</span></td><td class="right num">${fmt(run.step)}</td><td class="right num" title=${run.metric}>${fmt(run.result)}</td><td class="mono muted roomy">${run.metric}</td><td class="right num muted roomy">${seconds(run.seconds)}</td><td class="num muted roomy">${when(run.started)}</td></tr>`)}</tbody></table></div></div>`;
+}
+
+const when = (started) => (started ? started.slice(0, 16).replace("T", " ") : "–");
 
 function Alerts({ alerts, run }) {
   if (!alerts?.length) return null;
@@ -71,9 +82,9 @@ function Curves({ metrics, alerts, route, theme }) {
     <div class="charts">${shown.slice(0, 60).map((name) => html`<${OneCurve} key=${name} name=${name} metrics=${metrics} marks=${marks} theme=${theme} onStep=${(step) => go(link(route.run, "groups", [], { q: `step=${step}` }))} />`)}</div>`;
 }
 
-function OneCurve({ name, metrics, marks, theme, onStep }) {
+function OneCurve({ name, metrics, ...rest }) {
   const series = useMemo(() => [{ name, values: metrics.columns[name] }], [metrics, name]);
-  return html`<${Chart} title=${name} steps=${metrics.steps} series=${series} marks=${marks} theme=${theme} onStep=${onStep} />`;
+  return html`<${Chart} title=${name} about=${metrics.about[name]} steps=${metrics.steps} series=${series} ...${rest} />`;
 }
 
 function Time({ metrics, theme }) {
@@ -119,7 +130,7 @@ function Ledger({ ledger, theme }) {
   if (!ledger.counts) return html`<p class="neg">${ledger.problem}</p>`;
   const series = FATES.filter((fate) => ledger.fates[fate]?.some((count) => count)).map((fate) => ({ name: fate, values: ledger.fates[fate].map((count, place) => count - (ledger.fates[fate][place - 1] || 0)) }));
   const { drawn } = ledger.counts;
-  const open = Object.entries(ledger.open);
+  const open = Object.entries(ledger.open).filter(([, count]) => count);
   return html`
     ${ledger.problem && html`<p class="error">${ledger.problem}</p>`}
     <div class="charts wide">${series.length > 0 && html`<${Chart} title="prompts per step, by fate" steps=${ledger.steps} series=${series} stacked theme=${theme} height=${180} />`}</div>
@@ -137,11 +148,11 @@ function Config({ run, command }) {
   const [all, setAll] = useState(false);
   const shown = config.filter((entry) => (all || filter || entry.source !== "default") && `${entry.key} ${text(entry.value)} ${entry.source}`.toLowerCase().includes(filter.toLowerCase()));
   return html`
-    <pre class="mono card" style=${{ padding: "10px 12px", marginBottom: "12px", whiteSpace: "pre-wrap" }}>${command.join(" ")}</pre>
-    <div class="row" style=${{ marginBottom: "10px" }}><input class="input" style=${{ width: "280px" }} aria-label="filter keys" placeholder="key, value or source" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
+    <pre class="mono card" style=${{ padding: "10px 12px", marginBottom: "12px", whiteSpace: "pre-wrap", overflowWrap: "anywhere" }}>${command.join(" ").replace(/^\S*\/(hone|hone\/cli\/main\.py) /, "hone ")}</pre>
+    <div class="row wrap" style=${{ marginBottom: "10px" }}><input class="input" style=${{ width: "280px" }} aria-label="filter keys" placeholder="key, value or source" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
       <label class="row"><input type="checkbox" checked=${all} onChange=${() => setAll(!all)} /> defaults too</label><span class="muted num">${shown.length} of ${plural(config.length, "key")}</span></div>
-    <table class="table"><thead><tr><th>key</th><th>value</th><th>source</th><th>default</th></tr></thead><tbody>
-      ${shown.slice(0, 600).map((entry) => html`<tr key=${entry.key}><td class="mono">${entry.key}</td><td class="mono"><b>${text(entry.value)}</b></td><td><span class="chip ${entry.source === "command line" ? "accent" : entry.source.startsWith("preset") ? "pos" : ""}">${entry.source}</span></td><td class="mono faint">${entry.source === "default" ? "" : text(entry.default)}</td></tr>`)}</tbody></table>`;
+    <table class="table stacked"><thead class="roomy"><tr><th>key</th><th>value</th><th>source</th><th>default</th></tr></thead><tbody>
+      ${shown.slice(0, 600).map((entry) => html`<tr key=${entry.key}><td class="mono">${entry.key}</td><td class="mono"><b>${text(entry.value)}</b></td><td><span class="chip ${entry.source === "command line" ? "accent" : entry.source.startsWith("preset") ? "pos" : ""}">${entry.source}</span></td><td class="mono faint roomy">${entry.source === "default" ? "" : text(entry.default)}</td></tr>`)}</tbody></table>`;
 }
 
 function rowsOf(value, prefix = "") {

@@ -188,5 +188,5 @@ export async function copy(text, what = "Copied") {
 export function Download({ run, kind, q }) {
   if (embedded) return null;
   const address = (form) => `api/selection?${new URLSearchParams({ run, kind: kind || "", q: q || "", form })}`;
-  return html`<span class="muted">save as</span><a class="button small" href=${address("sft")} download title="conversations for hone sft">SFT</a><a class="button small" href=${address("pairs")} download title="best and worst answer of each group, for hone prefer">pairs</a>`;
+  return html`<span class="row"><span class="muted">save as</span><a class="button small" href=${address("sft")} download title="conversations for hone sft">SFT</a><a class="button small" href=${address("pairs")} download title="best and worst answer of each group, for hone prefer">pairs</a></span>`;
 }
