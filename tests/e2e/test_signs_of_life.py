@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +22,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_runs(tmp_path_factory.mktemp("tiny runs ü"))
 
 
-def as_slow_as_a_large_model() -> None:
-    """Let every decode step, and every micro-batch, take a second."""
+def slow_validation() -> None:
+    """Let every decode step, and every micro-batch, of a validation take a second."""
     from hone import progress
     from hone.insight import activity
+    from hone.trainers.session import RunSession
 
-    activity.tick = lambda: time.sleep(1.0)
+    whole, quick = RunSession.cancelling, activity.tick
+
+    @contextlib.contextmanager
+    def cancelling(self: RunSession, what: str, total: int) -> Iterator[None]:
+        activity.tick = lambda: time.sleep(1.0)
+        with whole(self, what, total):
+            yield
+        activity.tick = quick
+
+    RunSession.cancelling = cancelling  # type: ignore[method-assign]
     progress.Lines.__init__.__defaults__ = (0.2,)  # type: ignore[attr-defined]
 
 
@@ -55,7 +67,7 @@ def quoted(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_ends_the_validation_before_the_first_step(program: str, times: int, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = Command(quoted(words(program, tiny, run)), tmp_path / "log", tmp_path, prepare=as_slow_as_a_large_model)
+    command = Command(quoted(words(program, tiny, run)), tmp_path / "log", tmp_path, prepare=slow_validation)
     wait_for(command, "validating: ")
     command.signal(signal.SIGINT)
     wait_for(command, "ending the validation")
@@ -72,9 +84,7 @@ def test_ctrl_c_ends_the_validation_before_the_first_step(program: str, times: i
 def test_a_validation_that_was_cut_short_is_made_up_on_resume(tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     keys = ("trainer.val_before_train=false", "trainer.test_freq=1")
-    command = Command(
-        quoted(words("train", tiny, run, *keys)), tmp_path / "log", tmp_path, prepare=as_slow_as_a_large_model
-    )
+    command = Command(quoted(words("train", tiny, run, *keys)), tmp_path / "log", tmp_path, prepare=slow_validation)
     wait_for(command, "validating: ")
     command.signal(signal.SIGINT)
     assert command.wait().code == 130
