@@ -33,7 +33,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that ships inside the model directory. Only for models whose code you have read."""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's config.json, for example {attention_dropout: 0.0}."""
+    """Changes to the model's config.json, for example {max_position_embeddings: 65536}."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time. The first key to try when memory is
     short; off by default because models that run on a laptop do not need it."""
@@ -61,6 +61,15 @@ class ModelConfig:
     freeze_vision_tower: bool = False
     """Train a model that reads images without its vision tower, which then has no gradient, optimizer state or adapter. In Qwen-VL the
     layers that merge patches belong to it; the connector of SmolVLM and Idefics3 is trained."""
+
+
+@dataclass
+class SFTModelConfig(ModelConfig):
+    """The model of supervised fine-tuning."""
+
+    dropout: bool = False
+    """Train with the dropout of the model's config.json (attention_dropout, resid_pdrop, ...) and of the adapter in lora_adapter_path
+    (lora_dropout; a new adapter has none). false: every dropout is 0, as in all other programs, and so it is in the saved model."""
 
 
 @dataclass

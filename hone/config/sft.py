@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.config.distillation import AnswersDistillationConfig
 from hone.config.fields import block, choice, dataset_paths
+from hone.config.model import SFTModelConfig
 from hone.config.offline import OfflineData, OfflineTree
 from hone.config.run import RunConfig
 
@@ -34,6 +35,8 @@ class SFTConfig(OfflineTree):
 
     data: SFTDataConfig = block(SFTDataConfig)
     """Conversations."""
+    model: SFTModelConfig = block(SFTModelConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The model."""
     trainer: RunConfig = block(RunConfig, experiment_name="sft")
     """Life cycle."""
     distillation: AnswersDistillationConfig = block(AnswersDistillationConfig)

@@ -27,13 +27,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hone.config.model import ModelConfig
+from hone.config.model import ModelConfig, SFTModelConfig
 from hone.data.image_processor import ImageProcessor, load_image_processor, reads_images
 from hone.data.model_settings import check_settings, read_settings, reason_of
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import HoneError, ModelError, did_you_mean
 from hone.models.activations import checkpointing_arguments, tile_mlps
+from hone.models.dropout import set_dropout
 from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
 from hone.models.registry import family_of
@@ -415,8 +416,9 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: s
 
 
 def prepare(model: nn.Module, config: ModelConfig, *, trainable: bool = True) -> None:
-    """Switch ``model`` to Hone's attention; if it is trained, apply the configured memory savings for activations."""
+    """Switch ``model`` to Hone's attention, its dropout off, and on the configured memory savings for activations if it is trained."""
     use_hone_attention(model)
+    set_dropout(model, on=trainable and isinstance(config, SFTModelConfig) and config.dropout)
     inner = causal_lm(model)
     inner.config.use_cache = False
     if trainable and config.tiled_mlp.enabled:

@@ -17,6 +17,7 @@ from hone.config.model import OptimConfig
 from hone.config.parallel_layout import Layout
 from hone.config.pools import Pool, check_engines, check_local
 from hone.config.preference import RewardModelConfig
+from hone.config.sft import SFTConfig
 from hone.config.specs import spec_of
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, OfflineConfig, model_block, parallel_block
@@ -326,14 +327,13 @@ def sequence_parallel_divides(config: AnyConfig, evidence: Evidence) -> None:
 
 
 @rule("R72")
-def rings_have_no_dropout(config: AnyConfig, evidence: Evidence) -> None:
+def rings_have_no_dropout(config: SFTConfig, evidence: Evidence) -> None:
     """With context parallelism the model has no dropout of attention probabilities."""
-    parallel, dropout = parallel_block(config), evidence.model_settings.get("attention_dropout")
-    if parallel.context_parallel_size == 1 or not dropout:
+    if config.context_parallel_size == 1 or not config.model.dropout:
         return
     from hone.training.backends.fsdp2.ring import check_dropout  # slow to import
 
-    check_dropout(dropout, model_block(config)[0], parallel.key("context_parallel_size"))
+    check_dropout(evidence.model_settings.get("attention_dropout", 0.0), config.key("context_parallel_size"))
 
 
 @rule("R91")

@@ -28,6 +28,7 @@ from hone.data.images import IMAGES
 from hone.data.ragged import Ragged
 from hone.insight import activity
 from hone.models.devices import deterministic_algorithms, dtype_on
+from hone.models.dropout import say_what_is_off
 from hone.models.experts import ExpertRouters, RouterCounts
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
@@ -408,6 +409,8 @@ class LoopBackend(ABC, Generic[Optimizer]):
     ) -> None:
         self.model, self.head, self.settings = model, head, settings
         self.optimizer, self._ranks = optimizer, ranks
+        if optimizer is not None:
+            say_what_is_off(model)
 
     @property
     def data_parallel_size(self) -> int:

@@ -102,9 +102,6 @@ def load_plain(saved: SavedMicroBatch) -> nn.Module:
     )
     model = load_policy(plain, device=CPU, seed=saved.config.trainer.seed, trainable=True).eval()
     causal = causal_lm(model)
-    dropout = max([module.p for module in model.modules() if isinstance(module, nn.Dropout)], default=0.0)
-    if max(dropout, getattr(causal.config, "attention_dropout", 0.0) or 0.0) > 0:
-        raise HoneError("the model has dropout", why="its draws cannot be repeated", fix="train without dropout")
     if family_of(causal.config.model_type).own_attention:
         raise HoneError(
             f"a {causal.config.model_type} model has an attention of its own, without an eager form to compare with",

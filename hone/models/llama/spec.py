@@ -97,8 +97,8 @@ def replace_layer_forwards(causal: nn.Module, forward: Callable[..., Tensor]) ->
 
 
 def supports(causal: nn.Module) -> bool:
-    """True if ``causal`` is Llama-shaped and unmodified: no adapter replaces a part, no hook runs between parts."""
-    if not _is_llama_shaped(causal):
+    """True if ``causal`` is Llama-shaped and unmodified: no adapter replaces a part, no hook runs between parts, nothing is dropped."""
+    if not _is_llama_shaped(causal) or causal.config.attention_dropout:  # type: ignore[union-attr]
         return False
     linears = [causal.get_output_embeddings()]  # type: ignore[operator]
     for layer in layers_of(causal):

@@ -403,11 +403,11 @@ PROCESSES = [
     ),
     Case(
         "R72 layouts.rings_have_no_dropout",
-        f"{ACTOR}.context_parallel_size=3 actor_rollout_ref.model.override_config={{attention_dropout:0.1}}",
+        "model.dropout=true",
         ("attention_dropout=0.1",),
-        advice=f"{ACTOR}.context_parallel_size=1",
-        then="actor_rollout_ref.model.override_config={attention_dropout:0.0}",
-        given=f"{RAY} trainer.n_gpus_per_node=3 data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=6",
+        fix="model.dropout=false",
+        given=f"{RAY} trainer.n_gpus_per_node=3 context_parallel_size=3 model.override_config={{attention_dropout:0.1}}",
+        tree="sft",
     ),
     Case(
         "R73 layouts.experts_divide",

@@ -257,14 +257,14 @@ class RingContext:
         )
 
 
-def check_dropout(dropout: float, model_key: str = "actor_rollout_ref.model", key: str = SIZE_KEY) -> None:
+def check_dropout(dropout: float, key: str = SIZE_KEY) -> None:
     """Raise ModelError if a model has dropout of attention probabilities."""
     if dropout:
         raise ModelError(
             f"the model has attention_dropout={dropout}, which ring attention does not support",
             why="each rank computes a part of a query's attention, and their draws would differ from those of one process",
             where=key,
-            fix=f"{model_key}.override_config.attention_dropout=0, or {key}=1",
+            fix=f"model.dropout=false, or {key}=1",
         )
 
 

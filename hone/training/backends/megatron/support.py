@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.model import ModelConfig, OptimConfig
+from hone.config.model import ModelConfig, OptimConfig, SFTModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.errors import ConfigError, ModelError
 
@@ -73,8 +73,6 @@ def model_obstacles(settings: Mapping[str, Any]) -> Iterator[str]:
         yield "biases in the projections of attention or MLP (supported: those of Qwen2's queries, keys and values)"
     if settings.get("use_sliding_window") or set(settings.get("layer_types") or ()) - {"full_attention"}:
         yield "layers with a sliding window"
-    if settings.get("attention_dropout"):
-        yield f"attention_dropout={settings['attention_dropout']}"
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE:
@@ -102,6 +100,8 @@ def model_setting_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         yield Obstacle("lora_adapter_path", model.lora_adapter_path, "PEFT adapts modules of transformers", "null")
     if model.tiled_mlp.enabled:
         yield Obstacle("tiled_mlp.enabled", "true", "it replaces modules of transformers", "false")
+    if isinstance(model, SFTModelConfig) and model.dropout:
+        yield Obstacle("dropout", "true", "its layers are built without", "false")
 
 
 def optimizer_obstacles(optim: OptimConfig) -> Iterator[Obstacle]:
