@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -24,6 +25,8 @@ _BOUNDS = {
     "num_labels": (0, 10**5),
 }
 """Least and greatest size under a key; a list has one a layer, null is the family's own."""
+DEQUANTISED = ("fp8", "mxfp4")
+"""Values of ``quant_method`` whose weights are converted to float32 as they are read: blocks of 8 bits (DeepSeek), and of 4 (GPT-OSS)."""
 _PARTS = ("text_config", "vision_config", "audio_config", "quantization_config")
 
 
@@ -68,6 +71,35 @@ def check_settings(settings: Mapping[str, Any], file: str | Path) -> None:
             )
         if _whole(width) and width % 2 and ("rope_theta" in part or "rope_parameters" in part):
             raise _refused(file, f"has {place}head_dim={width}, but rotary positions turn pairs of numbers")
+
+
+def dequantised_by(settings: Mapping[str, Any], path: str | Path) -> str | None:
+    """Return which of :data:`DEQUANTISED` the weights of a model directory are in; None for plain ones.
+
+    Raises ModelError: they are quantised in another way.
+    """
+    quantisation = settings.get("quantization_config")
+    if quantisation is None:
+        return None
+    method = quantisation.get("quant_method")
+    if method in DEQUANTISED:
+        return method
+    bits = quantisation.get("bits") or next((n for n in (4, 8) if quantisation.get(f"load_in_{n}bit")), None)
+    card = Path(path) / "README.md"
+    named = (
+        re.search(r"^base_model:\s*(?:- )?([\w.-]+/[\w.-]+)", card.read_text("utf-8", "replace"), re.M)
+        if card.is_file()
+        else None
+    )
+    base = named[1] if named else settings.get("_name_or_path", "")
+    raise ModelError(
+        f"the weights in '{path}' are quantised by {method or 'an unnamed method'}"
+        + (f" in {bits} bits" if bits else ""),
+        why="training and Hone's own engine need the values themselves; of quantised weights only "
+        f"{' and '.join(DEQUANTISED)} are converted to them",
+        where="model.path",
+        fix="the directory or name of the unquantised model" + (f": {base}" if base else ""),
+    )
 
 
 def decoder_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

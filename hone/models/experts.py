@@ -111,7 +111,13 @@ class ExpertRouters:
         mode = _ChosenExperts(self.experts, self.top_k, followed)
         with mode:
             output = forward(*arguments, **named)
-        assert mode.choice is not None, "a router takes topk of its scores"
+        if mode.choice is None:
+            raise ModelError(
+                f"the routers of {type(self.modules[number]).__name__} choose experts without torch.topk",
+                why="their choice can be neither counted nor followed",
+                where="model.path",
+                fix="a model whose routers take the topk of their scores, such as Qwen3-MoE, Mixtral or GPT-OSS",
+            )
         if self._recorded is not None:
             self._recorded.append(mode.choice.to(torch.int16))
         for counts in self._counts:

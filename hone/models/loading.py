@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from hone.config.model import ModelConfig, SFTModelConfig
 from hone.data.image_processor import ImageProcessor, load_image_processor, reads_images
-from hone.data.model_settings import check_settings, read_settings, reason_of
+from hone.data.model_settings import check_settings, dequantised_by, read_settings, reason_of
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import HoneError, ModelError, did_you_mean
@@ -39,7 +39,7 @@ from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
 from hone.models.registry import family_of
 from hone.models.routing import use_hone_attention
-from hone.models.streaming import WeightFiles, empty_model, local_part, standing_in
+from hone.models.streaming import WeightFiles, empty_model, fill, local_part, materialise, standing_in
 
 VALUE_SETTINGS: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0}
 """Config keys that a value model sets in addition to its backbone's."""
@@ -235,8 +235,10 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
     path = _path(config)
     with _explained(path):
         settings = model_settings(config, **overrides)
+        if hasattr(settings, "quantization_config"):
+            return load_dequantised(factory, config, **overrides)
         with _quiet():
-            if any(Path(path).glob("model.safetensors*")) and getattr(settings, "quantization_config", None) is None:
+            if any(Path(path).glob("model.safetensors*")):
                 empty = empty_model(factory, settings, trust_remote_code=config.trust_remote_code)
                 WeightFiles(Path(path), empty).check_shapes(empty)
             model, report = factory.from_pretrained(
@@ -261,6 +263,15 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
     return model
 
 
+def load_dequantised(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedModel:
+    """Load a model whose files are quantised (:data:`hone.data.model_settings.DEQUANTISED`) in float32."""
+    model, files = load_empty(factory, config, **overrides)
+    materialise(model, torch.device("cpu"))
+    fill(model, files, fresh=("score.", "classifier."))
+    model.tie_weights()
+    return model
+
+
 def load_empty(factory: Any, config: ModelConfig, **overrides: Any) -> tuple[PreTrainedModel, WeightFiles]:
     """Build the model without storage for its parameters; returns it with the files to fill it from.
 
@@ -271,7 +282,9 @@ def load_empty(factory: Any, config: ModelConfig, **overrides: Any) -> tuple[Pre
     with _explained(path), _quiet():
         settings = model_settings(config, **overrides)
         model = empty_model(factory, settings, trust_remote_code=config.trust_remote_code)
-        return model, WeightFiles(Path(path), model)
+        files = WeightFiles(Path(path), model)
+        vars(model.config).pop("quantization_config", None)
+        return model, files
 
 
 def model_settings(config: ModelConfig, **overrides: Any) -> PreTrainedConfig:
@@ -286,6 +299,7 @@ def model_settings(config: ModelConfig, **overrides: Any) -> PreTrainedConfig:
     settings = saved_settings(config)
     require_known(config.override_config, settings)
     settings.update({**config.override_config, **overrides})
+    dequantised_by(read_settings(path), path)
     return settings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,15 @@ from hone.models.registry import family_of
 
 _VISION = "vision_config"
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+_PACKED = (
+    "sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS keeps them separate"
+)
+_LEFT_TO_RIGHT = "a policy generates from left to right"
+_OTHER_PROBABILITIES = {
+    "phimoe": "its routers draw experts at random while it trains",
+    "hrm_text": "its layers run several times for each token, with keys and values of each time",
+}
+"""Families by ``model_type`` with the reason why they are refused."""
 
 
 def use_hone_attention(model: nn.Module) -> None:
@@ -24,12 +34,11 @@ def use_hone_attention(model: nn.Module) -> None:
         ModelError: the model's attention cannot be replaced, or tokens meet outside attention.
     """
     for module in _text_modules(model):
-        problem = _obstacle(module) if isinstance(module, PreTrainedModel) else ""
+        problem, why = _obstacle(module) if isinstance(module, PreTrainedModel) else ("", "")
         if problem:
             raise ModelError(
                 f"{type(module).__name__} cannot be trained or sampled from: {problem}",
-                why="sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS "
-                "keeps them separate",
+                why=why,
                 where="model.path",
                 fix="use a decoder such as Qwen3, Llama, Mistral, Gemma or GPT-OSS, or register the family with an attention of "
                 "its own (docs/extending.md)",
@@ -55,23 +64,30 @@ def _set_attention(config: Any, name: str | None) -> None:
     config._attn_implementation = {"": name}
 
 
-def _obstacle(model: PreTrainedModel) -> str:
-    """Say why no context can control where the model's tokens meet; empty when one can."""
+def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
+    """Say why engine and trainer would not compute the same with this model, and what that means; empty when they do."""
     config = model.config
     if family_of(config.model_type).own_attention:
-        return ""
-    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
-        return "it has no attention layers"
+        return "", ""
+    if config.model_type in _OTHER_PROBABILITIES:
+        return _OTHER_PROBABILITIES[config.model_type], "engine and trainer would have other probabilities of a token"
+    attention = [module for module in model.modules() if "attention" in type(module).__name__.lower()]
+    if not attention:
+        return "it has no attention layers", _PACKED
     if not type(model)._can_set_attn_implementation():
-        return "its attention does not go through transformers' ALL_ATTENTION_FUNCTIONS"
+        return "its attention does not go through transformers' ALL_ATTENTION_FUNCTIONS", _PACKED
     if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder besides its decoder"
+        return "it has an encoder besides its decoder", _PACKED
     if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
-        return "its config sets use_bidirectional_attention"
+        return "its config sets use_bidirectional_attention", _LEFT_TO_RIGHT
+    if {getattr(module, "is_causal", None) for module in attention} - {None} == {False} and model.can_generate():
+        return "its attention lets a token see later ones", _LEFT_TO_RIGHT
     other = sorted({*(getattr(config, "layer_types", None) or ())} - _CAUSAL_LAYERS)
     if other or type(model)._is_stateful:
-        return f"it has layers of kind {', '.join(other) or 'recurrent'}"
-    return ""
+        return f"it has layers of kind {', '.join(other) or 'recurrent'}", _PACKED
+    if "position_ids" not in inspect.signature(type(model.get_decoder()).forward).parameters:
+        return "its decoder takes no position_ids", "sequences are packed end to end, and each begins at position 0"
+    return "", ""
 
 
 def _configs(model: nn.Module) -> list[PretrainedConfig]:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hone.errors import ModelError
 
@@ -36,6 +37,7 @@ class WeightFiles:
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         self.files = _files(directory)
         self.config = model.config
+        self._quantisation = getattr(self.config, "quantization_config", None)
         self._readers: dict[Path, Any] = {}
         transforms = get_model_conversion_mapping(model)
         renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
@@ -44,7 +46,9 @@ class WeightFiles:
         known = model.state_dict()
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         self._converters: dict[str, WeightConverter] = {}
-        for key in sorted(self.files, key=_natural):
+        scales = ("_scale_inv", "_scales", "activation_scale") if self._quantisation else ()
+        names = {key.removesuffix("_blocks") if scales else key for key in self.files if not key.endswith(scales)}
+        for key in sorted(names, key=_natural):
             target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
             self._sources.setdefault(target, []).append((key, pattern))
             if pattern is not None:
@@ -88,6 +92,25 @@ class WeightFiles:
                     )
 
     def _read(self, key: str) -> Tensor:
+        """Return one tensor, in float32 if the files hold it in blocks with a scale each."""
+        if self._quantisation and f"{key}_blocks" in self.files:
+            blocks, scales = (self._stored(f"{key}_{part}") for part in ("blocks", "scales"))
+            return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        if self._quantisation and f"{key}_scale_inv" in self.files:
+            values = self._stored(key)
+            size = self._quantisation.get("weight_block_size") or values.shape[-2:]
+            return dequantised(values, self._stored(f"{key}_scale_inv"), size)
+        values = self._stored(key)
+        if values.dtype.itemsize == 1:
+            raise ModelError(
+                f"'{key}' in '{self.files[key]}' is {values.dtype}, and there is no '{key}_scale_inv'",
+                why="without their scales the values are others",
+                where="model.path",
+                fix="the directory or name of the unquantised model",
+            )
+        return values
+
+    def _stored(self, key: str) -> Tensor:
         return self._reader(key).get_tensor(key)
 
     def _reader(self, key: str) -> Any:
@@ -97,19 +120,30 @@ class WeightFiles:
         return self._readers[file]
 
 
+def dequantised(values: Tensor, scales: Tensor, size: Sequence[int]) -> Tensor:
+    """Multiply each block of ``size [rows, columns]`` of the matrices by its scale; the last blocks may be smaller."""
+    grid = [-(-length // block) for length, block in zip(values.shape[-2:], size, strict=True)]
+    scales = scales.float().reshape(*values.shape[:-2], *grid)
+    for dim in (-2, -1):
+        scales = scales.repeat_interleave(size[dim], dim).narrow(dim, 0, values.shape[dim])
+    return values.float() * scales
+
+
 def empty_model(factory: Any, settings: Any, *, trust_remote_code: bool) -> PreTrainedModel:
     """Build the model of a transformers config with parameters on the meta device; compute buffers, which no file holds."""
     with torch.device("meta"):
         model = factory.from_config(
             settings, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    owners: dict[nn.Module, PreTrainedModel] = {module: owner for owner in inner for module in owner.modules()}
     for module in model.modules():
         buffers = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in buffers:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
         if buffers:
             with torch.no_grad():
-                model._init_weights(module)
+                owners[module]._init_weights(module)
     return model
 
 

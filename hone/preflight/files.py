@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hone.config.derived import RunSpec, longest_sequence
+from hone.config.engines import SERVED
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
-from hone.data.model_settings import decoder_settings, read_settings
+from hone.data.model_settings import DEQUANTISED, decoder_settings, dequantised_by, read_settings
 from hone.errors import HoneError, ModelError
 from hone.hub.get import KNOWN_MODELS
 from hone.preflight.machine import write_problem
@@ -67,6 +68,14 @@ def model_directory(config: AnyConfig) -> Findings:
         yield error(
             f"'{model.lora_adapter_path}' is not a PEFT adapter: it has no adapter_config.json",
             fix=f"{block}.lora_adapter_path=DIR of an adapter, or null for a new one",
+        )
+    method = (read_json(Path(model.path) / "config.json").get("quantization_config") or {}).get("quant_method")
+    if method in DEQUANTISED and isinstance(config, RLConfig) and config.actor_rollout_ref.rollout.name in SERVED:
+        yield error(
+            f"'{model.path}' is quantised ({method}), and rollout.name={config.actor_rollout_ref.rollout.name}",
+            why="the engine would keep the layout of the quantised weights, and the trainer sends it unquantised ones",
+            fix=f"`hone export {model.path} --out DIR --dtype bfloat16` and {block}.path=DIR, or actor_rollout_ref.rollout.name=native",
+            where=f"{block}.path",
         )
 
 
@@ -181,8 +190,10 @@ def weights(key: str, path: str) -> Findings:
         )
         return
     try:
-        if not read_settings(directory):
+        settings = read_settings(directory)
+        if not settings:
             yield error(f"'{directory / 'config.json'}' is empty", fix="restore the file", where=key)
+        dequantised_by(settings, directory)
     except ModelError as problem:
         yield error(problem.what, why=problem.why, fix=problem.fix, where=key)
     index = directory / "model.safetensors.index.json"

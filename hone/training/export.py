@@ -27,11 +27,13 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from hone.config.model import ModelConfig
 from hone.data.image_processor import copy_processor, reads_images
-from hone.data.model_settings import read_settings
+from hone.data.model_settings import dequantised_by, read_settings
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model, named_runs
+from hone.models.loading import load_dequantised
 from hone.models.streaming import WeightFiles
 from hone.models.tied import merge_adapter
 from hone.progress import progress
@@ -379,7 +381,12 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
     with contextlib.ExitStack() as stack:
         weights = WeightFolder.open(model, stack)
         tied = _tied(model)
-        if weights is None or (base is not None and (lora is None or not lora.fits(weights) or tied & set(lora.sides))):
+        quantised = "quantization_config" in read_settings(model)
+        if (
+            quantised
+            or weights is None
+            or (base is not None and (lora is None or not lora.fits(weights) or tied & set(lora.sides)))
+        ):
             return _write_loaded(actor, base, target, dtype, largest_file)
         specs = {name: _cast(weights.specs[name], dtype) for name in weights.specs if name not in tied}
         layout = FileLayout("model", 1, largest_file)
@@ -435,8 +442,10 @@ def _loaded(actor: Path, base: Path | None) -> Any:
     """Load the model in float32, without an adapter."""
     model = _classifier_of_adapter(actor, base, torch.float32) if base is not None else None
     if model is None:
-        factory = model_class(base or actor)
-        model = factory.from_pretrained(base or actor, dtype=torch.float32, local_files_only=True)
+        folder = base or actor
+        if dequantised_by(read_settings(folder), folder):
+            return load_dequantised(model_class(folder), ModelConfig(str(folder)))
+        model = model_class(folder).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     model.tie_weights()  # transformers keeps another head that a file repeats
     return model
 

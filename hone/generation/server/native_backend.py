@@ -17,9 +17,8 @@ from hone.generation.remote.gpus import uuid_of
 from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import Backend, BackendSettings
-from hone.models.images import attach_processor, find_processor
-from hone.models.loading import image_processor, policy_factory
-from hone.models.routing import use_hone_attention
+from hone.models.images import find_processor
+from hone.models.loading import load_policy
 from hone.models.tied import untie
 from hone.threads import compute_here
 
@@ -35,11 +34,8 @@ class NativeBackend(Backend):
         compute_here(len(settings.cpus) or None)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = ModelConfig(path=settings.model, tokenizer_path=settings.tokenizer)
-        model: Any = policy_factory(config).from_pretrained(settings.model, dtype=torch.float32)
-        attach_processor(model, image_processor(config))
+        model: Any = load_policy(config, device=device, seed=0, trainable=False)
         self.reads_images = find_processor(model) is not None
-        model.requires_grad_(False).eval().to(device)
-        use_hone_attention(model)
         self._mappings, self._version = Mappings(), 0
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens
         self.gpus = [uuid_of(device)] if device.type == "cuda" else []

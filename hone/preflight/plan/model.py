@@ -121,6 +121,8 @@ def count_parameters(model: ModelConfig) -> int | None:
     None where neither says. Tied weights that the files leave out are counted once.
     """
     directory = Path(model.path or "")
+    if "quantization_config" in read_model(model.path):
+        return _count_from_config(model)
     try:
         counts = [sum(_tensor_sizes(file)) for file in directory.glob("*.safetensors")]
     except (OSError, ValueError, struct.error):

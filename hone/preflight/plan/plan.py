@@ -21,7 +21,7 @@ from hone.config.dtypes import dtype_keys
 from hone.config.pools import Pool, engine_devices
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
-from hone.data.model_settings import read_settings
+from hone.data.model_settings import dequantised_by, read_settings
 from hone.errors import ConfigError, ModelError
 from hone.preflight.plan.devices import GIB, Cluster, Device
 from hone.preflight.plan.fit import Fitter, Fitting, budget_key, set_key
@@ -104,9 +104,9 @@ def model_shape(config: AnyConfig) -> ModelShape:
     Raises ModelError: its config.json is missing, or does not describe a decoder.
     """
     where, block = model_block(config)
+    dequantised_by(read_settings(block.path), block.path or "")
     shape = shape_of(block)
     if shape is None:
-        read_settings(block.path)
         raise ModelError(
             f"'{block.path}' has no config.json of a decoder",
             why="its layers, widths and vocabulary decide about memory and time; weights are not needed",

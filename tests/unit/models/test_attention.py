@@ -132,6 +132,15 @@ def test_lora_and_token_classification(make_model):
     torch.testing.assert_close(packed_logits(critic, parts), alone, atol=1e-5, rtol=1e-5)
 
 
+NARROW = {
+    "vocab_size": 8,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"], 0),
+}
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -142,8 +151,13 @@ def test_lora_and_token_classification(make_model):
                                     num_key_value_heads=1, intermediate_size=16, layer_types=["conv", "full_attention"]),
             "layers of kind conv",
         ),
+        (transformers.BertConfig(**NARROW, intermediate_size=16), "see later ones"),
+        (transformers.BartConfig(**NARROW, decoder_layers=1, decoder_ffn_dim=16), "no position_ids"),
+        (transformers.ModernBertDecoderConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "no position_ids"),
+        (transformers.PhimoeConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "at random"),
+        (transformers.HrmTextConfig(**NARROW, head_dim=8, intermediate_size=16), "several times"),
     ],
-    ids=["bloom", "mamba", "lfm2"],
+    ids=["bloom", "mamba", "lfm2", "bert", "bart", "modernbert-decoder", "phimoe", "hrm_text"],
 )  # fmt: skip
 def test_models_without_context_support_are_refused_by_name(config, reason):
     model = transformers.AutoModelForCausalLM.from_config(config)

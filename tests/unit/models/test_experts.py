@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.families import make_engine, serve, tiny_model
+from support.messages import raises
 from support.prefix_trees import tree_batch
 
 from hone.agents.episode import TokenLedger
@@ -109,6 +111,20 @@ def test_any_experts_are_a_slow_mixture_of_them(seed: int, known: bool) -> None:
     balance = 4 * float((used.flatten().bincount(minlength=4) / 18 * mean).sum())
     assert statistics["moe/balance_loss"][0] == pytest.approx(balance, rel=1e-5)
     assert statistics["moe/max_load"][0] == pytest.approx(4 * max(counts.chosen[0].tolist()) / 18)
+
+
+def test_a_router_that_takes_no_topk_is_refused() -> None:
+    class OddTopKRouter(torch.nn.Linear):
+        num_experts = top_k = 1
+
+    layers = torch.nn.ModuleList([torch.nn.ModuleDict({"router": OddTopKRouter(2, 1)})])
+    model: Any = torch.nn.ModuleDict({"layers": layers})
+    model.config = SimpleNamespace(num_hidden_layers=1)
+    routers = expert_routers(model)
+    assert routers is not None
+    routers.count()
+    with raises(ModelError, "OddTopKRouter", where="model.path"):
+        layers[0]["router"](torch.ones(1, 2))
 
 
 def test_layers_without_experts_are_left_out_and_other_widths_refused() -> None:

@@ -32,6 +32,23 @@ def test_the_model_is_the_one_that_transformers_loads(arch, tmp_path):
             assert torch.equal(ours[name], value), name
 
 
+def test_buffers_are_computed_by_the_part_that_has_them():
+    """Gemma 3n's inner model computes scales that its outer one cannot."""
+    sizes = {"vocab_size": 32, "vocab_size_per_layer_input": 32, "hidden_size": 16, "hidden_size_per_layer_input": 4}
+    heads = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "laurel_rank": 4,
+    }
+    more = {"intermediate_size": 32, "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]}
+    config = AutoConfig.for_model("gemma3n_text", **sizes, **heads, **more, activation_sparsity_pattern=[0.0, 0.0])
+    empty = empty_model(AutoModelForCausalLM, config, trust_remote_code=False)
+    built = dict(AutoModelForCausalLM.from_config(config).named_buffers())
+    assert built and all(torch.equal(buffer, built[name]) for name, buffer in empty.named_buffers())
+
+
 def test_files_in_several_shards_are_read(tmp_path):
     save_model(tmp_path / "one", "qwen3", tie_word_embeddings=True)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.float32)

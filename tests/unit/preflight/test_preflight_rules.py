@@ -402,6 +402,14 @@ def test_the_garbage_collector_is_restored(rl: RLConfig, on: bool) -> None:
         gc.enable()
 
 
+def test_served_engines_get_no_quantised_directory(rl: RLConfig, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**SMALL_MODEL, "quantization_config": {"quant_method": "fp8"}}))
+    assert "R08" not in [finding.error.code for finding in findings(rl)]
+    change(rl, {f"{ROLLOUT}.name": "vllm"})
+    (found,) = [finding.error for finding in findings(rl) if finding.error.code == "R08"]
+    check_message(found, "fp8", f"hone export {model}", f"{ROLLOUT}.name=native", where=f"{MODEL}.path")
+
+
 def test_override_config_names_settings_of_the_model(rl: RLConfig, model: Path) -> None:
     key = f"{MODEL}.override_config"
     change(rl, {key: {"rope_theta_": 5.0}})
