@@ -24,8 +24,8 @@ def set_dropout(model: nn.Module, *, on: bool) -> None:
 
     Raises ModelError: they are to be kept, and there are none.
     """
-    found = list(_dropouts(model))
-    if on and not found:
+    values = list(_dropouts(model))
+    if on and not values:
         raise ModelError(
             f"{type(model).__name__} has no dropout",
             why="each value in its config.json is 0, and training would be the same without the key",
@@ -33,9 +33,9 @@ def set_dropout(model: nn.Module, *, on: bool) -> None:
             fix="model.dropout=false, or a value such as model.override_config.attention_dropout=0.1",
         )
     if not on:
-        values = {name: value for _, name, value in found}
-        model.__dict__[_ATTRIBUTE] = {name: value for name, value in values.items() if name != "p"} or values
-        for holder, name, _ in found:
+        by_name = {name: value for _, name, value in values}
+        model.__dict__[_ATTRIBUTE] = {name: value for name, value in by_name.items() if name != "p"} or by_name
+        for holder, name, _ in values:
             setattr(holder, name, 0.0)
 
 
@@ -58,11 +58,11 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[Any, str, float]]:
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:
     """Return every config that a module holds, and those within it, each once."""
-    found: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, PreTrainedConfig] = {}
     waiting = [module.__dict__.get("config") for module in model.modules()]
     while waiting:
         config = waiting.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in found:
-            found[id(config)] = config
+        if isinstance(config, PreTrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config
             waiting.extend(vars(config).values())
-    return list(found.values())
+    return list(configs.values())
