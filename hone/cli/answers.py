@@ -54,7 +54,8 @@ def chat(
 ) -> None:
     """Talk with a model: a line is a message, /new begins again, Ctrl-D ends."""
     from hone.generation.protocol import SamplingParams
-    from hone.trainers.evaluation import converse
+    from hone.trainers.evaluation import converse, weights_of
+    from hone.trainers.served_model import context_length
 
     def lines() -> Iterator[str]:
         while True:
@@ -67,7 +68,8 @@ def chat(
         typer.echo(text, nl=False)
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    converse(model, lines(), show, sampling, system=system, seed=seed, dtype=dtype.value)
+    longest = context_length(weights_of(model))
+    converse(model, lines(), show, sampling, longest=longest, system=system, seed=seed, dtype=dtype.value)
 
 
 def evaluate(

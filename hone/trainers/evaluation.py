@@ -46,7 +46,6 @@ from hone.progress import counting, progress
 from hone.rewards.manager import RewardManager, share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
 from hone.trainers.inputs import reads_columns, report_contract, self_scored_by, show_first_prompt
-from hone.trainers.served_model import context_length
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.releases import Shelf
@@ -174,6 +173,7 @@ def converse(
     show: Callable[[str], None],
     sampling: SamplingParams,
     *,
+    longest: int,
     system: str | None = None,
     seed: int,
     dtype: str = "auto",
@@ -185,6 +185,7 @@ def converse(
         said: texts of the user.
         show: called with each new part of an answer, and with the line's end after it.
         sampling: of each answer.
+        longest: most tokens of a conversation.
         system: first message of every conversation.
         seed: of the draws.
         dtype: as in :func:`open_model`.
@@ -192,7 +193,6 @@ def converse(
     Raises:
         HoneError: the model cannot be loaded, or a conversation is longer than it can read.
     """
-    longest = context_length(weights_of(model))
     engine, tokenizer = open_model(model, longest, dtype)
     sampling = replace(sampling, stop_token_ids=stops_of(tokenizer, model))
     beginning = [] if system is None else [{"role": "system", "content": system}]
