@@ -55,9 +55,9 @@ def serve(answer: Callable[[str, Any], Answer]) -> Iterator[tuple[str, list[tupl
 
 
 def free_port() -> int:
-    """A port for a server to be started; below those that the system itself gives away, so that it stays free until then."""
+    """A port for a server to be started; outside those that the system and Ray's workers take, so that it stays free until then."""
     while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
+        port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port
