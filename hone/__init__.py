@@ -10,8 +10,11 @@ used. For the parts, import the package you need, for example ``from hone.algori
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import NoVerdict
+from hone.threads import spin_briefly
 
 __version__ = "0.1.0"
+
+spin_briefly()
 
 if TYPE_CHECKING:
     from hone.api import Run, evaluate, generate, prefer, serve, sft, train, train_reward_model

@@ -1,13 +1,14 @@
 """One thread computes with all cores; what other threads compute takes no further threads."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from support.patience import LONG
 
-from hone.threads import omp_threads
+from hone.threads import SPIN, omp_threads
 
 PROGRAM = """
 import os, threading, time, torch
@@ -58,3 +59,19 @@ def test_other_threads_compute_alone_and_the_number_can_be_changed() -> None:
 def test_the_environment_sets_the_default(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert omp_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, SPIN), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_teams_of_torch_spin_briefly_unless_the_user_says_how_they_wait(
+    given: dict[str, str], spins: str | None
+) -> None:
+    unset = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    shown = {**unset, **given, "OMP_DISPLAY_ENV": "verbose"}
+    command = [sys.executable, "-c", "import hone, torch"]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONG, env=shown)
+    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", ended.stderr)
+    if not found:
+        pytest.skip("torch has another OpenMP than GNU's")
+    assert spins in (None, *found) and (spins is not None or found != [SPIN])
