@@ -255,7 +255,7 @@ def rewards_shown() -> dict[str, str]:
                 kept = [
                     node
                     for node in nodes
-                    if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom | ast.Assign)
+                    if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom | ast.Assign) and not trains(node)
                 ]
                 names = [node.name for node in kept if isinstance(node, ast.FunctionDef) and is_reward(node)]
                 for name in names:
@@ -264,6 +264,11 @@ def rewards_shown() -> dict[str, str]:
         if path.parent.name != "rewards" and "def compute_score" in (source := path.read_text(encoding="utf-8")):
             shown[f"{path.relative_to(ROOT).as_posix()}:compute_score"] = source
     return shown
+
+
+def trains(node: ast.stmt) -> bool:
+    """Whether a statement of a page calls Hone."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("hone.")
 
 
 def is_reward(function: ast.FunctionDef) -> bool:
