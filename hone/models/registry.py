@@ -66,12 +66,56 @@ class CacheSize:
     per_sequence: int = 0  # for every sequence, whatever its length (the state of linear attention)
 
 
+STATE_LAYERS = frozenset({"linear_attention", "conv"})
+"""Kinds of layers that keep a state instead of keys and values."""
+_STATE_AND_ATTENTION = frozenset({"hybrid", "hybrid_sliding"})
+
+
+def layer_kinds(settings: Any) -> list[str]:
+    """Kinds of the layers of a model, from its config or the content of its ``config.json``; empty if it does not name them."""
+    if not isinstance(settings, Mapping):
+        return list(getattr(settings, "layer_types", None) or ())
+    model_type = str(settings.get("model_type"))
+    if settings.get("layer_types") or model_type in _FAMILIES:
+        return list(settings.get("layer_types") or ())
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return []
+    given = {name: value for name, value in settings.items() if name != "model_type"}
+    try:
+        return layer_kinds(CONFIG_MAPPING[model_type](**given))
+    except Exception:  # noqa: BLE001 - loading the model says what is wrong with its config
+        return []
+
+
+def keeps_states(settings: Any) -> bool:
+    """Return whether layers of a model keep one state a sequence (:mod:`hone.models.recurrent`)."""
+    return not (STATE_LAYERS | _STATE_AND_ATTENTION).isdisjoint(layer_kinds(settings))
+
+
+def entries_per_token(config: Any) -> bool:
+    """Return whether the caches of all layers have an entry for each token, so that a sequence can be shortened and shared."""
+    new_layer = family_of(config.model_type).layer_cache
+    return all(new_layer(config, layer).per_token for layer in range(config.num_hidden_layers)) and not keeps_states(
+        config
+    )
+
+
 def keys_and_values_size(settings: Mapping[str, Any]) -> CacheSize:
-    """Size of a cache of keys and values, from the content of a ``config.json``."""
+    """Size of a cache of keys and values, and of the states of layers that keep them, from the content of a ``config.json``."""
+    if not keeps_states(settings):
+        return CacheSize(settings["num_hidden_layers"] * _keys_and_values(settings))
+    from hone.models.recurrent import states_size
+
+    attention = sum(kind not in STATE_LAYERS for kind in layer_kinds(settings))
+    return CacheSize(attention * _keys_and_values(settings) if attention else 0, states_size(settings))
+
+
+def _keys_and_values(settings: Mapping[str, Any]) -> int:
     heads = settings["num_attention_heads"]
     width = settings.get("head_dim") or settings["hidden_size"] // heads
-    kv_heads = settings.get("num_key_value_heads") or heads
-    return CacheSize(settings["num_hidden_layers"] * 2 * kv_heads * width)
+    return 2 * (settings.get("num_key_value_heads") or heads) * width
 
 
 def keys_and_values(config: Any, layer: int) -> LayerCache:
@@ -177,7 +221,16 @@ def _gemma(shape: Shape, context: int) -> dict[str, Any]:
     return {"sliding_window": min(512, context), "query_pre_attn_scalar": shape.head}
 
 
+def _hybrid(shape: Shape, context: int) -> dict[str, Any]:
+    """Layers of a gated delta net, and every fourth one of attention, the last included."""
+    last = (shape.layers - 1) % 4
+    kinds = ["full_attention" if layer % 4 == last else "linear_attention" for layer in range(shape.layers)]
+    heads = {"linear_num_key_heads": shape.key_value_heads, "linear_num_value_heads": shape.heads}
+    return {"layer_types": kinds, **heads, "linear_key_head_dim": shape.head, "linear_value_head_dim": shape.head}
+
+
 for _family in (
+    ModelFamily("qwen3_5_text", init=RandomInit("qwen3_5", "qwen3_5_text", tied=True, settings=_hybrid)),
     ModelFamily("qwen3", llama_shaped=True, qk_norm=True, init=RandomInit("qwen3", "qwen3", tied=True)),
     ModelFamily("qwen2", llama_shaped=True, init=RandomInit("qwen2", "qwen2", tied=True)),
     ModelFamily("llama", llama_shaped=True, init=RandomInit("llama", "llama", tied=True)),

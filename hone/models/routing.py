@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hone.errors import ModelError
 from hone.models.attention.context import NAME
-from hone.models.registry import family_of
+from hone.models.recurrent import recurrent_modules, route
+from hone.models.registry import family_of, layer_kinds
 
 _VISION = "vision_config"
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
@@ -34,6 +35,9 @@ def use_hone_attention(model: nn.Module) -> None:
         ModelError: the model's attention cannot be replaced, or tokens meet outside attention.
     """
     for module in _text_modules(model):
+        if isinstance(module, PreTrainedModel):
+            for part in module.modules():
+                route(part, module.config.get_text_config(decoder=True))
         problem, why = _obstacle(module) if isinstance(module, PreTrainedModel) else ("", "")
         if problem:
             raise ModelError(
@@ -72,9 +76,10 @@ def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
     if config.model_type in _OTHER_PROBABILITIES:
         return _OTHER_PROBABILITIES[config.model_type], "engine and trainer would have other probabilities of a token"
     attention = [module for module in model.modules() if "attention" in type(module).__name__.lower()]
-    if not attention:
+    recurrent = next(recurrent_modules(model), None) is not None
+    if not attention and not recurrent:
         return "it has no attention layers", _PACKED
-    if not type(model)._can_set_attn_implementation():
+    if attention and not type(model)._can_set_attn_implementation():
         return "its attention does not go through transformers' ALL_ATTENTION_FUNCTIONS", _PACKED
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder besides its decoder", _PACKED
@@ -82,8 +87,9 @@ def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
         return "its config sets use_bidirectional_attention", _LEFT_TO_RIGHT
     if {getattr(module, "is_causal", None) for module in attention} - {None} == {False} and model.can_generate():
         return "its attention lets a token see later ones", _LEFT_TO_RIGHT
-    other = sorted({*(getattr(config, "layer_types", None) or ())} - _CAUSAL_LAYERS)
-    if other or type(model)._is_stateful:
+    causal = _CAUSAL_LAYERS | ({*layer_kinds(config)} if recurrent else set())
+    other = sorted({*layer_kinds(config)} - causal)
+    if other or (type(model)._is_stateful and not recurrent):
         return f"it has layers of kind {', '.join(other) or 'recurrent'}", _PACKED
     if "position_ids" not in inspect.signature(type(model.get_decoder()).forward).parameters:
         return "its decoder takes no position_ids", "sequences are packed end to end, and each begins at position 0"

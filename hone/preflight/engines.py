@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +166,10 @@ def _has_entries_per_token(settings: dict[str, Any]) -> bool:
     """Return whether the KV cache of every layer of a model has an entry for each token; True for unreadable settings."""
     from types import SimpleNamespace
 
-    from hone.models.registry import family_of
+    from hone.models.registry import entries_per_token, keeps_states
 
-    if not {"model_type", "num_hidden_layers"} <= settings.keys():
-        return True
-    new_layer = functools.partial(family_of(settings["model_type"]).layer_cache, SimpleNamespace(**settings))
-    return all(new_layer(layer).per_token for layer in range(settings["num_hidden_layers"]))
+    known = {"model_type", "num_hidden_layers"} <= settings.keys()
+    return not known or (entries_per_token(SimpleNamespace(**settings)) and not keeps_states(settings))
 
 
 @rule("R65")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.models.attention.cache import Entries, KVLayerCache, LayerCache, NewTokens
+from hone.models.recurrent import StateCache
 
 RowEntries = dict[int, Entries]
 """Cache entries of one row, by layer."""
@@ -50,7 +51,8 @@ class KVCache:
     def layer(self, layer: int) -> LayerCache:
         """Return the cache of a layer, created at the first use."""
         if layer not in self._layers:
-            self._layers[layer] = ExpertLayerCache() if layer == EXPERTS else self._new_layer(layer)
+            other = {EXPERTS: ExpertLayerCache}.get(layer, StateCache) if layer < 0 else None
+            self._layers[layer] = self._new_layer(layer) if other is None else other()
             self._resize(self._layers[layer], used=0)
         return self._layers[layer]
 

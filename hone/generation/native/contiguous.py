@@ -28,7 +28,7 @@ from hone.generation.native.sessions import CachedTurn, SessionCache
 from hone.generation.native.speculative import Speculation
 from hone.generation.native.speculative.verification import DraftedContext, Verification, all_of_row
 from hone.models.module_forward import Forward
-from hone.models.registry import family_of
+from hone.models.registry import entries_per_token, family_of
 
 
 class ContiguousRows(RowStore[RowEntries]):
@@ -54,7 +54,7 @@ class ContiguousRows(RowStore[RowEntries]):
         self._processor, self._speculation = processor, speculation
         new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
         # whether the caches of all layers have one entry per token, so that rows can share prefixes
-        self.per_token = all(new_layer(layer).per_token for layer in range(config.num_hidden_layers))
+        self.per_token = entries_per_token(config)
         # the tokens of each row: all of them, or those after a shared prefix
         self.cache = KVCache(device, dtype, new_layer)
         self.prefixes = SharedPrefixes(KVCache(device, dtype, new_layer))  # the shared prefixes

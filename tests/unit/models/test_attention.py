@@ -145,19 +145,14 @@ NARROW = {
     ("config", "reason"),
     [
         (transformers.BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2), "ALL_ATTENTION_FUNCTIONS"),
-        (transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1), "no attention layers"),
-        (
-            transformers.Lfm2Config(vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                    num_key_value_heads=1, intermediate_size=16, layer_types=["conv", "full_attention"]),
-            "layers of kind conv",
-        ),
+        (transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1), "no position_ids"),
         (transformers.BertConfig(**NARROW, intermediate_size=16), "see later ones"),
         (transformers.BartConfig(**NARROW, decoder_layers=1, decoder_ffn_dim=16), "no position_ids"),
         (transformers.ModernBertDecoderConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "no position_ids"),
         (transformers.PhimoeConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "at random"),
         (transformers.HrmTextConfig(**NARROW, head_dim=8, intermediate_size=16), "several times"),
     ],
-    ids=["bloom", "mamba", "lfm2", "bert", "bart", "modernbert-decoder", "phimoe", "hrm_text"],
+    ids=["bloom", "mamba", "bert", "bart", "modernbert-decoder", "phimoe", "hrm_text"],
 )  # fmt: skip
 def test_models_without_context_support_are_refused_by_name(config, reason):
     model = transformers.AutoModelForCausalLM.from_config(config)

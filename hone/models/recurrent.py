@@ -1,0 +1,183 @@
+"""Layers whose tokens meet in a state instead of attention: gated delta nets, Mamba2, short convolutions.
+
+Transformers' own modules compute them, for whole sequences and for new tokens after a state. A module that is routed here gets its
+sequences from the context of the pass (:mod:`hone.models.attention.context`), and its states from the cache of the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from hone.models.attention.cache import Entries, NewTokens
+from hone.models.attention.context import NAME, require_context
+
+STATES = -2
+"""Layer of the caches of states: that of layer ``i`` is ``STATES - i``, because a layer may have attention besides."""
+_PARAMETERS = ("cache_params", "past_key_values")
+
+
+def route(module: nn.Module, config: Any) -> bool:
+    """Let a module get sequences and states from the context; False if it keeps none, or not in the form of transformers 5."""
+    if isinstance(module, _Routed):
+        return True
+    if _parameter(type(module)) is None or not hasattr(module, "layer_idx"):
+        return False
+    module.__class__ = _routed(type(module))
+    vars(module)["_hone_config"] = config
+    return True
+
+
+@functools.cache
+def _parameter(kind: type[nn.Module]) -> str | None:
+    """Return the parameter by which a recurrent module gets its states."""
+    name = next((name for name in _PARAMETERS if name in inspect.signature(kind.forward).parameters), None)
+    source = inspect.getsource(kind.forward) if name else ""
+    return name if "update_conv_state(" in source or "update_recurrent_state(" in source else None
+
+
+class _Routed:
+    """Mark of the classes that :func:`_routed` makes."""
+
+
+@functools.cache
+def _routed(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, context: Any = None, **kwargs: Any) -> Tensor:
+        if context is None and self._hone_config._attn_implementation != NAME:
+            return kind.forward(self, hidden_states, *args, **kwargs)
+        return require_context(self, context).mix(STATES - self.layer_idx, Mixer(self, kind), hidden_states)
+
+    return type(kind.__name__, (_Routed, kind), {"forward": forward, "__module__": kind.__module__})
+
+
+class Mixer:
+    """One recurrent module: callable on whole sequences, and on new tokens after states."""
+
+    def __init__(self, module: Any, kind: type[nn.Module]) -> None:
+        self._module, self._kind = module, kind
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Whole sequences ``[rows, width, H]``, padded on the right."""
+        return self._kind.forward(self._module, hidden)
+
+    def advance(self, hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """New tokens ``[rows, width, H]`` after the states of their rows, none for new sequences; also return the new states."""
+        layer: Any = LinearAttentionLayer(getattr(self._module._hone_config, "number_of_conv_states", 1))
+        for number in range(len(states) // 2):
+            layer.has_previous_state[number] = True
+            conv, recurrent = states[2 * number : 2 * number + 2]
+            if conv.dim() > 2:
+                layer.conv_states[number], layer.conv_kernel_size[number] = conv, conv.shape[-1]
+                layer.is_conv_states_initialized[number] = True
+            if recurrent.dim() > 2:
+                layer.recurrent_states[number] = recurrent
+                layer.is_recurrent_states_initialized[number] = True
+        cache: Any = Cache(layers=[layer])
+        cache.layers = [None] * self._module.layer_idx + [layer]
+        output = self._kind.forward(self._module, hidden, **{str(_parameter(self._kind)): cache})
+        after: list[Tensor] = []
+        for number in range(layer.number_of_states):
+            for part in (layer.conv_states[number], layer.recurrent_states[number]):
+                after.append(hidden.new_empty(len(hidden), 0) if part is None else part)
+        return output, after
+
+
+class StateCache:
+    """The states of every row of one recurrent layer: its last inputs of a convolution, and what a recurrence carries."""
+
+    per_token = False
+
+    def __init__(self) -> None:
+        self._rows, self._states = 0, list[Tensor]()
+
+    def resize(self, rows: int, capacity: int, *, used: int, device: torch.device, dtype: torch.dtype) -> None:
+        del capacity, device, dtype
+        self._states = [_resized(state, rows, used) for state in self._states]
+        self._rows = rows
+
+    def mix(self, tokens: NewTokens, mixer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        """Compute the output ``[N, H]`` of new tokens, packed, after the states of their rows, and keep the new states.
+
+        A row whose ``past`` is 0 starts empty: its state is 0.
+        """
+        assert isinstance(mixer, Mixer)
+        if len(hidden) == len(tokens.rows):
+            return self._advance(tokens.rows, tokens.past, mixer, hidden[:, None])[:, 0]
+        output = torch.empty_like(hidden)
+        first = tokens.lengths.cumsum(0) - tokens.lengths
+        for length in sorted({*tokens.lengths.tolist()}):
+            member = (tokens.lengths == length).nonzero()[:, 0]
+            places = (first[member][:, None] + torch.arange(length)).to(hidden.device)
+            output[places] = self._advance(tokens.rows[member], tokens.past[member], mixer, hidden[places])
+        return output
+
+    def _advance(self, rows: Tensor, past: Tensor, mixer: Mixer, hidden: Tensor) -> Tensor:
+        rows, past = rows.to(hidden.device), past.to(hidden.device)
+        before = [
+            torch.where((past > 0).view(-1, *[1] * (state.dim() - 1)), state[rows], 0.0) for state in self._states
+        ]
+        output, after = mixer.advance(hidden, before)
+        if not self._states:
+            self._states = [state.new_zeros(self._rows, *state.shape[1:]) for state in after]
+        for state, new in zip(self._states, after, strict=True):
+            state[rows] = new.to(state.dtype)
+        return output
+
+    def append(self, tokens: NewTokens, *states: Tensor) -> None:
+        raise NotImplementedError("states are computed with the output, by mix")
+
+    def attend(self, tokens: NewTokens, layer: int, *states: Tensor, scoring: Any) -> Tensor:
+        raise NotImplementedError("states are computed with the output, by mix")
+
+    def copy_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        del length
+        for state in self._states:
+            state[targets] = state[sources]
+
+    def read_row(self, row: int, length: int) -> Entries:
+        del length
+        return tuple(state[row].clone() for state in self._states)
+
+    def write_row(self, row: int, length: int, entries: Entries) -> None:
+        del length
+        self._states = self._states or [part.new_zeros(self._rows, *part.shape) for part in entries]
+        for state, part in zip(self._states, entries, strict=True):
+            state[row] = part
+
+    def free(self) -> None:
+        self._rows, self._states = 0, []
+
+
+def _resized(state: Tensor, rows: int, used: int) -> Tensor:
+    resized = state.new_zeros(rows, *state.shape[1:])
+    kept = min(used, len(state))
+    resized[:kept] = state[:kept]
+    return resized
+
+
+def states_size(settings: Mapping[str, Any]) -> int:
+    """Return how many numbers the states of a sequence are, over all layers, from the content of a ``config.json``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {name: value for name, value in settings.items() if name != "model_type"}
+    config = AutoConfig.for_model(settings["model_type"], **given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    numbers = 0
+    for module in model.modules():
+        if route(module, config.get_text_config(decoder=True)):
+            hidden = torch.zeros(1, 2, config.hidden_size, device="meta", dtype=model.dtype)
+            mixer = Mixer(module, type(module).__mro__[2])
+            numbers += sum(state.numel() for state in mixer.advance(hidden, [])[1])
+    return numbers
+
+
+def recurrent_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that keep states."""
+    yield from (module for module in model.modules() if isinstance(module, _Routed))
