@@ -27,6 +27,10 @@ SIZES = {
     "eos_token_id": 2,
 }
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -42,6 +46,8 @@ def tiny_config(name: str) -> PretrainedConfig:
             return transformers.Gemma2Config(**SIZES, **WINDOWED, attn_logit_softcapping=2.0)
         case "gemma3" | "gemma":
             return transformers.Gemma3TextConfig(**SIZES, **WINDOWED)
+        case "qwen3_5":
+            return AutoConfig.for_model("qwen3_5_text", **SIZES, **DELTA)
         case "gpt_oss":
             return transformers.GptOssConfig(**SIZES, **WINDOWED, num_local_experts=4, num_experts_per_tok=2)
     init = ARCHITECTURES.get(name)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.families import SIZES, model_of
+from support.families import DELTA, SIZES, model_of
 from support.family_suite import ModelFamilySuite
 from transformers import AutoConfig, PreTrainedConfig
 
 KINDS = ["linear_attention", "full_attention"]
-DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4, "layer_types": KINDS,
-}  # fmt: skip
 EXPERTS = {
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "norm_topk_prob": True,
