@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,16 +51,16 @@ def _routed(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, context: Any = None, **kwargs: Any) -> Tensor:
         if context is None and self._hone_config._attn_implementation != NAME:
             return kind.forward(self, hidden_states, *args, **kwargs)
-        return require_context(self, context).mix(STATES - self.layer_idx, Mixer(self, kind), hidden_states)
+        return require_context(self, context).mix(STATES - self.layer_idx, Mixer(self), hidden_states)
 
-    return type(kind.__name__, (_Routed, kind), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (_Routed, kind), {"forward": forward, "_hone_kind": kind, "__module__": kind.__module__})
 
 
 class Mixer:
     """One recurrent module: callable on whole sequences, and on new tokens after states."""
 
-    def __init__(self, module: Any, kind: type[nn.Module]) -> None:
-        self._module, self._kind = module, kind
+    def __init__(self, module: Any) -> None:
+        self._module, self._kind = module, module._hone_kind
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Whole sequences ``[rows, width, H]``, padded on the right."""
@@ -89,7 +89,10 @@ class Mixer:
 
 
 class StateCache:
-    """The states of every row of one recurrent layer: its last inputs of a convolution, and what a recurrence carries."""
+    """The states of every row of one recurrent layer, a :class:`~hone.models.attention.cache.RowCache`.
+
+    They are the last inputs of a convolution, and what a recurrence carries.
+    """
 
     per_token = False
 
@@ -129,12 +132,6 @@ class StateCache:
             state[rows] = new.to(state.dtype)
         return output
 
-    def append(self, tokens: NewTokens, *states: Tensor) -> None:
-        raise NotImplementedError("states are computed with the output, by mix")
-
-    def attend(self, tokens: NewTokens, layer: int, *states: Tensor, scoring: Any) -> Tensor:
-        raise NotImplementedError("states are computed with the output, by mix")
-
     def copy_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
         del length
         for state in self._states:
@@ -173,11 +170,10 @@ def states_size(settings: Mapping[str, Any]) -> int:
     for module in model.modules():
         if route(module, config.get_text_config(decoder=True)):
             hidden = torch.zeros(1, 2, config.hidden_size, device="meta", dtype=model.dtype)
-            mixer = Mixer(module, type(module).__mro__[2])
-            numbers += sum(state.numel() for state in mixer.advance(hidden, [])[1])
+            numbers += sum(state.numel() for state in Mixer(module).advance(hidden, [])[1])
     return numbers
 
 
-def recurrent_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that keep states."""
-    yield from (module for module in model.modules() if isinstance(module, _Routed))
+def recurrent_layers(model: nn.Module) -> set[int]:
+    """Return the layers whose states come from the context."""
+    return {int(module.layer_idx) for module in model.modules() if isinstance(module, _Routed)}  # type: ignore[attr-defined]

@@ -68,7 +68,8 @@ class CacheSize:
 
 STATE_LAYERS = frozenset({"linear_attention", "conv"})
 """Kinds of layers that keep a state instead of keys and values."""
-_STATE_AND_ATTENTION = frozenset({"hybrid", "hybrid_sliding"})
+STATE_KINDS = STATE_LAYERS | {"hybrid", "hybrid_sliding"}
+"""The same, and layers that keep both."""
 
 
 def layer_kinds(settings: Any) -> list[str]:
@@ -91,15 +92,14 @@ def layer_kinds(settings: Any) -> list[str]:
 
 def keeps_states(settings: Any) -> bool:
     """Return whether layers of a model keep one state a sequence (:mod:`hone.models.recurrent`)."""
-    return not (STATE_LAYERS | _STATE_AND_ATTENTION).isdisjoint(layer_kinds(settings))
+    return not STATE_KINDS.isdisjoint(layer_kinds(settings))
 
 
 def entries_per_token(config: Any) -> bool:
     """Return whether the caches of all layers have an entry for each token, so that a sequence can be shortened and shared."""
     new_layer = family_of(config.model_type).layer_cache
-    return all(new_layer(config, layer).per_token for layer in range(config.num_hidden_layers)) and not keeps_states(
-        config
-    )
+    entries = all(new_layer(config, layer).per_token for layer in range(config.num_hidden_layers))
+    return entries and not keeps_states(config)
 
 
 def keys_and_values_size(settings: Mapping[str, Any]) -> CacheSize:

@@ -12,17 +12,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hone.errors import ModelError
 from hone.models.attention.context import NAME
-from hone.models.recurrent import recurrent_modules, route
-from hone.models.registry import family_of, layer_kinds
+from hone.models.recurrent import recurrent_layers, route
+from hone.models.registry import STATE_KINDS, family_of, layer_kinds
 
 _VISION = "vision_config"
-_CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+_CAUSAL_LAYERS = {"full_attention", "sliding_attention", "moe", "mlp"}
 _PACKED = (
     "sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS keeps them separate"
 )
 _LEFT_TO_RIGHT = "a policy generates from left to right"
 _OTHER_PROBABILITIES = {
     "phimoe": "its routers draw experts at random while it trains",
+    "jamba": "its recurrent layers do not get what separates packed sequences",
     "hrm_text": "its layers run several times for each token, with keys and values of each time",
 }
 """Families by ``model_type`` with the reason why they are refused."""
@@ -76,19 +77,23 @@ def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
     if config.model_type in _OTHER_PROBABILITIES:
         return _OTHER_PROBABILITIES[config.model_type], "engine and trainer would have other probabilities of a token"
     attention = [module for module in model.modules() if "attention" in type(module).__name__.lower()]
-    recurrent = next(recurrent_modules(model), None) is not None
+    recurrent = recurrent_layers(model)
     if not attention and not recurrent:
         return "it has no attention layers", _PACKED
     if attention and not type(model)._can_set_attn_implementation():
         return "its attention does not go through transformers' ALL_ATTENTION_FUNCTIONS", _PACKED
+    if any((getattr(module, "layer_idx", None) or 0) < 0 for module in attention):
+        return "its attention modules belong to no layer", "the cache keeps keys and values by layer"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder besides its decoder", _PACKED
     if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
         return "its config sets use_bidirectional_attention", _LEFT_TO_RIGHT
     if {getattr(module, "is_causal", None) for module in attention} - {None} == {False} and model.can_generate():
         return "its attention lets a token see later ones", _LEFT_TO_RIGHT
-    causal = _CAUSAL_LAYERS | ({*layer_kinds(config)} if recurrent else set())
-    other = sorted({*layer_kinds(config)} - causal)
+    known = [
+        _CAUSAL_LAYERS | (STATE_KINDS if layer in recurrent else set()) for layer in range(len(layer_kinds(config)))
+    ]
+    other = sorted({kind for kind, known in zip(layer_kinds(config), known, strict=True) if kind not in known})
     if other or (type(model)._is_stateful and not recurrent):
         return f"it has layers of kind {', '.join(other) or 'recurrent'}", _PACKED
     if "position_ids" not in inspect.signature(type(model.get_decoder()).forward).parameters:

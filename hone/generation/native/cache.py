@@ -7,13 +7,15 @@ whole rows with unused positions masked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from hone.models.attention.cache import Entries, KVLayerCache, LayerCache, NewTokens
-from hone.models.recurrent import StateCache
+from hone.models.attention.cache import Entries, KVLayerCache, LayerCache, NewTokens, RowCache
+from hone.models.recurrent import STATES, StateCache
 
+Kept = TypeVar("Kept", bound=RowCache)
 RowEntries = dict[int, Entries]
 """Cache entries of one row, by layer."""
 EXPERTS = -1
@@ -42,7 +44,7 @@ class KVCache:
         self.device, self.dtype = device, dtype
         self.rows, self.capacity = 0, 0
         self._new_layer = new_layer
-        self._layers: dict[int, LayerCache] = {}
+        self._layers: dict[int, RowCache] = {}
 
     @property
     def tokens(self) -> int:
@@ -50,11 +52,17 @@ class KVCache:
 
     def layer(self, layer: int) -> LayerCache:
         """Return the cache of a layer, created at the first use."""
+        return self._cache(layer, ExpertLayerCache if layer == EXPERTS else lambda: self._new_layer(layer))
+
+    def states(self, layer: int) -> StateCache:
+        """Return the cache of a layer that keeps states (:data:`hone.models.recurrent.STATES`), created at the first use."""
+        return self._cache(layer, StateCache)
+
+    def _cache(self, layer: int, make: Callable[[], Kept]) -> Kept:
         if layer not in self._layers:
-            other = {EXPERTS: ExpertLayerCache}.get(layer, StateCache) if layer < 0 else None
-            self._layers[layer] = self._new_layer(layer) if other is None else other()
+            self._layers[layer] = make()
             self._resize(self._layers[layer], used=0)
-        return self._layers[layer]
+        return cast("Kept", self._layers[layer])
 
     def kv_layer(self, layer: int) -> KVLayerCache:
         """Return the cache of a layer that stores keys and values."""
@@ -103,14 +111,15 @@ class KVCache:
     def write_row(self, row: int, length: int, entries: RowEntries) -> None:
         """Write the first ``length`` tokens of the entries that :meth:`read_row` returned to the start of a row."""
         for layer, layer_entries in entries.items():
-            self.layer(layer).write_row(row, length, layer_entries)
+            cache = self.states(layer) if layer <= STATES else self.layer(layer)
+            cache.write_row(row, length, layer_entries)
 
     def free(self) -> None:
         for cache in self._layers.values():
             cache.free()
         self._layers, self.rows, self.capacity = {}, 0, 0
 
-    def _resize(self, cache: LayerCache, *, used: int) -> None:
+    def _resize(self, cache: RowCache, *, used: int) -> None:
         cache.resize(self.rows, self.capacity, used=used, device=self.device, dtype=self.dtype)
 
 

@@ -22,7 +22,7 @@ from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
 from hone.models.attention.softmax import attention_probabilities, without_cudnn
 from hone.models.images import images_by_key, rope_positions
-from hone.models.recurrent import StateCache
+from hone.models.recurrent import STATES
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class _CachedContext:
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Append ``states [batch, length, ...]`` to the layer's cache and mix them there; ``mixer`` is for whole sequences."""
-        cache, shape = self._cache.layer(layer), states[0].shape[:2]
-        flat = [state.flatten(0, 1) for state in states]
-        mixed = cache.mix(self, mixer, *flat) if isinstance(cache, StateCache) else self._mix(cache, layer, flat)
-        return mixed.unflatten(0, shape)
+        flat, shape = [state.flatten(0, 1) for state in states], states[0].shape[:2]
+        if layer <= STATES:
+            return self._cache.states(layer).mix(self, mixer, *flat).unflatten(0, shape)
+        return self._mix(self._cache.layer(layer), layer, flat).unflatten(0, shape)
 
     def _mix(self, cache: LayerCache, layer: int, states: list[Tensor]) -> Tensor:
         cache.append(self, *states)
@@ -115,7 +115,7 @@ class PrefillContext(_CachedContext):
 
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Append ``states [1, N, ...]`` and mix each prompt separately."""
-        if isinstance(self._cache.layer(layer), StateCache):
+        if layer <= STATES:
             return super().mix(layer, mixer, *states)
         self._cache.layer(layer).append(self, *(state.flatten(0, 1) for state in states))
         return self._packed.mix(layer, mixer, *states)

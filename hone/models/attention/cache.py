@@ -50,8 +50,8 @@ class KVTokens(NewTokens, Protocol):
         ...
 
 
-class LayerCache(Protocol):
-    """The state that one layer keeps of every row's tokens."""
+class RowCache(Protocol):
+    """What one layer keeps of every row, whatever its tokens compute with it."""
 
     # True if each token has entries of its own that softmax attention reads. Then a row's first tokens can be kept
     # without the rest, and rows may read a prompt's entries from one place that they share. False if a row is one
@@ -60,21 +60,6 @@ class LayerCache(Protocol):
 
     def resize(self, rows: int, capacity: int, *, used: int, device: torch.device, dtype: torch.dtype) -> None:
         """Reserve ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows."""
-        ...
-
-    def append(self, tokens: NewTokens, *states: Tensor) -> None:
-        """Add the new tokens to their rows. A row whose ``past`` is 0 starts empty, whatever it held.
-
-        ``states`` are what the model passed to ``context.attend`` (queries, keys, values) or ``context.mix``.
-        """
-        ...
-
-    def attend(self, tokens: NewTokens, layer: int, *states: Tensor, scoring: Scoring | None) -> Tensor:
-        """Compute the output of each new token over its row up to itself; :meth:`append` was called for them before.
-
-        Without ``per_token`` every row has exactly one new token. ``scoring`` is what ``context.attend`` was given; None from
-        ``context.mix``.
-        """
         ...
 
     def copy_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
@@ -91,6 +76,25 @@ class LayerCache(Protocol):
 
     def free(self) -> None:
         """Give the memory back; the cache is empty afterwards."""
+        ...
+
+
+class LayerCache(RowCache, Protocol):
+    """The state that one layer keeps of every row's tokens."""
+
+    def append(self, tokens: NewTokens, *states: Tensor) -> None:
+        """Add the new tokens to their rows. A row whose ``past`` is 0 starts empty, whatever it held.
+
+        ``states`` are what the model passed to ``context.attend`` (queries, keys, values) or ``context.mix``.
+        """
+        ...
+
+    def attend(self, tokens: NewTokens, layer: int, *states: Tensor, scoring: Scoring | None) -> Tensor:
+        """Compute the output of each new token over its row up to itself; :meth:`append` was called for them before.
+
+        Without ``per_token`` every row has exactly one new token. ``scoring`` is what ``context.attend`` was given; None from
+        ``context.mix``.
+        """
         ...
 
 

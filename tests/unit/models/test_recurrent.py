@@ -22,6 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **EXPERTS},
     "falcon_h1": MAMBA,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS},
     "nemotron_h": {
