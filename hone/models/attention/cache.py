@@ -51,7 +51,7 @@ class KVTokens(NewTokens, Protocol):
 
 
 class RowCache(Protocol):
-    """What one layer keeps of every row, whatever its tokens compute with it."""
+    """Memory of one layer for every row, whatever its tokens compute with it."""
 
     # True if each token has entries of its own that softmax attention reads. Then a row's first tokens can be kept
     # without the rest, and rows may read a prompt's entries from one place that they share. False if a row is one
