@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data import media
+from hone.data.messages import plain
 from hone.data.sharegpt import COLUMNS, SYSTEM, to_messages
 from hone.errors import DataError, did_you_mean
 from hone.progress import tracked
@@ -30,6 +31,11 @@ RowReader = Callable[..., "list[Row]"]  # function with the arguments of :func:`
 _MOST_LISTED = 10
 _ROWS, _ROWS_WITH_MEDIA = 4096, 64  # rows of a parquet file that are in memory at a time
 _OF_CHATS = {"role", "from", "function", "parameters"}
+_OF_HONE = (
+    "reward_model", "extra_info", "agent_name",
+    "tools_kwargs", "tool_selection", "interaction_kwargs", "environment", "verifiers",
+)  # fmt: skip
+"""Columns that are read for themselves, and fields of extra_info that steer an episode: no column replaces them."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -41,6 +47,10 @@ class Row:
     where: str  # file and row number, for error messages
     values: dict[str, Any]  # column name to plain Python value
     folder: Path | None = None  # folder of the file, where relative paths of images start; None: the current one
+
+    def others(self, *keys: str) -> dict[str, Any]:
+        """Return the columns that a reward function may take besides ``keys``: the prompt, the data source, images."""
+        return {name: plain(value) for name, value in self.values.items() if name not in {*keys, *_OF_HONE}}
 
 
 @dataclass

@@ -23,12 +23,6 @@ from hone.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_OF_HONE = (
-    "reward_model", "extra_info", "agent_name",
-    "tools_kwargs", "tool_selection", "interaction_kwargs", "environment", "verifiers",
-)  # fmt: skip
-"""Columns that are read for themselves, and fields of extra_info that steer an episode: no column replaces them."""
-
 ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
 """Function from a dataset row to the function schemas of its prompt."""
 
@@ -156,9 +150,7 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool, im
                 fix='write it as an object, for example {"style": "rule", "ground_truth": "42"}',
             )
     if all_columns:
-        named = {prompt_key, reward_fn_key, images.key, *_OF_HONE}
-        others = {name: value for name, value in row.values.items() if name not in named}
-        extra = {**plain(others), **extra}
+        extra = {**row.others(prompt_key, reward_fn_key, images.key), **extra}
     ready = isinstance(prompt, str) or _is_token_ids(prompt)
     messages = None if ready else check_messages(prompt, where=row.where, column=prompt_key)
     if messages is None:
@@ -175,11 +167,6 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool, im
         agent_name=row.values.get("agent_name"),
         images=contents,
     )
-
-
-def other_columns(row: Row, *keys: str) -> dict[str, Any]:
-    """Return the columns of a row that a reward function may take besides the prompt and the data source, named by ``keys``."""
-    return {name: plain(value) for name, value in row.values.items() if name not in {*keys, *_OF_HONE}}
 
 
 def _no_tools(sample: Sample) -> Sequence[dict[str, Any]]:
@@ -275,7 +262,7 @@ def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) ->
         messages=prompt if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt) else None,
         data_source=str(row.values[reward_fn_key]),
         ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
-        extra_info={**other_columns(row, prompt_key, reward_fn_key), **extra},
+        extra_info={**row.others(prompt_key, reward_fn_key), **extra},
         agent_name=row.values.get("agent_name"),
         text=prompt if isinstance(prompt, str) else None,
     )

@@ -12,9 +12,11 @@ from typing import Any
 from hone.apps.lab.compare import headline_metrics
 from hone.apps.lab.profile import nested_lanes
 from hone.apps.lab.viewer.run import ViewedRun, number, numbers, plain
+from hone.apps.lab.viewer.tokens import prepare
 from hone.config.environment import flatten
 from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.config.trees import PRESET_KINDS, TREES
+from hone.data.files import EVERY_COLUMN, Row, read_rows
 from hone.data.types import row_of
 from hone.errors import HoneError
 from hone.insight.coverage import Fate, Stage, read_coverage
@@ -103,6 +105,7 @@ def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> d
 
     ``episodes``, ``groups``, shares of what would be different, and ``differences``, the largest change first.
     """
+    prepare().join()
     from hone.apps.lab.rewards.comparison import compare, rescore_run
     from hone.rewards.scorers import SCORERS
 
@@ -185,8 +188,11 @@ def row_columns(run: ViewedRun, kind: str, uid: str) -> dict[str, Any]:
         str(read.config.get(f"data.{name}") or default)
         for name, default in (("reward_fn_key", "data_source"), ("prompt_key", "prompt"))
     )
-    row = _dataset(paths, source, prompt, max(path.stat().st_mtime_ns for path in paths)).get(row_of(uid))
-    shown = {} if row is None else row.extra_info
+    row = _dataset(paths, max(path.stat().st_mtime_ns for path in paths)).get(row_of(uid))
+    if row is None:
+        return {}
+    extra = row.values.get("extra_info")
+    shown = {**row.others(source, prompt), **(extra if isinstance(extra, dict) else {})}
     return {
         name: plain(value)
         for name, value in shown.items()
@@ -195,12 +201,10 @@ def row_columns(run: ViewedRun, kind: str, uid: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=2)
-def _dataset(paths: tuple[Path, ...], reward_fn_key: str, prompt_key: str, modified: int) -> Mapping[str, Any]:
+def _dataset(paths: tuple[Path, ...], modified: int) -> Mapping[str, Row]:
     """Return the rows of a dataset by uid; ``modified`` names the version of its files."""
-    from hone.data.prompts import samples_by_uid
-
     try:
-        return samples_by_uid(paths, reward_fn_key=reward_fn_key, prompt_key=prompt_key)
+        return {row.uid: row for row in read_rows(paths, required=(), optional=EVERY_COLUMN)}
     except HoneError:
         return {}
 

@@ -35,12 +35,19 @@ WHY = {
 """Reason for a share of 0, by the first factor that is 0."""
 
 
-@functools.cache
+_imports = threading.Thread(target=importlib.import_module, args=("hone.apps.lab.replay.what_if",), daemon=True)
+_starting = threading.Lock()
+
+
 def prepare() -> threading.Thread:
-    """Import in the background, once, what the factors need: the first answer would otherwise wait for it."""
-    thread = threading.Thread(target=importlib.import_module, args=("hone.apps.lab.replay.what_if",), daemon=True)
-    thread.start()
-    return thread
+    """Import in the background, once, what the factors need: the first answer would otherwise wait for it.
+
+    Who imports modules of training joins this thread first: two threads that import transformers at once see it half imported.
+    """
+    with _starting:
+        if _imports.ident is None:
+            _imports.start()
+    return _imports
 
 
 def loss_factors(run: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -79,7 +86,7 @@ def _why(record: Mapping[str, Any], factors: Mapping[str, list[float]], token: i
 @functools.lru_cache(maxsize=4)
 def _step_factors(run: Path, step: int, modified: int) -> dict[tuple[str, int, int], dict[str, list[float]]]:
     """Return the factors of every sequence of a step; ``modified`` names the version of its file."""
-    prepare().join()  # two threads that import transformers at once see it half imported
+    prepare().join()
     from hone.apps.lab.replay.stored import load_step
     from hone.apps.lab.replay.what_if import token_gradients
     from hone.trainers.algorithm import learnt_tokens
