@@ -6,6 +6,7 @@ A directory that `datasets.Dataset.save_to_disk` wrote is read like its arrow fi
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -22,13 +23,14 @@ from hone.data.messages import plain
 from hone.data.sharegpt import COLUMNS, SYSTEM, to_messages
 from hone.errors import DataError, did_you_mean
 from hone.progress import tracked
-from hone.text import check_valid, json_lines
+from hone.text import check_valid
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".tsv")
 _TABLES = (".csv", ".tsv")
 EVERY_COLUMN = ("*",)  # value of ``optional`` that reads every column
 RowReader = Callable[..., "list[Row]"]  # function with the arguments of :func:`read_rows`
 _MOST_LISTED = 10
+_JSON = "utf-8-sig"  # some editors write a mark of the byte order
 _ROWS, _ROWS_WITH_MEDIA = 4096, 64  # rows of a parquet file that are in memory at a time
 _OF_CHATS = {"role", "from", "function", "parameters"}
 _OF_HONE = (
@@ -111,11 +113,11 @@ def read_rows(
     more += tuple(column for kind in refused for column in media.COLUMNS[kind])
     for number, path in enumerate(paths):
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
-        for index, values in enumerate(_records(path, required, (*optional, *more), bad_lines)):
+        left = None if max_rows < 0 else max_rows - len(rows)
+        records = itertools.islice(_records(path, required, (*optional, *more), bad_lines), left)
+        for index, values in enumerate(records):
             if index == 0 and answer_key is not None and not {*answer_columns(answer_key)} & values.keys():
                 _check_columns(path, _columns(path), (answer_key,))
-            if max_rows >= 0 and len(rows) >= max_rows:
-                return rows
             where = f"{path}, row {index}"
             if refused:
                 media.refuse_media(values, where, refused)
@@ -145,6 +147,19 @@ def read_all(files: Sequence[str | Path] | str | Path, bad_lines: BadLines | Non
             columns += [name for name, others in COLUMNS.items() if name not in columns and {*others} & {*columns}]
         rows += read_rows(file, required=(), optional=columns, bad_lines=bad_lines, **options)
     return rows
+
+
+def count_rows(files: Sequence[str | Path], max_rows: int = -1) -> int:
+    """Return how many rows :func:`read_rows` finds, at most ``max_rows``; of parquet it reads only the end of a file."""
+    count = 0
+    for path in (part for file in files for part in _parts(Path(file))):
+        left = None if max_rows < 0 else max(0, max_rows - count)
+        if path.suffix == ".parquet" and path.is_file():
+            rows = pq.read_metadata(path).num_rows
+            count += rows if left is None else min(rows, left)
+        else:
+            count += sum(1 for _ in itertools.islice(_records(path, (), (), None), left))
+    return count
 
 
 NO_SOURCE = "default"  # data source of rows without a column of data sources; a reward function of the run scores them
@@ -180,11 +195,10 @@ def _columns(path: Path) -> list[str]:
             return _open_arrow(path).schema.names
         if path.suffix.lower() in _TABLES:
             return list(next(_csv(path, ())))
-        text = path.read_text(encoding="utf-8-sig") if path.suffix in SUFFIXES else ""
-        records = _json_records(path, text, BadLines()) if text else []
+        records = _json_records(path, BadLines()) if path.suffix in SUFFIXES else ()
+        return list(dict.fromkeys(name for record, _ in records if isinstance(record, dict) for name in record))
     except (pa.ArrowException, OSError, UnicodeDecodeError, DataError):
         return []
-    return list(dict.fromkeys(name for record in records if isinstance(record, dict) for name in record))
 
 
 def _records(
@@ -305,26 +319,22 @@ def _not_a_file(path: Path) -> DataError:
 def _json(
     path: Path, required: Sequence[str], optional: Sequence[str], bad_lines: BadLines | None
 ) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a mark of the byte order
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    records = list(_json_records(path, text, bad_lines))
-    if not records:
-        raise _empty(path)
-    may_be_invalid = _SURROGATE_ESCAPE.search(text) is not None
-    for number, record in enumerate(records):
+    number = -1
+    for number, (record, may_be_invalid) in enumerate(_json_records(path, bad_lines)):
         if not isinstance(record, dict):
             raise DataError(
                 f"row {number} is a {type(record).__name__}, not an object",
                 where=str(path),
                 fix="make every row a JSON object whose keys are the columns",
             )
-        _check_columns(path, record, required, row=number)
+        if not record.keys() >= {*required}:
+            _check_columns(path, record, required, row=number)
         values = {name: record[name] for name in (*required, *optional) if name in record}
         if may_be_invalid:
             check_valid(values, f"{path}, row {number}")
         yield values
+    if number < 0:
+        raise _empty(path)
 
 
 def _csv(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -356,27 +366,38 @@ def _csv(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
         raise _empty(path)
 
 
-def _json_records(path: Path, text: str, bad_lines: BadLines | None) -> Iterable[Any]:
-    if path.suffix == ".json":
-        try:
-            whole = json.loads(text)
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # several documents: JSON lines in a .json file
-                raise _unreadable(path, error) from error
-        except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
-            raise _unreadable(path, error) from error
-        else:
-            return whole if isinstance(whole, list) else [whole]
-    records = []
-    for number, line in enumerate(json_lines(text), start=1):
-        if line.strip():
+def _json_records(path: Path, bad_lines: BadLines | None) -> Iterator[tuple[Any, bool]]:
+    """Yield the values of a document that is a list, or of JSON lines, one line in memory at a time; True: it may hold half of a
+    surrogate pair.
+    """
+    try:
+        if path.suffix == ".json":
+            text = path.read_text(encoding=_JSON)
             try:
-                records.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                if bad_lines is None:
-                    raise _unreadable(path, f"line {number}: {error}") from error
-                bad_lines.add(path, number, str(error))
-    return records
+                whole = json.loads(text)
+            except json.JSONDecodeError as error:
+                if error.msg != "Extra data":  # several documents: JSON lines in a .json file
+                    raise
+            else:
+                may_be_invalid = _SURROGATE_ESCAPE.search(text) is not None
+                yield from ((value, may_be_invalid) for value in (whole if isinstance(whole, list) else [whole]))
+                return
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, too many digits
+        raise _unreadable(path, error) from error
+    try:
+        with path.open(encoding=_JSON) as lines:  # strings may contain other line separators
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        value = json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        if bad_lines is None:
+                            raise _unreadable(path, f"line {number}: {error}") from error
+                        bad_lines.add(path, number, str(error))
+                    else:
+                        yield value, "\\u" in line and _SURROGATE_ESCAPE.search(line) is not None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _check_columns(path: Path, columns: Iterable[str], required: Sequence[str], row: int | None = None) -> None:

@@ -33,9 +33,9 @@ def media_of(values: Mapping[str, Any]) -> Counter[str]:
     >>> media_of({"prompt": [{"role": "user", "content": "<image> what is it?"}], "images": [{"bytes": b"..."}]})
     Counter({'image': 1})
     """
-    in_columns = Counter({kind: _count(values, names) for kind, names in COLUMNS.items()})
-    in_messages = Counter(PARTS[part] for value in values.values() for part in _part_types(value) if part in PARTS)
-    return +(in_columns | in_messages)
+    in_columns = {kind: count for kind, names in COLUMNS.items() if (count := _count(values, names))}
+    in_messages = [PARTS[part] for value in values.values() for part in _part_types(value) if part in PARTS]
+    return Counter(in_columns) | Counter(in_messages) if in_columns or in_messages else Counter()
 
 
 def refuse_media(values: Mapping[str, Any], where: str, kinds: Collection[str] = KINDS) -> None:
@@ -61,18 +61,22 @@ def _plural(kind: str, count: int) -> str:
 
 
 def _count(values: Mapping[str, Any], names: tuple[str, str]) -> int:
-    several, single = names
-    value = unwrapped(values.get(several))
-    count = len(value) if isinstance(value, list | tuple) else int(value is not None and value != "")
-    return count + int(values.get(single) is not None and not isinstance(values[single], str | list | int | float))
+    several, single = (values.get(name) for name in names)
+    count = 0
+    if several is not None:
+        several = unwrapped(several)
+        count = len(several) if isinstance(several, list | tuple) else int(several is not None and several != "")
+    return count + int(single is not None and not isinstance(single, str | list | int | float))
 
 
 def _part_types(value: Any) -> Iterator[str]:
     """Yield the types of the parts of a value that is a list of messages."""
+    if value is None or isinstance(value, str):
+        return
     value = unwrapped(value)
     if not isinstance(value, list | tuple) or not value or not isinstance(value[0], dict):
         return
     for message in value:
         content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, Iterable) and not isinstance(content, str | bytes):
+        if content is not None and not isinstance(content, str | bytes) and isinstance(content, Iterable):
             yield from (str(part.get("type")) for part in content if isinstance(part, dict))

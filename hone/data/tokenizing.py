@@ -73,7 +73,7 @@ class TokenCache:
             return None
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                ids, mask, ends = file["ids"].tolist(), file["mask"].tolist(), file["ends"].tolist()
+                ids, mask, ends = file["ids"], file["mask"], file["ends"].tolist()
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             log.warning("%s cannot be read (%s); the dataset is tokenized again", self.path, error)
             return None
@@ -81,7 +81,8 @@ class TokenCache:
             log.warning("%s has other rows than its name says; the dataset is tokenized again", self.path)
             return None
         starts = [0, *ends[:-1]]
-        return [(ids[start:end], mask[start:end]) for start, end in zip(starts, ends, strict=True)]
+        places = zip(starts, ends, strict=True)
+        return [(ids[start:end].tolist(), mask[start:end].tolist()) for start, end in places]
 
     def write(self, tokens: list[tuple[list[int], list[int]]]) -> None:
         """Write the tokens at once, and log the size; a full disk is only logged."""

@@ -22,17 +22,9 @@ def batch_plan(config: AnyConfig, rows: int, *, on_cpu: bool) -> str:
 
 def training_rows(config: AnyConfig) -> int:
     """Count the training rows in the files, before any is dropped for its length."""
-    from hone.data.files import read_rows
+    from hone.data.files import count_rows
 
-    data, columns, optional = config.data, (), ()
-    if isinstance(config, RLConfig):
-        columns = (config.data.prompt_key,)
-    elif isinstance(config, SFTConfig):
-        columns = (config.data.messages_key,)
-    else:
-        optional = (config.data.chosen_key, config.data.completion_key)
-    files = file_list(data.train_files)
-    return len(read_rows(files, required=columns, optional=optional, max_rows=data.train_max_samples))
+    return count_rows(file_list(config.data.train_files), config.data.train_max_samples)
 
 
 def _rl_plan(config: RLConfig, rows: int, *, on_cpu: bool) -> str:

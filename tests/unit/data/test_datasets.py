@@ -6,11 +6,12 @@ import re
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from support.messages import raises
 
 from hone.data.conversations import ConversationDataset
-from hone.data.files import read_rows
+from hone.data.files import count_rows, read_rows
 from hone.data.messages import check_messages, plain
 from hone.data.overlong import overlong_rows
 from hone.data.prompts import PromptDataset
@@ -75,6 +76,32 @@ def test_only_line_feeds_end_a_row(tmp_path):
     path, texts = tmp_path / "rows.jsonl", ["a\u2028b", "c\u0085d", "e\x1cf", ""]
     path.write_text("\n".join(json.dumps({"x": text}, ensure_ascii=False) for text in texts) + "\n", encoding="utf-8")
     assert [row.values["x"] for row in read_rows(path, required=("x",))] == texts
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_rows_beyond_the_limit_are_not_parsed(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"x": 1}\n\n{"x": 2}\nno JSON\n')
+    assert [row.values for row in read_rows(path, required=("x",), max_rows=2)] == [{"x": 1}, {"x": 2}]
+    with raises(DataError, "line 4"):
+        read_rows(path, required=("x",))
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "json", "csv", "arrow"])
+def test_rows_are_counted_as_they_are_read(write_rows, tmp_path, form):
+    path, rows = tmp_path / f"a.{form}", [{"x": str(number)} for number in range(7)]
+    if form == "csv":
+        path.write_text("x\n" + "\n".join(row["x"] for row in rows))
+    elif form == "json":
+        path.write_text(json.dumps(rows))
+    elif form == "arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    else:
+        path = write_rows(rows, path.name)
+    for most in (-1, 0, 3, 7, 9, 14, 20):
+        assert count_rows([path, path], most) == len(read_rows([path, path], required=(), max_rows=most)), most
 
 
 def test_json_lines_under_the_name_json(tmp_path):
