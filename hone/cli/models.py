@@ -93,7 +93,12 @@ def export(
     merge: Annotated[
         bool, typer.Option(help="merge a LoRA adapter into its base; otherwise the adapter is copied")
     ] = True,
-    dtype: Annotated[str, typer.Option(help="dtype of the weights written: float32, bfloat16 or float16")] = "float32",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="dtype of the weights written: auto (that of the trained ones), float32, bfloat16 or float16"
+        ),
+    ] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest safetensors file, for example 5GB or 500MB")] = "5GB",
 ) -> None:
     """Write weights, configuration and tokenizer in a form that transformers, vLLM and PEFT load."""

@@ -28,6 +28,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import operator
 import os
 import platform
 import re
@@ -246,7 +247,7 @@ class RunDirectory:
                 "agent_contract": dict(agent_contract or {}),
                 "plan": before.get("plan", []) if ours else [],
                 "downloads": before.get("downloads", {}) if ours else {},
-                "memory": {},
+                "memory": earlier.get("memory", {}),
                 "ended": None,
                 "last_step": last_step,
                 "seed": seed,
@@ -271,7 +272,7 @@ class RunDirectory:
     ) -> None:
         """Change the status in ``run.json``, atomically; a status other than ``running`` also sets the end time.
 
-        ``memory``: GiB of each process, by ``pool[rank]``.
+        ``memory``: GiB of each process, by ``pool[rank]``; that of the attempt with the highest ``peak`` stays.
 
         Raises ValueError: the status does not exist.
         """
@@ -283,7 +284,9 @@ class RunDirectory:
         if last_step is not None:
             record["last_step"] = last_step
         if memory:
-            record["memory"] = {name: dict(gib) for name, gib in memory.items()}
+            before = record.get("memory") or {}
+            peak = operator.itemgetter("peak")
+            record["memory"] = {name: max(before.get(name, gib), dict(gib), key=peak) for name, gib in memory.items()}
         self._write_run(record)
 
     def add_restart(self, reason: str) -> None:

@@ -132,7 +132,7 @@ def token_budgets(config: RLConfig) -> Findings:
             yield error(
                 f"{key.rpartition('.')[2]}={budget} tokens < {_longest_keys(config)} = {longest}",
                 why="the longest sequence does not fit",
-                fix=f"{key}={2 * longest} or more, or shorter sequences",
+                fix=f"{key}={longest} or more, or shorter sequences",
             )
 
 
@@ -144,7 +144,7 @@ def sft_token_budget(config: SFTConfig | PreferenceConfig | RewardModelConfig) -
         yield error(
             f"max_token_len_per_gpu={data.max_token_len_per_gpu} tokens < data.max_length={data.max_length}",
             why="the longest conversation does not fit",
-            fix=f"data.max_token_len_per_gpu={2 * data.max_length} or more",
+            fix=f"data.max_token_len_per_gpu={data.max_length} or more",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from hone.insight.records import ScoreValues, trajectory_record
 from hone.models.teacher import LOG_PROBS
 from hone.rewards.score import Score
 from hone.trainers.estimates import is_split
+
+MOST_TERMS = 64
+"""Named numbers of rewards that become metrics; a function that names one by row would add a column of each to every step."""
 
 
 def batch_metrics(
@@ -151,8 +155,10 @@ def _reward_metrics(metrics: MetricStore, scores: Sequence[Score], uids: Sequenc
     for score in scores:
         for name, value in score.terms.items():
             terms[name].append(value)
-    for name, values in terms.items():
+    for name, values in itertools.islice(terms.items(), MOST_TERMS):
         metrics.add(f"reward/{name}/mean", sum(values) / len(values))
+    if len(terms) > MOST_TERMS:
+        metrics.add("reward/unlogged_terms", len(terms) - MOST_TERMS)
     groups: dict[str, set[float]] = defaultdict(set)
     for uid, reward in zip(uids, rewards.tolist(), strict=True):
         groups[uid].add(reward)

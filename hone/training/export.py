@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -310,7 +311,7 @@ def export(
     out: str | Path,
     *,
     merge: bool = True,
-    dtype: str = "float32",
+    dtype: str = "auto",
     largest_file: int = LARGEST_FILE,
     report: Callable[[str], None] = log.info,
 ) -> str:
@@ -321,6 +322,7 @@ def export(
     Args:
         out: directory or URL to write; must be empty or not exist.
         merge: for a LoRA run, merge the adapter into its base; otherwise copy the adapter.
+        dtype: of the weights written; auto: that of the trained weights, for an adapter of its base.
         largest_file: maximum of bytes in a safetensors file.
 
     Returns:
@@ -330,8 +332,8 @@ def export(
         CheckpointError: ``source`` has no model, or ``out`` is not empty, cannot be written, or is not the trained model.
         ConfigError: unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype '{dtype}'", fix=f"--dtype {'|'.join(DTYPES)}")
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"unknown dtype '{dtype}'", fix=f"--dtype auto|{'|'.join(DTYPES)}")
     target = Storage(out)
     if target.names():
         raise CheckpointError(
@@ -339,12 +341,13 @@ def export(
         )
     actor = find_actor(source)
     base = base_of_adapter(actor)
+    written = _stored_dtype(base or actor) if dtype == "auto" else DTYPES[dtype]
     try:
         if base is not None and not merge:
             _copy(actor, target)
         else:
-            count = _write_model(actor, base, target, DTYPES[dtype], largest_file)
-            report(_proof(actor, base, target, DTYPES[dtype], count))
+            count = _write_model(actor, base, target, written, largest_file)
+            report(_proof(actor, base, target, written, count))
     except CheckpointError:
         target.remove()
         raise
@@ -366,6 +369,17 @@ def parse_size(text: str) -> int:
     if not size or float(size[1]) == 0:
         raise ConfigError(f"'{text}' is not a file size", fix="--max-shard-size 5GB (units: MB, GB, MiB, GiB)")
     return int(float(size[1]) * SIZES[size[2].upper()])
+
+
+def _stored_dtype(model: Path) -> torch.dtype:
+    """Return the dtype of most weights of a directory; of quantised ones, and without safetensors, float32."""
+    sizes = Counter[torch.dtype]()
+    with contextlib.ExitStack() as stack:
+        weights = WeightFolder.open(model, stack)
+        for spec in weights.specs.values() if weights is not None else ():
+            sizes[spec.dtype] += spec.size
+    dtype = max(sizes, key=lambda found: sizes[found], default=torch.float32)
+    return dtype if dtype in DTYPES.values() else torch.float32
 
 
 def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -151,3 +154,21 @@ def test_other_versions_in_a_worker():
 def test_nothing_answers_at_the_address():
     with raises(ConfigError, "127.0.0.1:1", "ray start --head", where="ray.address"):
         connect(RayConfig(address="127.0.0.1:1"), workers=1)
+
+
+ENDING = """
+import contextlib, sys
+from hone.cluster.ray.connection import connect
+from hone.config.run import RayConfig
+with contextlib.suppress(ValueError), contextlib.closing(connect(RayConfig(), workers=1)):
+    if sys.argv[1] == "failed":
+        raise ValueError
+"""
+
+
+@pytest.mark.parametrize(("end", "left"), [("finished", 0), ("failed", 1)])
+def test_the_logs_of_a_cluster_stay_only_after_an_error(end: str, left: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short path: sockets are in it
+        subprocess.run([sys.executable, "-c", ENDING, end], env={**os.environ, "RAY_TMPDIR": folder}, check=True)
+        sessions = [path for path in Path(folder).rglob("session_*") if path.is_dir() and not path.is_symlink()]
+        assert len(sessions) == left

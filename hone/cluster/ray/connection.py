@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.exceptions import AuthenticationError, RaySystemError
@@ -33,14 +36,18 @@ class Connection:
 
     Attributes:
         mine: whether this process made the connection; one of the caller stays open.
+        folder: logs and sockets of a cluster that was started for the run.
     """
 
     mine: bool
+    folder: Path | None = None
 
     def close(self) -> None:
-        """Disconnect; a cluster that was started for the run ends too."""
+        """Disconnect; a cluster that was started for the run ends too, and its logs go unless an error is on its way."""
         if self.mine:
             ray.shutdown()
+        if self.folder is not None and sys.exc_info()[0] is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def connect(config: RayConfig, *, workers: int) -> Connection:
@@ -68,7 +75,8 @@ def connect(config: RayConfig, *, workers: int) -> Connection:
             num_cpus=cpus,
             object_store_memory=int(store * 2**30) if store else None,
         )
-        return Connection(mine=True)
+        context = ray.get_runtime_context()
+        return Connection(mine=True, folder=Path(context.get_temp_dir()) / context.get_session_name())
     try:
         ray.init(**shared, address=config.address)
     except (ConnectionError, RaySystemError, RuntimeError) as error:

@@ -117,6 +117,14 @@ def test_prediction_and_measurement_are_shown(tmp_path: Path) -> None:
     assert all(part in text for part in ("1.00 GiB", "0.40 GiB", "1.10 GiB", "(update)", "1.1 times"))
     assert "main[0]" in call("runs", "show", str(tmp_path / "run")).output
     directory.start(seed=1, config_yaml="a: 1\n")
-    assert json.loads((tmp_path / "run/run.json").read_text())["memory"] == {}, (
-        "of the resumed run, not of the one before"
-    )
+    assert json.loads((tmp_path / "run/run.json").read_text())["memory"] == {}, "of this run, not of the one before"
+
+
+def test_a_resumed_run_keeps_its_highest_peak(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    small, large = {"bare": 0.5, "peak": 0.6}, {"bare": 0.4, "peak": 1.4}
+    directory.start(seed=1, config_yaml="a: 1\n")
+    for used, kept in ((large, large), (small, large), ({"bare": 0.1, "peak": 2.0}, {"bare": 0.1, "peak": 2.0})):
+        directory.update_status("finished", memory={"main[0]": used}, last_step=2)
+        directory.start(seed=1, config_yaml="a: 1\n", last_step=2)
+        assert json.loads((tmp_path / "run/run.json").read_text())["memory"] == {"main[0]": kept}

@@ -100,7 +100,7 @@ def validate(rl: RLConfig) -> None:
             ["lr_warmup_steps=3"],
         ),
         ({"trainer.resume_from_path": "x"}, "R23", True, ["resume_mode=auto", "resume_mode=resume_path"]),
-        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 1000}, "R29", True, ["=1000", "512", "1024", "2048"]),
+        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 1000}, "R29", True, ["=1000", "512", "ppo_max_token_len_per_gpu=1024"]),
         ({f"{ROLLOUT}.max_cache_tokens": 1023}, "R29", True, ["max_cache_tokens=1023", "= 1024"]),
         ({"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 9}, "R29", True, ["=9 tokens"]),
         (
@@ -225,7 +225,11 @@ def test_rl_rules_have_no_findings(rl: RLConfig, changes: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"data.max_token_len_per_gpu": 1000}, "R29", ["=1000", "data.max_length=1024", "2048"]),
+        (
+            {"data.max_token_len_per_gpu": 1000},
+            "R29",
+            ["=1000", "data.max_length=1024", "data.max_token_len_per_gpu=1024"],
+        ),
         ({"data.max_length": 4096}, "R30", ["4096", "2048"]),
         ({"data.messages_key": "chat"}, "R42", ["chat", "messages"]),
         ({"model.path": None}, "R08", ["model.path=DIR"]),

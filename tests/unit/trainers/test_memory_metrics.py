@@ -1,9 +1,13 @@
-"""The memory of a run is that of all its processes."""
+"""The memory of a run is that of all its processes; named numbers of rewards are bounded."""
 
 import subprocess
 import sys
 
+import torch
+
 from hone.insight.metrics import MetricStore
+from hone.rewards.score import Score
+from hone.trainers.reporting import MOST_TERMS, _reward_metrics
 from hone.trainers.step_metrics import memory_metrics
 
 
@@ -24,3 +28,12 @@ def test_memory_counts_the_processes_that_a_run_started() -> None:
         child.communicate()
     assert during - before > 0.25 > used() - before
     assert 0.25 < child_gb < 0.4
+
+
+def test_a_reward_with_many_names_adds_64_metrics() -> None:
+    metrics = MetricStore()
+    scores = [Score(1.0, {f"row{row}_{number}": float(number) for number in range(40)}) for row in range(2)]
+    _reward_metrics(metrics, scores, ["a", "b"], torch.ones(2))
+    logged = metrics.reduce()
+    assert logged.pop("reward/unlogged_terms") == 16
+    assert len(logged) == MOST_TERMS == 64 and logged["reward/row1_23/mean"] == 23.0

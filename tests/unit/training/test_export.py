@@ -182,6 +182,8 @@ def test_in_another_dtype_and_in_several_files(tmp_path, tokenizer, tied):
     for (name, ours), (_, theirs) in zip(found.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(ours, theirs.bfloat16()), name
     assert load_tokenizer(str(tmp_path / "out")).encode("w3") == [3]
+    export(tmp_path / "out", tmp_path / "again")
+    assert weights(tmp_path / "again")["model.norm.weight"].dtype == torch.bfloat16, "by default that of the weights"
 
 
 def test_a_head_that_a_file_repeats_is_dropped_when_the_model_ties_it(tmp_path, tokenizer):
