@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,7 +19,10 @@ from support.launch import hone
 from support.serve import listening
 from support.world import World
 from tinker import types
+from tinker.types.loss_fn_type import LossFnType
 from transformers import AutoModelForCausalLM
+
+from hone.apps.tinker.adapters import LOSSES
 
 TOKEN = "tml-a-token"
 pytestmark = [
@@ -142,7 +145,7 @@ def test_reinforcement_learning_as_a_user_writes_it(client: tinker.ServiceClient
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     rewards = []
     for step in range(12):
-        sampler = trained.save_weights_and_get_sampling_client()
+        sampler = trained.save_weights_and_get_sampling_client(record_stability_info=True)
         sampler = sampler.result() if hasattr(sampler, "result") else sampler
         params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step, stop=[])
         answer = sampler.sample(
@@ -155,17 +158,27 @@ def test_reinforcement_learning_as_a_user_writes_it(client: tinker.ServiceClient
             tokens, count = [*prompt, *one.tokens], len(one.tokens)
             before = len(tokens) - 1 - count
             inputs: dict[str, Any] = {
-                "target_tokens": np.array(tokens[1:]),
+                "target_tokens": np.array([0] * before + tokens[-count:]),  # as the cookbook's loop pads the prompt
                 "logprobs": np.array([0.0] * before + list(one.logprobs), np.float32),
                 "advantages": np.array([0.0] * before + [score - rewards[-1]] * count, np.float32),
+                "sequence_ratio_mask": np.array([0.0] * before + [1.0] * count, np.float32),
             }
-            rows.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+            datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+            spans = [
+                types.PromptProvenanceSpan(sequence_id=one.sequence_id, offset=1, length=before),
+                types.SampledProvenanceSpan(sequence_id=one.sequence_id, length=count),
+            ]
+            rows.append(datum.with_provenance(model_input=spans, loss_fn_inputs=spans))
         passed = trained.forward_backward(rows, "importance_sampling")
         trained.optim_step(types.AdamParams(learning_rate=2e-2)).result()
         for row, record in zip(rows, passed.result().loss_fn_outputs, strict=True):
             old, new = (np.array(values.data) for values in (row.loss_fn_inputs["logprobs"], record["logprobs"]))
             np.testing.assert_allclose(new[old != 0], old[old != 0], atol=2e-4)
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3, rewards
+    padded = [name for name, loss in LOSSES.items() if loss.factor]
+    metrics = {name: trained.forward(rows, name).result().metrics for name in padded}
+    assert {*get_args(LossFnType)} == {*LOSSES, "custom"}, "every loss of the client, of which it computes one itself"
+    assert [name for name, found in metrics.items() if "stable_reinforce_is_cispo:max" in found] == ["stable_reinforce"]
 
     path = trained.save_weights_for_sampler("last").result().path
     served = client.create_sampling_client(model_path=path).result()

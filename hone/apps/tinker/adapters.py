@@ -40,8 +40,11 @@ class Loss:
 
     needs: tuple[str, ...]  # inputs without which it cannot be computed; ``weights`` is optional everywhere else
     settings: Mapping[str, float]  # keys of ``loss_fn_config`` with their defaults
-    # (log-probs ``[N]``, inputs, settings) to the loss of each token, ``[N]``
+    # (log-probs ``[N]``, inputs, settings) to the loss of each token, ``[N]``; the input ``row`` is the number of its datum
     compute: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor]
+    factor: str | None = None  # input whose 0 makes the loss of a token 0, as a weight of 0 does
+    shared: str | None = None  # input that is not 0 where a token is part of the loss of others
+    warning: str | None = None  # metric of 1 that says what a client should know
 
 
 def _ratio(log_probs: Tensor, inputs: Inputs) -> Tensor:
@@ -72,16 +75,38 @@ def _dro(log_probs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Te
     return -(log_probs * inputs["advantages"] - 0.5 * settings["beta"] * distance**2)
 
 
+def _gspo(log_probs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
+    """GSPO-token (Zheng et al. 2025): the ratio of a sequence, with the gradient of each token's own log-prob."""
+    row, counted = inputs["row"], inputs["sequence_ratio_mask"] != 0
+    sums, counts = log_probs.new_zeros(2, int(row.max()) + 1)
+    sums.index_add_(0, row[counted], (log_probs.detach() - inputs["logprobs"])[counted])
+    counts.index_add_(0, row[counted], torch.ones_like(log_probs.detach())[counted])
+    ratio = ((sums / counts.clamp(min=1))[row] + log_probs - log_probs.detach()).exp()
+    clipped = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+    return -torch.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"])
+
+
 _POLICY = ("logprobs", "advantages")
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss((), {}, _cross_entropy),
-    "importance_sampling": Loss(_POLICY, {}, _importance_sampling),
-    "ppo": Loss(_POLICY, _CLIP, _ppo),
-    "cispo": Loss(_POLICY, _CLIP, _cispo),
+    "importance_sampling": Loss(_POLICY, {}, _importance_sampling, factor="advantages"),
+    "ppo": Loss(_POLICY, _CLIP, _ppo, factor="advantages"),
+    "cispo": Loss(_POLICY, _CLIP, _cispo, factor="advantages"),
     "dro": Loss(_POLICY, {"beta": 0.05}, _dro),
+    "gspo": Loss(
+        (*_POLICY, "sequence_ratio_mask"),
+        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        _gspo,
+        factor="advantages",
+        shared="sequence_ratio_mask",
+    ),
+    "stable_reinforce": Loss(_POLICY, _CLIP, _cispo, factor="advantages", warning="stable_reinforce_is_cispo:max"),
 }
-"""Losses by name: cross-entropy; importance sampling, PPO's clip, CISPO and DRO over sampled tokens with advantages."""
+"""Losses by name: cross-entropy; importance sampling, PPO's clip, CISPO, DRO and GSPO over sampled tokens with advantages.
+
+The formula of ``stable_reinforce`` is not public; CISPO stands in for it, and says so in its metrics.
+"""
 
 
 def loss_named(name: str, settings: Mapping[str, float]) -> tuple[Loss, dict[str, float]]:
@@ -252,7 +277,7 @@ class AdapterSet:
     def forward(self, name: str | None, data: Sequence[Datum]) -> list[Tensor]:
         self.activate(name)
         self.model.eval()
-        batch = _batch_of(data, (), self.vocabulary)
+        batch = _batch_of(data, LOSSES["cross_entropy"], self.vocabulary)
         return _rows(self._loop.infer(batch, self._head)["log_probs"])
 
     def forward_backward(
@@ -260,17 +285,20 @@ class AdapterSet:
     ) -> Passed:
         """Compute the loss, and add its gradient to that of the adapter; a call that fails leaves that as it was.
 
-        The loss is the sum over all targets, weighted by ``weights``.
+        The loss is the sum over all targets, weighted by ``weights``. A target that cannot change it may be any token; its
+        log-prob is that of the token that follows.
 
         Raises:
             RequestError: a datum lacks an input, has ids that the model lacks, or its targets are not the tokens that follow.
         """
-        batch = _batch_of(data, loss.needs, self.vocabulary)
+        batch = _batch_of(data, loss, self.vocabulary)
         self.activate(name)
         self.model.train(backward)
 
         def weighted(log_probs: Tensor, columns: Batch) -> Tensor:
             inputs = {key: columns.ragged(key).values.to(log_probs) for key in (*loss.needs, "weights")}
+            lengths = columns.ragged("weights").lengths.to(log_probs.device)
+            inputs["row"] = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
             return loss.compute(log_probs, inputs, settings) * inputs["weights"]
 
         def objective(outputs: dict[str, Ragged], micro: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
@@ -289,7 +317,8 @@ class AdapterSet:
         else:
             log_probs = self._loop.infer(batch, self._head)["log_probs"]
         losses = log_probs.with_values(weighted(log_probs.values, batch))
-        return Passed(_rows(log_probs), _rows(losses), {"loss:sum": float(losses.values.double().sum())})
+        metrics = {"loss:sum": float(losses.values.double().sum())} | ({loss.warning: 1.0} if loss.warning else {})
+        return Passed(_rows(log_probs), _rows(losses), metrics)
 
     def step(self, name: str, settings: AdamSettings) -> dict[str, float]:
         """Update an adapter by its gradient, and clear that; return metrics.
@@ -379,15 +408,17 @@ def shape_of(folder: Path) -> AdapterShape:
         raise RequestError(f"saved weights cannot be read: {error}", field="path") from None
 
 
-def _batch_of(data: Sequence[Datum], needs: Sequence[str], vocabulary: int) -> Batch:
+def _batch_of(data: Sequence[Datum], loss: Loss, vocabulary: int) -> Batch:
     """Return the batch of a trainer: each datum is a prompt of its first token, and a response of its targets."""
-    columns: dict[str, list[Tensor]] = {name: [] for name in (*needs, "weights")}
+    columns: dict[str, list[Tensor]] = {name: [] for name in (*loss.needs, "weights")}
+    followers = []
     for number, datum in enumerate(data):
-        _check(datum, number, needs, vocabulary)
+        _check(datum, number, loss.needs, vocabulary)
         for name, rows in columns.items():
             values = datum.inputs.get(name, [1.0] * len(datum.targets))
             rows.append(torch.as_tensor(values, dtype=torch.float32))
-    responses = Ragged.from_rows([list(datum.targets) for datum in data], torch.int64)
+        followers.append(_followers(datum, number, loss, {name: rows[-1] for name, rows in columns.items()}))
+    responses = Ragged.from_rows(followers, torch.int64)
     return Batch(
         {
             "prompt_ids": Ragged.from_rows([[datum.tokens[0]] for datum in data], torch.int64),
@@ -411,13 +442,35 @@ def _check(datum: Datum, number: int, needs: Sequence[str], vocabulary: int) -> 
     for name, length in lengths.items():
         if length != count:
             raise RequestError(f"datum {number} has {count} tokens and {length} '{name}'", field="loss_fn_inputs")
-    if list(datum.tokens[1:]) != list(datum.targets[:-1]):
+
+
+def _followers(datum: Datum, number: int, loss: Loss, inputs: Inputs) -> Tensor:
+    """Return the token after each of a datum, which a target must be unless the loss does not depend on it."""
+    targets = torch.tensor(list(datum.targets))
+    followers = torch.tensor([*datum.tokens[1:], datum.targets[-1]])
+    matters = inputs["weights"] != 0
+    if loss.factor is not None:
+        matters &= inputs[loss.factor] != 0
+    if loss.shared is not None:
+        shared = inputs[loss.shared] != 0
+        if matters.any() and not shared.any():
+            raise RequestError(
+                f"'{loss.shared}' of datum {number} is 0 everywhere",
+                why="its sequence has no ratio",
+                fix="1 for each sampled token",
+                field="loss_fn_inputs",
+            )
+        matters |= shared
+    wrong = (matters & (targets != followers)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
         raise RequestError(
-            f"the targets of datum {number} are not the tokens that follow its inputs",
+            f"target {place} of datum {number} is {int(targets[place])}, and the token that follows is {int(followers[place])}",
             why="the log-prob of a target is that of the next token",
             fix="model_input=tokens[:-1], target_tokens=tokens[1:], and weights of 0 on what is not trained",
             field="loss_fn_inputs",
         )
+    return followers
 
 
 def _rows(column: Ragged) -> list[Tensor]:

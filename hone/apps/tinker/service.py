@@ -554,12 +554,7 @@ class TrainingService:
             weights = None if path is None else self._saved.find(path)
         else:
             weights = self._weights_of(session)
-        for unserved in (
-            "topk_prompt_logprobs",
-            "target_prompt_logprobs",
-            "prompt_alt_tokens_k",
-            "record_stability_info",
-        ):
+        for unserved in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
             if request.get(unserved):
                 raise RequestError(f"this server cannot serve '{unserved}'", field=unserved)
         prompt = _tokens(request["prompt"], self._adapters.vocabulary)

@@ -65,6 +65,7 @@ def sequence(seed: int, length: int = 9) -> Datum:
     torch.manual_seed(seed)
     tokens = torch.randint(3, 61, (length + 1,)).tolist()
     inputs = {"weights": torch.rand(length), "logprobs": -torch.rand(length) * 4, "advantages": torch.randn(length)}
+    inputs["sequence_ratio_mask"] = (torch.arange(length) > 1).float()
     return Datum(tokens[:-1], tokens[1:], inputs)
 
 
@@ -127,6 +128,8 @@ def test_losses_are_those_by_hand(seed: int, name: str) -> None:
     passed = pass_through(held, "one", rows, name)
     total = 0.0
     for row, log_probs, losses in zip(rows, passed.log_probs, passed.losses, strict=True):
+        gaps = [now - float(old) for now, old in zip(log_probs.tolist(), row.inputs["logprobs"], strict=True)]
+        mean = math.exp(sum(gaps[2:]) / len(gaps[2:]))
         for token, log_prob in enumerate(log_probs.double().tolist()):
             weight, old, advantage = (float(row.inputs[key][token]) for key in ("weights", "logprobs", "advantages"))
             ratio = math.exp(log_prob - old)
@@ -136,11 +139,52 @@ def test_losses_are_those_by_hand(seed: int, name: str) -> None:
                 "importance_sampling": -ratio * advantage,
                 "ppo": -min(ratio * advantage, clipped * advantage),
                 "cispo": -clipped * log_prob * advantage,
+                "stable_reinforce": -clipped * log_prob * advantage,
                 "dro": -(log_prob * advantage - 0.5 * 0.05 * (log_prob - old) ** 2),
+                "gspo": -min(mean * advantage, min(max(mean, 0.9997), 1.0004) * advantage),
             }[name]
             assert float(losses[token]) == pytest.approx(weight * expected, rel=1e-4, abs=1e-5)
             total += weight * expected
     assert passed.metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-4)
+    assert ("stable_reinforce_is_cispo:max" in passed.metrics) == (name == "stable_reinforce")
+
+
+def test_the_gradient_of_gspo_is_that_of_the_ratio_of_the_sequence() -> None:
+    """With one advantage a sequence, GSPO-token has the gradient of GSPO: of the geometric mean of the ratios."""
+    log_probs = torch.tensor([-1.0, -2.0, -0.5, -1.5, -3.0], dtype=torch.float64, requires_grad=True)
+    old = log_probs.detach() + torch.tensor([1e-4, -3e-4, 2e-4, -1e-4, 1e-4])
+    row, advantages = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0])
+    inputs = {"logprobs": old, "advantages": advantages, "row": row, "sequence_ratio_mask": torch.ones(5)}
+    loss, settings = loss_named("gspo", {})
+    (found,) = torch.autograd.grad(loss.compute(log_probs, inputs, settings).sum(), log_probs)
+    gaps = log_probs - old
+    right = -(3 * 2.0 * gaps[:3].mean().exp() - 2 * gaps[3:].mean().exp())
+    assert torch.allclose(found, torch.autograd.grad(right, log_probs)[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "stable_reinforce", "cross_entropy"])
+def test_targets_that_change_nothing_may_be_padding(name: str) -> None:
+    """Loops pad the targets of a prompt with 0, where advantages or weights are 0."""
+    passes = []
+    for pad in (False, True):
+        held = adapters()
+        held.add("one", SHAPES["one"])
+        row = sequence(3)
+        inputs: dict[str, Any] = {key: torch.as_tensor(value).clone() for key, value in row.inputs.items()}
+        zeroed = "weights" if name == "cross_entropy" else "advantages"
+        for key in (zeroed, "sequence_ratio_mask"):
+            inputs[key][:4] = 0
+        targets = [0] * 4 + list(row.targets[4:]) if pad else row.targets
+        passed = pass_through(held, "one", [Datum(row.tokens, targets, inputs)], name)
+        gradient = torch.cat(
+            [parameter.grad.flatten() for parameter in held.parameters("one") if parameter.grad is not None]
+        )
+        passes.append((passed.losses[0], gradient))
+        wrong = Datum(row.tokens, [*targets[:5], (targets[5] + 1) % 61, *targets[6:]], inputs)
+        with pytest.raises(RequestError, match="target 5"):
+            pass_through(held, "one", [wrong], name)
+    assert passes[0][1].abs().sum() > 0
+    assert all(torch.equal(*pair) for pair in zip(*passes, strict=True))
 
 
 def test_saved_adapters_continue_bit_for_bit(tmp_path: Path) -> None:
@@ -168,6 +212,19 @@ def test_saved_adapters_continue_bit_for_bit(tmp_path: Path) -> None:
         (Datum([3, 4], [9, 5], {}), "cross_entropy", "loss_fn_inputs"),  # targets that do not follow
         (Datum([3, 4], [4, 5], {"weights": [1.0]}), "cross_entropy", "loss_fn_inputs"),
         (Datum([3, 4], [4, 5], {"logprobs": [0.0, 0.0]}), "ppo", "loss_fn_inputs"),
+        (Datum([3, 4], [0, 5], {"logprobs": [0.0, 0.0], "advantages": [0.0, 1.0]}), "dro", "loss_fn_inputs"),
+        (
+            Datum(
+                [3, 4],
+                [4, 5],
+                {
+                    name: [value] * 2
+                    for name, value in [("logprobs", -1.0), ("advantages", 1.0), ("sequence_ratio_mask", 0.0)]
+                },
+            ),
+            "gspo",
+            "loss_fn_inputs",
+        ),
     ],
 )
 def test_data_that_cannot_be_trained_on(datum: Datum, loss: str, field: str) -> None:
