@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from hone.config import load_config
 from hone.config.check import raise_together
 from hone.config.keys import key_named, unknown_key
+from hone.config.load import PYTHON_NAMES
 from hone.config.migration.reading import Outcome, outcome_text, trl_error, trl_setting
 from hone.config.overrides import hydra_value
 from hone.config.trees import AnyConfig, model_block
@@ -91,8 +92,7 @@ ARGUMENTS = {
     "data.train_files": "dataset",
     "data.val_files": "val_dataset",
     "reward.custom_reward_function.path": "reward",
-    "trainer.default_local_dir": "out",
-    "trainer.total_training_steps": "steps",
+    **{key: name for name, key in PYTHON_NAMES.items()},
     "actor_rollout_ref.model.path": "model",
     "model.path": "model",
 }

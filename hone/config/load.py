@@ -464,12 +464,20 @@ def with_whole_block(key: str, schema: type) -> str:
     return key if block is None else short[block] + key.removeprefix(block)
 
 
+PYTHON_NAMES = {"steps": "trainer.total_training_steps", "out": "trainer.default_local_dir"}
+"""Key of each argument of ``hone.train`` that has a name of its own."""
+
+
 def full_key(name: str, schema: type) -> str:
-    """Return the key that a name means, which may be the end of a key; any other name unchanged.
+    """Return the key that a name means: an argument of ``hone.train``, or the end of a key; any other name unchanged.
 
     >>> full_key("lr", RLConfig), full_key("optim.lr", RLConfig), full_key("beta", RLConfig)  # beta is of TRL
     ('actor_rollout_ref.actor.optim.lr', 'actor_rollout_ref.actor.optim.lr', 'beta')
+    >>> full_key("steps", RLConfig)
+    'trainer.total_training_steps'
     """
+    if name in PYTHON_NAMES and leaf_of(PYTHON_NAMES[name], schema):
+        return PYTHON_NAMES[name]
     key = with_whole_block(name, schema)
     foreign = schema in TABLES and TABLES[schema].find(key) is not None
     if key != name or foreign or leaf_of(key, schema) or key in blocks(schema) or means_another(key, schema):

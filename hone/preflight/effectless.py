@@ -56,9 +56,9 @@ def _shared(config: AnyConfig) -> Iterator[Switch]:
     scheduler = optim.lr_scheduler_type
     yield Switch(
         f"{path}.{{lora_alpha,target_modules}}",
-        f"{path}.lora_rank=32",
+        f"{path}.lora_rank=32" if model.lora_adapter_path is None else "",
         model.lora_rank > 0 and model.lora_adapter_path is None,
-        "no new LoRA adapter is created",
+        "no new LoRA adapter is created" if model.lora_adapter_path is None else "the loaded adapter has its own",
     )
     yield Switch(f"{block}.min_lr_ratio", f"{block}.lr_scheduler_type=cosine", scheduler != "constant")
     yield Switch(f"{block}.lr_wsd_decay_{{style,steps,steps_ratio}}", f"{block}.lr_scheduler_type=wsd")

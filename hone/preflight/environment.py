@@ -52,7 +52,7 @@ def dtype_supported(config: AnyConfig) -> Findings:
 def bfloat16_is_fast_here(config: AnyConfig) -> Findings:
     """A CPU that computes in bfloat16 has instructions for it; without them float32 is several times faster."""
     keys = _bfloat16_keys(config)
-    elsewhere = config.trainer.device != "cpu" and config.trainer.runtime == "ray"
+    elsewhere = config.trainer.device != "cpu" and config.trainer.runtime == "ray" and config.ray.address is not None
     if not keys or elsewhere or not on_cpu(config):
         return
     cost = machine.bfloat16_cost()

@@ -22,6 +22,7 @@ from hone.config.specs import spec_of
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, OfflineConfig, model_block, parallel_block
 from hone.errors import ConfigError
+from hone.generation import is_served
 from hone.preflight.evidence import Evidence, trained_models
 from hone.preflight.plan.model import has_tensor_plan
 from hone.preflight.reading import mini_batches
@@ -409,7 +410,7 @@ def engines_fit_devices(config: RLConfig, evidence: Evidence) -> Findings:
             fix=f"{key}=<a multiple of {rollout.devices_per_engine} GPUs>",
         )
     heads = model.get("num_attention_heads") if model else None
-    if heads and heads % rollout.tensor_model_parallel_size:
+    if heads and heads % rollout.tensor_model_parallel_size and is_served(rollout):
         key = f"{_ROLLOUT}.tensor_model_parallel_size"
         yield error(
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide the model's {heads} "

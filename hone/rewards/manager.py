@@ -119,7 +119,9 @@ class RewardManager:
                 outcome.score = _checked(_with_episode(outcome.score, trajectory, turn))
             outcomes.append(outcome)
         self._tolerate(trajectories, outcomes, self._rate)
-        return [outcome.score for outcome in outcomes if outcome is not None]
+        scores = [outcome.score for outcome in outcomes if outcome is not None]
+        assert len(scores) == len(trajectories), "responses that were skipped are more than allowed"
+        return scores
 
     def close(self) -> None:
         for source in self.sources:
@@ -170,7 +172,7 @@ class RewardManager:
         outcomes = await source.outcomes(trajectories, allowed)
         for _ in range(self.config.max_retries):
             rows = [row for row, outcome in enumerate(outcomes) if outcome is None or _may_pass(outcome.score)]
-            lasting = sum(o is not None and o.score.error is not None and not _may_pass(o.score) for o in outcomes)
+            lasting = sum(o is not None and o.score.failed and not _may_pass(o.score) for o in outcomes)
             if not rows or lasting > allowed:
                 break
             again = await source.outcomes([trajectories[row] for row in rows], allowed)

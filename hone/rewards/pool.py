@@ -582,7 +582,7 @@ class WorkerPool:
             job.outcomes[index] = outcome
             activity.tick()
             job.missing -= 1
-            job.failures += outcome.score.error is not None
+            job.failures += outcome.score.failed
             finished = (job.missing == 0 or _is_over(job)) and not job.done.done()
         if finished:
             self.drop(job)

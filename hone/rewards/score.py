@@ -52,6 +52,11 @@ class Score:
         return self.total if self.error is None else None
 
     @property
+    def failed(self) -> bool:
+        """True if an attempt at a verdict failed; a function that returned None made none, and another term may have one."""
+        return self.error is not None and self.cause != Cause.DECLINED
+
+    @property
     def passes(self) -> bool:
         """True if the response passes: ``acc`` is 1, or without ``acc`` the reward is positive; False without a verdict."""
         return self.error is None and self.terms.get("acc", float(self.quality > 0)) >= 1.0

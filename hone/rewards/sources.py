@@ -109,7 +109,7 @@ async def run_calls(
                 return
             outcome = await calls[index]()
         outcomes[index] = outcome
-        failures += outcome.score.error is not None
+        failures += outcome.score.failed
         activity.tick()
 
     await asyncio.gather(*(one(index) for index in range(len(calls))))

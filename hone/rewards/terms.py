@@ -142,7 +142,7 @@ def _parse_term(entry: Any, where: str) -> Term:
     if not isinstance(options, Mapping):
         raise _invalid_term(where, f"options={options!r} is not a mapping")
     custom = None if function is None else _function(str(function), dict(options))
-    name = entry.get("name") or scorer or (custom and PurePath(str(custom.path)).stem)
+    name = entry.get("name") or scorer or (custom and _function_name(custom))
     return Term(
         name=str(name),
         scorer=scorer,
@@ -161,6 +161,11 @@ def _function(text: str, options: dict[str, Any]) -> CustomRewardConfig:
     if not sign or text.startswith(("http://", "https://")) or not name.isidentifier():
         path, name = text, "compute_score"
     return CustomRewardConfig(path=path, name=name, reward_kwargs=options)
+
+
+def _function_name(custom: CustomRewardConfig) -> str:
+    """Return the name of a function, or of its file where it has the name that such functions have by default."""
+    return PurePath(str(custom.path)).stem if custom.name == CustomRewardConfig().name else custom.name
 
 
 def _is_range(clip: Any) -> bool:

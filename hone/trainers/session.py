@@ -151,10 +151,13 @@ class RunSession:
         if changes:
             log.warning("changed keys without effect: %s", changes)
         reason = f"already complete at step {resumed.step}"
-        if read_run(self.directory.path).get("status") in ("running", "failed"):  # it ended after its last checkpoint
+        status = read_run(self.directory.path).get("status")
+        if status in ("running", "failed", "interrupted"):  # it ended after its last checkpoint
             self.directory.update_status("finished", exit_reason=reason, last_step=resumed.step)
         self._release()
-        raise AlreadyComplete(f"{reason}; nothing was trained; another trainer.experiment_name starts a new run")
+        named = self.directory.path.name != self.trainer.experiment_name  # by trainer.default_local_dir
+        key = "trainer.default_local_dir" if named else "trainer.experiment_name"
+        raise AlreadyComplete(f"{reason}; nothing was trained; another {key} starts a new run")
 
     # running ---------------------------------------------------------------------------------------------------------
 
@@ -328,7 +331,7 @@ class RunSession:
             self._stopped(step, self._stop)
         elif self._stopped_by_callback and left:
             self._outcome = ("finished", f"a callback ended it after step {step} of {self.total_steps}", step)
-        elif self._signal is None:
+        elif self._signal is None or not left:
             self._outcome = ("finished", f"all {self.total_steps} steps done", step)
         else:
             name = signal.Signals(self._signal).name

@@ -192,7 +192,9 @@ def test_the_readme_runs(model: Path, tmp_path: Path) -> None:
     (tmp_path / "questions.csv").write_text("question,answer\n" + "".join(questions))
     (tmp_path / "my_reward.py").write_text(program[program.index("def ") : program.index("small =")])
     words = shlex.split(command.replace("\\\n", " "))
-    ended = hone_command(*words, "max_response_length=24", log=tmp_path / "pilot.log", cwd=tmp_path)
+    assert {"steps=12", "out=runs/sums", "train_batch_size=16"} <= {*words}, "the run of the six lines"
+    words[words.index("out=runs/sums")] = "out=runs/pilot"
+    ended = hone_command(*words, log=tmp_path / "pilot.log", cwd=tmp_path)
     assert ended.code == 0, ended.output
 
 

@@ -57,7 +57,8 @@ def test_the_threads_are_restored_when_a_matmul_fails(monkeypatch: pytest.Monkey
         ("cpu", "local", "bfloat16", 0.3, False),
         ("cpu", "local", "float32", 6.1, False),
         ("cpu", "ray", "bfloat16", 6.1, True),
-        ("auto", "ray", "bfloat16", 6.1, False),  # the workers may have GPUs
+        ("auto", "ray", "bfloat16", 6.1, True),  # a cluster that is started here
+        ("auto", "ray at a:1", "bfloat16", 6.1, False),  # the workers may have GPUs
     ],
 )
 def test_slow_bfloat16_is_a_warning_on_a_cpu(
@@ -71,7 +72,8 @@ def test_slow_bfloat16_is_a_warning_on_a_cpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "bfloat16_cost", lambda: cost)
-    rl.trainer.device, rl.trainer.runtime, rl.actor_rollout_ref.actor.dtype = device, runtime, dtype
+    rl.trainer.device, rl.trainer.runtime, rl.actor_rollout_ref.actor.dtype = device, runtime.partition(" ")[0], dtype
+    rl.ray.address = runtime.partition(" at ")[2] or None
     warnings = [finding for finding in findings(rl) if finding.error.code == "R07"]
     assert [finding.stops for finding in warnings] == [False] * warns
     if warns:

@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,24 @@ def test_rows_that_one_term_failed_and_another_skipped_are_failures(monkeypatch:
         scored(config, [trajectory(), trajectory()])
 
 
+@pytest.mark.parametrize("style", ["solution_str", "completions"])
+def test_a_term_may_decline_most_answers(tmp_path: Path, style: str) -> None:
+    """Two of three answers have no verdict of the second term; each keeps that of the first."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def all_of_them(solution_str, **more):\n    return 1.0\n"
+        "def some(solution_str, **more):\n    return 1.0 if solution_str == 'a' else None\n"
+        if style == "solution_str"
+        else "def all_of_them(completions, **more):\n    return [1.0] * len(completions)\n"
+        "def some(completions, **more):\n    return [1.0 if text == 'a' else None for text in completions]\n"
+    )
+    config = RewardConfig(terms=[{"function": f"{file}:all_of_them"}, {"function": f"{file}:some", "weight": 0.5}])
+    texts = ["b", "c", "a"] * 40
+    found = scored(config, [trajectory(text, uid=str(number)) for number, text in enumerate(texts)], training=True)
+    assert [score.verdict for score in found] == [1.5 if text == "a" else 1.0 for text in texts]
+    assert found[2].terms == {"all_of_them": 1.0, "some": 1.0} and found[0].terms == {"all_of_them": 1.0}
+
+
 def test_placed_rewards_of_terms_keep_their_tokens() -> None:
     columns = [[Score(1.0, placed={0: 0.5})], [Score(2.0, placed={0: 1.0, 2: 1.0})]]
     (whole,) = combine([Term("a", weight=2.0), Term("b", weight=0.5)], columns, [trajectory()], normalized=False)
@@ -122,7 +141,8 @@ def test_names_of_terms() -> None:
     terms = read_terms(
         [{"scorer": "exact"}, {"function": "dir/mine.py:f"}, {"function": "http://host:80/x", "name": "far"}]
     )
-    assert [term.name for term in terms] == ["exact", "mine", "far"]
+    assert [term.name for term in terms] == ["exact", "f", "far"]
+    assert [term.name for term in read_terms([{"function": "dir/mine.py:compute_score"}])] == ["mine"]
     assert terms[1].function is not None and (terms[1].function.path, terms[1].function.name) == ("dir/mine.py", "f")
     assert terms[2].function is not None and terms[2].function.path == "http://host:80/x"
     with raises(ConfigError, "exact", where="reward.terms"):
