@@ -17,6 +17,7 @@ BROADCAST_BUFFERS = 2
 """Buckets of weights that each end of a broadcast holds: one travels, the other is packed or loaded."""
 
 FROZEN_BYTES = 4  # bytes per parameter that is only read: float32
+PACKED_BYTES = 0.5 + 4 / 64  # bytes per parameter in 4 bits, with a float32 scale for 64 of them
 
 GRADIENT_BYTES = 4  # bytes per parameter of its gradient: float32
 

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -35,6 +36,7 @@ from hone.data.tokenizer import load_tokenizer
 from hone.errors import HoneError, ModelError, did_you_mean
 from hone.models.activations import checkpointing_arguments, tile_mlps
 from hone.models.dropout import set_dropout
+from hone.models.four_bits import pack_layers, require_package
 from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
 from hone.models.registry import family_of
@@ -110,6 +112,7 @@ def _frozen_modules(model: nn.Module, config: ModelConfig) -> str | None:
 
 def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
     """Load a value model: the same backbone with one output a token. A new output layer is zero, so all values are 0."""
+    config = dataclasses.replace(config, quantization="none")  # all its weights are trained
     model = _load(AutoModelForTokenClassification, config, **VALUE_SETTINGS)
     head = value_head(model)
     if not any("Classification" in name for name in saved_settings(config).architectures or []):
@@ -235,8 +238,8 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
     path = _path(config)
     with _explained(path):
         settings = model_settings(config, **overrides)
-        if hasattr(settings, "quantization_config"):
-            return load_dequantised(factory, config, **overrides)
+        if hasattr(settings, "quantization_config") or config.quantization != "none":
+            return load_filled(factory, config, **overrides)
         with _quiet():
             if any(Path(path).glob("model.safetensors*")):
                 empty = empty_model(factory, settings, trust_remote_code=config.trust_remote_code)
@@ -263,12 +266,19 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
     return model
 
 
-def load_dequantised(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedModel:
-    """Load a model whose files are quantised (:data:`hone.data.model_settings.DEQUANTISED`) in float32."""
+def load_filled(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedModel:
+    """Load a model one parameter at a time: from quantised files (:data:`hone.data.model_settings.DEQUANTISED`) in float32, or with
+    layers that are packed as they are read (``config.quantization``).
+    """
     model, files = load_empty(factory, config, **overrides)
+    if config.quantization != "none":
+        require_package()
+        pack_layers(model, layers_of(model))
     materialise(model, torch.device("cpu"))
     fill(model, files, fresh=("score.", "classifier."))
     model.tie_weights()
+    if model.can_generate() and (Path(_path(config)) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(_path(config))
     return model
 
 
@@ -455,7 +465,7 @@ def narrow_frozen_matrices(model: nn.Module, device: torch.device, dtype: str) -
     embedded = {id(module.weight) for module in inner.modules() if isinstance(module, nn.Embedding)}
     parts = [*layers_of(inner), inner.get_output_embeddings()]
     for module in (module for part in parts if part is not None for module in part.modules()):
-        frozen = isinstance(module, nn.Linear) and not module.weight.requires_grad
+        frozen = isinstance(module, nn.Linear) and not module.weight.requires_grad and module.weight.is_floating_point()
         if frozen and id(module.weight) not in embedded:
             module.weight.data = module.weight.data.to(getattr(torch, dtype))
 

@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hone.errors import ModelError
+from hone.models.four_bits import packed_layers
 
 
 class WeightFiles:
@@ -190,10 +191,14 @@ def fill(model: nn.Module, files: WeightFiles, *, fresh: tuple[str, ...] = ()) -
         for name, parameter in model.named_parameters()
         if ".lora_" not in name
     }
-    waiting = set(parameters)
+    waiting, packed = set(parameters), {f"{name}.weight": layer for name, layer in packed_layers(model)}
     for name, value in files.tensors():
         parameter = parameters.get(name)
         if parameter is None:
+            continue
+        if name in packed:
+            packed[name].pack(value)
+            waiting.discard(name)
             continue
         if parameter.shape != value.shape:
             raise ModelError(

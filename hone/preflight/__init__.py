@@ -13,6 +13,7 @@ from hone.preflight import (  # noqa: F401 - they register their rules
     engines,
     environment,
     files,
+    four_bits,
     layouts,
     lifecycle,
     methods,

@@ -24,7 +24,7 @@ from hone.config.trees import AnyConfig, OfflineConfig, model_block, parallel_bl
 from hone.errors import ConfigError
 from hone.generation import is_served
 from hone.preflight.evidence import Evidence, trained_models
-from hone.preflight.plan.model import has_tensor_plan
+from hone.preflight.plan.model import EXPERTS, has_tensor_plan
 from hone.preflight.reading import mini_batches
 from hone.preflight.rules import Finding, Findings, Stage, error, error_of, rule, warning
 from hone.training.backends.fsdp2.pipeline_models import require_divisible
@@ -32,7 +32,6 @@ from hone.training.backends.megatron import support
 from hone.training.backends.registry import BACKENDS, backend_of
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FSDP2_NAMES = (None, "fsdp2", "fsdp")
 """Values of ``strategy`` with which a model on several processes has the backend fsdp2."""
 _CONNECT_SECONDS = 3.0
@@ -359,7 +358,7 @@ def experts_divide(config: AnyConfig, evidence: Evidence) -> Findings:
     """A model with expert parallelism has experts, and they divide over the ranks."""
     parallel, model = parallel_block(config), evidence.model_settings
     size, key = parallel.expert_parallel_size, parallel.key("expert_parallel_size")
-    experts = next((model[key] for key in _EXPERTS if model.get(key)), None)
+    experts = next((model[key] for key in EXPERTS if model.get(key)), None)
     if size == 1 or not model:
         return
     if experts is None:
@@ -383,7 +382,7 @@ def experts_can_be_followed(config: RLConfig, evidence: Evidence) -> Findings:
     if not RunSpec(config).follows_engine_experts:
         return
     key = "actor_rollout_ref.actor.router_replay.mode"
-    if model and not any(model.get(name) for name in _EXPERTS):
+    if model and not any(model.get(name) for name in EXPERTS):
         yield error(
             f"router_replay.mode=R3, but a {model.get('model_type')} model has no experts",
             why="router replay follows the experts that the engine chose",

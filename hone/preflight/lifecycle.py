@@ -26,6 +26,8 @@ _PROBE = ".hone-can-write-here"
 @rule("R55", Stage.FILES)
 def checkpoint_of_this_model(config: AnyConfig, evidence: Evidence) -> Findings:
     """The checkpoint to resume from holds the configured model."""
+    from hone.models.four_bits import RECORD
+
     try:
         checkpoint = resumed_checkpoint(config)
         saved = None if checkpoint is None else _read_json(checkpoint / "actor", "config.json")
@@ -56,6 +58,13 @@ def checkpoint_of_this_model(config: AnyConfig, evidence: Evidence) -> Findings:
     elif adapter is not None and rank > 0 and adapter.get("r") != rank:
         yield _another_model(
             f"'{checkpoint}' holds an adapter with r={adapter.get('r')}, but {block}.lora_rank={rank}", checkpoint
+        )
+    packed = bool(_read_json(checkpoint / "actor", RECORD))
+    if adapter is not None and packed != (model.quantization != "none"):
+        yield _another_model(
+            f"'{checkpoint}' holds an adapter of a base in {'4 bits' if packed else 'whole numbers'}, but "
+            f"{block}.quantization={model.quantization}",
+            checkpoint,
         )
 
 

@@ -34,7 +34,8 @@ from hone.data.model_settings import dequantised_by, read_settings
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model, named_runs
-from hone.models.loading import load_dequantised
+from hone.models.four_bits import packed_weights, require_package, rounded
+from hone.models.loading import load_filled
 from hone.models.streaming import WeightFiles
 from hone.models.tied import merge_adapter
 from hone.progress import progress
@@ -77,8 +78,9 @@ def prove_model(target: Storage, directory: Path, model: Any) -> int:
     return len(seen)
 
 
-def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtype: torch.dtype) -> float:
-    """Compare the logits of a written directory with those of the trained model; return their largest difference.
+def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtype: torch.dtype) -> tuple[float, float]:
+    """Compare the logits of a written directory with those of the trained model; return their largest difference, and that which the
+    dtype makes.
 
     In a narrow dtype the written model is compared with the trained one whose merged weights are rounded. ``trained``:
     loads the trained model in float32, its adapter not merged.
@@ -88,21 +90,22 @@ def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtyp
     model = trained().eval()
     ids = _prompt(model.config)
     right = _logits(model, ids)
-    allowed = limit = TOLERANCE * max(1.0, float(right.abs().max()))
+    allowed, by_dtype = (limit := TOLERANCE * max(1.0, float(right.abs().max()))), 0.0
     if dtype != torch.float32:
         model = merge_adapter(model).eval() if hasattr(model, "peft_config") else model
         _check(target, _logits(model, ids), right, limit)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype).float()
-        rounded = _logits(model, ids)
-        allowed, right = limit + 0.5 * float((rounded - right).abs().max()), rounded
+        narrow = _logits(model, ids)
+        by_dtype = float((narrow - right).abs().max())
+        allowed, right = limit + 0.5 * by_dtype, narrow
     del model
     written, report = factory.from_pretrained(
         target.local_path, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
     if report["missing_keys"]:
         raise _refused(target, f"the files lack '{min(report['missing_keys'])}'")
-    return _check(target, _logits(written.eval(), ids), right, allowed)
+    return _check(target, _logits(written.eval(), ids), right, allowed), by_dtype
 
 
 def fits_in_memory(directory: Path) -> bool:
@@ -392,6 +395,7 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
             fix="--no-merge, or set base_model_name_or_path in adapter_config.json to the directory of the base model",
         )
     lora = PlainLora.read(actor) if base is not None else None
+    packed = _packed_base(actor)
     with contextlib.ExitStack() as stack:
         weights = WeightFolder.open(model, stack)
         tied = _tied(model)
@@ -399,6 +403,7 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
         if (
             quantised
             or weights is None
+            or not packed <= set(weights.specs)
             or (base is not None and (lora is None or not lora.fits(weights) or tied & set(lora.sides)))
         ):
             return _write_loaded(actor, base, target, dtype, largest_file)
@@ -408,7 +413,7 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
             layout.add(name, spec)
 
         def value(name: str) -> torch.Tensor:
-            tensor = weights.read(name)
+            tensor = rounded(weights.read(name)) if name in packed else weights.read(name)
             if lora is not None:
                 tensor = lora.merged(name, tensor)
             return tensor.to(specs[name].dtype)
@@ -439,6 +444,8 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
 def _proof(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, count: int) -> str:
     """Compare logits where a model fits in memory, and return what was proved in words."""
     proof = f"proved: all {count} tensors were read back as trained"
+    if packed_weights(actor):
+        proof += ", the base with the rounded values of its 4 bits"
     if not target.is_local:
         return f"{proof}; logits were not compared, because the directory is remote"
     if not fits_in_memory(target.local_path):
@@ -448,17 +455,36 @@ def _proof(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, 
         model = _loaded(actor, base)
         return model if base is None else PeftModel.from_pretrained(model, str(actor))
 
-    gap = prove_logits(target, trained, model_class(target.local_path), dtype)
-    return f"{proof}; logits on a fixed prompt differ by at most {gap:.1e} from the trained model's"
+    gap, by_dtype = prove_logits(target, trained, model_class(target.local_path), dtype)
+    rounds = (
+        f"; rounding to {str(dtype).removeprefix('torch.')} changes them by at most {by_dtype:.1e}" if by_dtype else ""
+    )
+    return f"{proof}; logits on a fixed prompt differ by at most {gap:.1e} from the trained model's{rounds}"
+
+
+def _packed_base(actor: Path) -> frozenset[str]:
+    """Return the weights of an adapter's base that were trained on in 4 bits, so that a merge has their rounded values."""
+    packed = packed_weights(actor)
+    if packed:
+        require_package()
+    return packed
 
 
 def _loaded(actor: Path, base: Path | None) -> Any:
-    """Load the model in float32, without an adapter."""
+    """Load the model in float32 as it was trained, without an adapter."""
+    model = _base_model(actor, base)
+    for name in _packed_base(actor):
+        weight = model.get_parameter(name)
+        weight.data = rounded(weight.data)
+    return model
+
+
+def _base_model(actor: Path, base: Path | None) -> Any:
     model = _classifier_of_adapter(actor, base, torch.float32) if base is not None else None
     if model is None:
         folder = base or actor
         if dequantised_by(read_settings(folder), folder):
-            return load_dequantised(model_class(folder), ModelConfig(str(folder)))
+            return load_filled(model_class(folder), ModelConfig(str(folder)))
         model = model_class(folder).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     model.tie_weights()  # transformers keeps another head that a file repeats
     return model

@@ -55,7 +55,7 @@ def teacher_model(config: RLConfig | SFTConfig, path: str | None) -> ModelConfig
     model = dataclasses.replace(model_block(config)[1], lora_rank=0, enable_gradient_checkpointing=False)
     if path is None:
         return model
-    return dataclasses.replace(model, path=path, override_config={}, lora_adapter_path=None)
+    return dataclasses.replace(model, path=path, override_config={}, lora_adapter_path=None, quantization="none")
 
 
 def teacher_head(config: RLConfig | SFTConfig) -> Head:

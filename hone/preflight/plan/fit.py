@@ -1,7 +1,7 @@
 """The largest micro-batch that fits, and the first keys to change when a run does not fit, in the order of tuning.
 
 bfloat16 -> micro-batch -> gradient checkpointing -> activation offload -> KV cache or an engine's share -> optimizer offload ->
-parameter offload -> optimizer state in 8 bits -> LoRA
+parameter offload -> optimizer state in 8 bits -> LoRA -> a base in 4 bits
 """
 
 from __future__ import annotations
@@ -269,9 +269,18 @@ def _adapters(config: AnyConfig, fitter: Fitter) -> list[str]:
     return [] if fitter.work(config).actor.lora_rank else [set_key(config, f"{model_block(config)[0]}.lora_rank", 32)]
 
 
+def _four_bits(config: AnyConfig, fitter: Fitter) -> list[str]:
+    """Hold the frozen base in 4 bits, where one process has all of it and the engine reads it there."""
+    work = fitter.work(config)
+    apart = work.main.divided or work.served or (work.rollout is not None and work.rollout.enable_resource_pool)
+    if apart or not work.actor.lora_rank or work.actor.packed or work.actor.shape.experts:
+        return []
+    return [set_key(config, f"{model_block(config)[0]}.quantization", "nf4")]
+
+
 _UPDATE = (_bfloat16, _smaller_micro_batch, _checkpointing, _activation_offload)
 _OFFLOADS = (_offload("optimizer_offload"), _offload("param_offload"))
 _GENERATION = (_smaller_cache, _engine_share)
-LADDER: tuple[Turn, ...] = (*_UPDATE, *_GENERATION, *_OFFLOADS, *_GENERATION, _eight_bits, _adapters)
+LADDER: tuple[Turn, ...] = (*_UPDATE, *_GENERATION, *_OFFLOADS, *_GENERATION, _eight_bits, _adapters, _four_bits)
 """The knobs in the order of tuning; those of generation again after offloading, which changes the fullest phase."""
-_OFFLOADING_FIRST: tuple[Turn, ...] = (*_UPDATE, *_OFFLOADS, *_GENERATION, _eight_bits, _adapters)
+_OFFLOADING_FIRST: tuple[Turn, ...] = (*_UPDATE, *_OFFLOADS, *_GENERATION, _eight_bits, _adapters, _four_bits)

@@ -33,6 +33,7 @@ from hone.config.limits import (
     GRADIENT_BYTES,
     OFFLOAD_IN_FLIGHT_BYTES,
     ORTHOGONALISED_NUMBERS,
+    PACKED_BYTES,
     PREFILL_TOKENS,
 )
 from hone.config.model import OptimConfig
@@ -141,6 +142,9 @@ def decoding(work: Work, pool: Pool, space: float = math.inf) -> dict[str, float
 def decoding_copies(work: Work, pool: Pool) -> dict[str, float]:
     """Return the native engine's copies of weights; an engine with weights of its own keeps them until it gets the next."""
     shape, passes = work.actor.shape, _decoding_passes(work, pool)
+    if passes.packed:
+        output = work.rollout_bf16 and not work.narrows_frozen(work.actor, pool)
+        return {"copies of weights": passes.weight_copies + passes.number * shape.embedding * output}
     copies = work.rollout_bf16 or (family_of(shape.kind).llama_shaped and not passes.lora_rank)
     copies = copies and not (passes.lora_rank and work.narrows_frozen(work.actor, pool))
     matrices = (shape.layers * shape.matrices + shape.embedding) * passes.number
@@ -154,7 +158,8 @@ def shares_weights(pool: Pool) -> bool:
 
 def _decoding_passes(work: Work, pool: Pool) -> Passes:
     lora_rank = work.actor.lora_rank if shares_weights(pool) else 0
-    return Passes(work.actor.shape, work.on_cpu, work.rollout_bf16, lora_rank=lora_rank)
+    packed = work.actor.packed and shares_weights(pool)
+    return Passes(work.actor.shape, work.on_cpu, work.rollout_bf16, lora_rank=lora_rank, packed=packed)
 
 
 # engines with processes of their own -------------------------------------------------------------------------------------
@@ -404,10 +409,11 @@ def _weight_bytes(work: Work, pool: Pool, model: TrainedModel) -> float:
 
 
 def _saved_when_frozen(work: Work, pool: Pool, model: TrainedModel) -> float:
-    """Return the bytes that frozen matrices save where they are held in bfloat16."""
+    """Return the bytes that frozen matrices save where they are held in bfloat16, or those of the layers in 4 bits."""
     shape = model.shape
-    matrices = shape.layers * shape.matrices + shape.embedding * (not shape.tied and not model.value)
-    return 2.0 * matrices * work.narrows_frozen(model, pool)
+    narrow = 2.0 * work.narrows_frozen(model, pool)
+    in_layers = FROZEN_BYTES - PACKED_BYTES if model.packed else narrow
+    return in_layers * shape.layers * shape.matrices + narrow * shape.embedding * (not shape.tied and not model.value)
 
 
 def _offloaded(work: Work, pool: Pool, role: str = "actor") -> set[str]:
@@ -450,7 +456,7 @@ def _scoring(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
             yield {
                 "activations": max(passing, passes.responses * model.shape.hidden * 4),
                 "logits": max(0.0, logits - passing),
-                "copies of weights": passes.weight_copies if passes.bf16 else 0,
+                "copies of weights": passes.weight_copies if passes.bf16 or passes.packed else 0,
                 "gathered weights": _gathered(work, pool, model.shape),
                 "weights": _in_use(work, pool, model, role),
             }
@@ -465,7 +471,7 @@ def _updating(work: Work, pool: Pool, model: TrainedModel) -> Iterable[dict[str,
     earlier = gradients if work.micro_batch(model, pool).per_update > 1 else 0.0
     weights = {"weights": _in_use(work, pool, model)}
     gathered = {**weights, "gathered weights": _gathered(work, pool, shape)}
-    passing = {**gathered, "copies of weights": passes.weight_copies * (not model.checkpointing)}
+    passing = {**gathered, "copies of weights": passes.weight_copies * (model.packed or not model.checkpointing)}
     in_layers = passes.tokens * shape.layers * passes.layer_kept
     kept = passes.tokens * passes.outside_kept
     kept += min(in_layers, OFFLOAD_IN_FLIGHT_BYTES) if passes.on_host else in_layers

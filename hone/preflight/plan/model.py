@@ -21,7 +21,7 @@ from hone.data.model_settings import decoder_settings
 from hone.models.registry import TOWERS, CacheSize, family_of, tensor_plan_of
 from hone.preflight.reading import read_model
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HEADER_LIMIT = 100 * 2**20
 
 
@@ -50,7 +50,7 @@ class ModelShape:
         if not all(isinstance(settings.get(key), int) and settings[key] > 0 for key in keys):
             return None
         layers, hidden, heads, vocabulary = (settings[key] for key in keys)
-        experts = next((settings[key] for key in _EXPERTS if settings.get(key)), 0)
+        experts = next((settings[key] for key in EXPERTS if settings.get(key)), 0)
         width = (settings.get("moe_intermediate_size") if experts else None) or settings.get("intermediate_size")
         kind = str(settings.get("model_type", ""))
         return cls(
@@ -215,6 +215,7 @@ class Passes:
     prompt_copies: float = 1.0
     scale: float = 1.0
     ring: int = 1  # ranks of ring attention
+    packed: bool = False  # whether matrices are unpacked from 4 bits one at a time
 
     @property
     def executor(self) -> str:
@@ -289,8 +290,10 @@ class Passes:
 
     @property
     def weight_copies(self) -> float:
-        """Copies of weights in all layers: autocast's in bfloat16, the Llama executors' joint projections in float32."""
+        """Copies of weights: autocast's in bfloat16, the Llama executors' joint projections in float32, one unpacked matrix."""
         shape = self.shape
+        if self.packed:
+            return shape.hidden * max(shape.width, shape.queries) * self.number
         if self.bf16:
             return 0 if self.gathered else shape.layers * 2 * shape.matrices / self.tensor
         joint = {"llama": shape.queries + 2 * shape.keys, "cuda": shape.queries + 2 * shape.keys + 2 * shape.width}

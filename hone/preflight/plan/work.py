@@ -43,6 +43,7 @@ class TrainedModel:
     lora_rank: int = 0
     keeps_attention: bool = False
     frozen: int = 0  # parameters of a vision tower that is not trained
+    packed: bool = False  # whether the matrices of the layers are held in 4 bits
 
     @property
     def trained_parameters(self) -> int:
@@ -124,6 +125,7 @@ class Work:
             model.bf16,
             tokens=micro.tokens / layout.ranks_a_row,
             responses=micro.rows * self.response / layout.ranks_a_row,
+            packed=model.packed,
             gathered=model.bf16 and (pool.divided or (model.lora_rank > 0 and self.narrows_frozen(model, pool))),
             divided=pool.divided,
             lora_rank=model.lora_rank,
@@ -223,7 +225,7 @@ def work_of(
     if isinstance(config, SFTConfig):
         shapes = [(others or {}).get(f"{TEACHER}{number}", shape) for number, _ in enumerate(_answer_teachers(config))]
         teachers = tuple(
-            dataclasses.replace(model, shape=other, lora_rank=0, checkpointing=False, mini_batch=batch)
+            dataclasses.replace(model, shape=other, lora_rank=0, checkpointing=False, mini_batch=batch, packed=False)
             for other in shapes
         )
     work = Work(config, on_cpu, model, compares, spec.pools, prompt, response, samples, batch)
@@ -251,6 +253,7 @@ def _rl_work(
         value=True,
         lora_rank=0,
         frozen=0,
+        packed=False,
     )
     scores = dataclasses.replace(
         policy,
@@ -260,12 +263,19 @@ def _rl_work(
         checkpointing=False,
         value=True,
         lora_rank=0,
+        packed=False,
     )
     longest, prompt = longest_sequence(config), data.max_prompt_length
     sizes = prompt, longest - prompt, config.actor_rollout_ref.rollout.n, batch
     teachers = tuple(
-        dataclasses.replace(policy, shape=others.get(f"{TEACHER}{number}", shape), checkpointing=False, lora_rank=0)
-        for number, _ in enumerate(_teachers(config))
+        dataclasses.replace(
+            policy,
+            shape=others.get(f"{TEACHER}{number}", shape),
+            checkpointing=False,
+            lora_rank=0,
+            packed=policy.packed and path is None,
+        )
+        for number, path in enumerate(_teachers(config))
     )
     models = values if spec.critic.value else None, scores if scorer.enable else None, teachers
     return Work(config, on_cpu, policy, spec.reference.value, spec.pools, *sizes, *models)
@@ -282,7 +292,10 @@ def _trained(
 ) -> TrainedModel:
     bf16, checkpointing = is_narrow(dtype), block.enable_gradient_checkpointing
     adapters = {"lora_rank": _lora_rank(block), "frozen": frozen_parameters(block)}
-    kept = {"keeps_attention": block.gradient_checkpointing_keeps == "attention"}
+    kept = {
+        "keeps_attention": block.gradient_checkpointing_keeps == "attention",
+        "packed": block.quantization != "none",
+    }
     return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, **adapters, **kept)
 
 

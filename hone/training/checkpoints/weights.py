@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hone.data.assistant_mask import end_of_turn
 from hone.data.image_processor import copy_processor
 from hone.insight import activity
+from hone.models.four_bits import write_record
 from hone.models.images import find_processor
 from hone.training.checkpoints.shards import to_host, wait_for_copies
 from hone.training.checkpoints.storage import Storage
@@ -207,6 +208,7 @@ def _write_settings(model: nn.Module, directory: Path) -> None:
             settings.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         settings.inference_mode = True
         settings.save_pretrained(str(directory))
+        write_record(model, directory)
         return
     assert isinstance(model, PreTrainedModel)
     config = copy.deepcopy(model.config)

@@ -42,6 +42,13 @@ PAIR_WITH_CALL = {
 }
 
 
+def with_bitsandbytes(world: World, found: object = True) -> None:
+    """Simulate that the package is installed, or with None that it is not."""
+    from hone.models import four_bits
+
+    world.monkeypatch.setattr(four_bits, "find_spec", lambda _: found)
+
+
 def valid_rows(world: World) -> None:
     """Write rows without problems."""
     world.rows()
@@ -148,6 +155,32 @@ DIRECTORIES = [
         ("http://127.0.0.1:9/v1/models", "2 times"),
         advice="start the server",
         then="distillation.enable=true distillation.path=TMP/model",
+    ),
+    Case(
+        "R94 four_bits.packed_base_is_frozen",
+        f"{MODEL}.quantization=nf4",
+        (f"{MODEL}.quantization=nf4", "no adapter"),
+        fix=f"{MODEL}.lora_rank=16",
+        given=f"{ACTOR}.optim.lr=1e-4",
+        breaks=with_bitsandbytes,
+    ),
+    Case(
+        "R94 four_bits.engine_reads_the_packed_base",
+        f"{ROLLOUT}.num_replicas=1",
+        (f"{MODEL}.quantization=nf4", "'native'", "processes of its own"),
+        fix=f"{ROLLOUT}.num_replicas=null",
+        given=f"{MODEL}.quantization=nf4 {MODEL}.lora_rank=16 {ACTOR}.optim.lr=1e-4",
+        breaks=with_bitsandbytes,
+    ),
+    Case(
+        "R94 four_bits.model_can_be_packed",
+        f"{MODEL}.quantization=nf4",
+        ("bitsandbytes", f"{MODEL}.quantization"),
+        advice="hone-rl[quantization]",
+        then=f"{MODEL}.quantization=nf4",
+        given=f"{MODEL}.lora_rank=16 {ACTOR}.optim.lr=1e-4",
+        breaks=lambda world: with_bitsandbytes(world, None),
+        repairs=with_bitsandbytes,
     ),
     Case(
         "R90 engines.draft_model_shares_the_tokenizer",
