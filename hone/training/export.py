@@ -381,7 +381,7 @@ def _stored_dtype(model: Path) -> torch.dtype:
         weights = WeightFolder.open(model, stack)
         for spec in weights.specs.values() if weights is not None else ():
             sizes[spec.dtype] += spec.size
-    dtype = max(sizes, key=lambda found: sizes[found], default=torch.float32)
+    dtype = max(sizes, key=sizes.__getitem__, default=torch.float32)
     return dtype if dtype in DTYPES.values() else torch.float32
 
 

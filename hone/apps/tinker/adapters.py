@@ -105,7 +105,7 @@ LOSSES: dict[str, Loss] = {
 }
 """Losses by name: cross-entropy; importance sampling, PPO's clip, CISPO, DRO and GSPO over sampled tokens with advantages.
 
-The formula of ``stable_reinforce`` is not public; CISPO stands in for it, and says so in its metrics.
+The formula of ``stable_reinforce`` is not public: CISPO is computed in its place, and a metric says so.
 """
 
 

@@ -1,4 +1,4 @@
-"""Measure how a start grows with its dataset: `python benchmarks/datasets.py --rows 300000`.
+"""Measure how a start grows with its dataset: `python benchmarks/dataset_start.py --rows 300000`.
 
 The rows are word problems of about 100 tokens, as parquet and as JSON lines; the model has 900,000 weights. A run takes one step, first
 with an empty cache of tokens, then from the cache. Processor time is that of the command with the processes that it started; memory is
