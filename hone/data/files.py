@@ -359,7 +359,9 @@ def _csv(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
                         fix='quote a cell that holds a separator or a line break: "a, b"',
                     )
                 yield {name: cell if cell.strip() else None for name, cell in cells.items()}
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, error) from error
+    except (OSError, csv.Error) as error:
         place = f" (after row {number}; a table is text in UTF-8, and a cell ends with the quote that it begins with)"
         raise _unreadable(path, f"{error}{place}") from error
     if number < 0:
@@ -448,6 +450,12 @@ def _empty(path: Path) -> DataError:
 
 
 def _unreadable(path: Path, reason: object) -> DataError:
+    if isinstance(reason, UnicodeDecodeError):
+        return DataError(
+            f"the text is not UTF-8: {reason}",
+            where=str(path),
+            fix=f"save it as UTF-8; of Windows or Latin-1: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > NEW{path.suffix}",
+        )
     return DataError(f"cannot be read as {path.suffix[1:]}: {reason}", where=str(path), fix="write the file again")
 
 

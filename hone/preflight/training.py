@@ -132,7 +132,7 @@ def token_budgets(config: RLConfig) -> Findings:
             yield error(
                 f"{key.rpartition('.')[2]}={budget} tokens < {_longest_keys(config)} = {longest}",
                 why="the longest sequence does not fit",
-                fix=f"{key}={longest} or more, or shorter sequences",
+                fix=f"{key}={2 * longest}, at least {longest} (one sequence at a time), or shorter sequences",
             )
 
 

@@ -60,7 +60,7 @@ BATCHES = [
         "R29 training.sft_token_budget",
         "data.max_token_len_per_gpu=1000",
         ("=1000 tokens", "data.max_length=1024"),
-        fix="data.max_token_len_per_gpu=2048",
+        fix="data.max_token_len_per_gpu=1024",
         tree="sft",
     ),
     Case(

@@ -100,7 +100,12 @@ def validate(rl: RLConfig) -> None:
             ["lr_warmup_steps=3"],
         ),
         ({"trainer.resume_from_path": "x"}, "R23", True, ["resume_mode=auto", "resume_mode=resume_path"]),
-        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 1000}, "R29", True, ["=1000", "512", "ppo_max_token_len_per_gpu=1024"]),
+        (
+            {f"{ACTOR}.ppo_max_token_len_per_gpu": 1000},
+            "R29",
+            True,
+            ["=1000", "512", "ppo_max_token_len_per_gpu=2048", "at least 1024"],
+        ),
         ({f"{ROLLOUT}.max_cache_tokens": 1023}, "R29", True, ["max_cache_tokens=1023", "= 1024"]),
         ({"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 9}, "R29", True, ["=9 tokens"]),
         (
