@@ -158,3 +158,11 @@ def forked_ray_workers(forks: Forks) -> Iterator[dict[str, str]]:
     yield forks.ray_workers
     for name in forks.ray_workers:
         del os.environ[name]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, rows and files of :func:`support.tiny_runs.make_tiny_runs`, for the tests of one file."""
+    from support.tiny_runs import make_tiny_runs
+
+    return make_tiny_runs(tmp_path_factory.mktemp("tiny"))

@@ -17,7 +17,8 @@ BROADCAST_BUFFERS = 2
 """Buckets of weights that each end of a broadcast holds: one travels, the other is packed or loaded."""
 
 FROZEN_BYTES = 4  # bytes per parameter that is only read: float32
-PACKED_BYTES = 0.5 + 4 / 64  # bytes per parameter in 4 bits, with a float32 scale for 64 of them
+PACKED_BLOCK = 64  # parameters in 4 bits with one float32 scale
+PACKED_BYTES = 0.5 + 4 / PACKED_BLOCK  # bytes of each
 
 GRADIENT_BYTES = 4  # bytes per parameter of its gradient: float32
 

@@ -63,7 +63,7 @@ class ModelConfig:
     layers that merge patches belong to it; the connector of SmolVLM and Idefics3 is trained."""
     quantization: str = choice("none", "none", "nf4")
     """Hold the matrices of the layers in 4 bits (NF4), frozen under a LoRA adapter: 0.56 bytes a number instead of 4. Embeddings, norms
-    and the output layer stay as they are. Trainer and native engine compute with the same packed weights; for a dense model in one
+    and the output layer are not packed. Trainer and native engine compute with the same packed weights; for a dense model in one
     process. Needs the extra quantization (bitsandbytes)."""
 
 

@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.config.limits import PACKED_BLOCK
 from hone.errors import ConfigError, ModelError
 
-BLOCK = 64  # numbers with one scale
+METHOD = "nf4"
+
 RECORD = "base_quantization.json"
 """File of a saved adapter with the method and the packed weights of the base that it was trained on."""
 
@@ -40,7 +42,7 @@ class PackedLinear(nn.Linear):
         count = linear.in_features * linear.out_features
         packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=linear.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.register_buffer("scales", torch.empty(-(-count // BLOCK)))
+        self.register_buffer("scales", torch.empty(-(-count // PACKED_BLOCK)))
         self.bias = linear.bias
 
     @torch.no_grad()
@@ -132,24 +134,40 @@ def write_record(model: nn.Module, directory: Path) -> None:
     """Write next to an adapter which weights of its base are packed; nothing if none is."""
     names = [f"{name}.weight" for name, _ in packed_layers(model)]
     if names:
-        (directory / RECORD).write_text(json.dumps({"method": "nf4", "block": BLOCK, "weights": names}, indent=1))
+        record = {"method": METHOD, "block": PACKED_BLOCK, "weights": names}
+        (directory / RECORD).write_text(json.dumps(record, indent=1))
 
 
 def packed_weights(adapter: Path) -> frozenset[str]:
-    """Return the weights of the base that were packed when an adapter was trained, by their names in the model."""
+    """Return the weights of the base that were packed when an adapter was trained, by their names in the model.
+
+    Raises ModelError: they were packed in another form.
+    """
     file = adapter / RECORD
-    return frozenset(json.loads(file.read_text())["weights"]) if file.is_file() else frozenset()
+    if not file.is_file():
+        return frozenset()
+    record = json.loads(file.read_text())
+    form = record.get("method"), record.get("block")
+    if form != (METHOD, PACKED_BLOCK):
+        raise ModelError(
+            f"the base of this adapter was packed as {form[0]} in blocks of {form[1]}; this Hone packs {METHOD} in {PACKED_BLOCK}",
+            where=str(file),
+            fix="use the Hone that trained it",
+        )
+    return frozenset(record["weights"])
 
 
 def _packed(values: Tensor) -> tuple[Tensor, Tensor]:
     from bitsandbytes.functional import quantize_4bit
 
-    packed, state = quantize_4bit(values.contiguous(), blocksize=BLOCK, compress_statistics=False, quant_type="nf4")
+    packed, state = quantize_4bit(
+        values.contiguous(), blocksize=PACKED_BLOCK, compress_statistics=False, quant_type=METHOD
+    )
     return packed, state.absmax
 
 
 def _unpacked(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    state = QuantState(scales.float(), torch.Size(shape), blocksize=BLOCK, quant_type="nf4", dtype=dtype)
+    state = QuantState(scales.float(), torch.Size(shape), blocksize=PACKED_BLOCK, quant_type=METHOD, dtype=dtype)
     return dequantize_4bit(packed, state)

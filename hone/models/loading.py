@@ -268,7 +268,7 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
 
 def load_filled(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedModel:
     """Load a model one parameter at a time: from quantised files (:data:`hone.data.model_settings.DEQUANTISED`) in float32, or with
-    layers that are packed as they are read (``config.quantization``).
+    layers that are packed while they are read (``config.quantization``).
     """
     model, files = load_empty(factory, config, **overrides)
     if config.quantization != "none":

@@ -62,7 +62,7 @@ def checkpoint_of_this_model(config: AnyConfig, evidence: Evidence) -> Findings:
     packed = bool(_read_json(checkpoint / "actor", RECORD))
     if adapter is not None and packed != (model.quantization != "none"):
         yield _another_model(
-            f"'{checkpoint}' holds an adapter of a base in {'4 bits' if packed else 'whole numbers'}, but "
+            f"'{checkpoint}' holds an adapter of a base in {'4 bits' if packed else '16 or 32 bits'}, but "
             f"{block}.quantization={model.quantization}",
             checkpoint,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from hone.rewards.score import Score
 from hone.trainers.estimates import is_split
 
 MOST_TERMS = 64
-"""Named numbers of rewards that become metrics; a function that names one by row would add a column of each to every step."""
+"""Named numbers of rewards that become metrics, those of most answers first; a function may name one a row."""
 
 
 def batch_metrics(
@@ -155,7 +154,7 @@ def _reward_metrics(metrics: MetricStore, scores: Sequence[Score], uids: Sequenc
     for score in scores:
         for name, value in score.terms.items():
             terms[name].append(value)
-    for name, values in itertools.islice(terms.items(), MOST_TERMS):
+    for name, values in sorted(terms.items(), key=lambda term: -len(term[1]))[:MOST_TERMS]:
         metrics.add(f"reward/{name}/mean", sum(values) / len(values))
     if len(terms) > MOST_TERMS:
         metrics.add("reward/unlogged_terms", len(terms) - MOST_TERMS)

@@ -90,7 +90,8 @@ def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtyp
     model = trained().eval()
     ids = _prompt(model.config)
     right = _logits(model, ids)
-    allowed, by_dtype = (limit := TOLERANCE * max(1.0, float(right.abs().max()))), 0.0
+    allowed = limit = TOLERANCE * max(1.0, float(right.abs().max()))
+    by_dtype = 0.0
     if dtype != torch.float32:
         model = merge_adapter(model).eval() if hasattr(model, "peft_config") else model
         _check(target, _logits(model, ids), right, limit)

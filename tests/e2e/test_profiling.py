@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 from support.launch import hone
-from support.tiny_runs import make_tiny_runs, offline_words, rl_words
+from support.tiny_runs import offline_words, rl_words
 
 from hone.insight.metrics import is_timing
 from hone.insight.run_files import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.application("hone/insight", "hone/apps/lab", "hone/cli/profile.py")]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    return folder
 
 
 def train(root: Path, name: str, *words: str) -> Path:

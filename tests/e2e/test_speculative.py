@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.archives import records
 from support.launch import hone
-from support.tiny_runs import make_tiny_runs, rl_words
+from support.tiny_runs import rl_words
 
 pytestmark = pytest.mark.application(
     "hone/generation/native/speculative",
@@ -25,13 +25,6 @@ VARIES = (
     "rollout/acc",
 )
 """Parts of the names of metrics of time and memory, of the gap to the rounding of the engine, and of the drafts themselves."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    return folder
 
 
 def trained(tiny: Path, run: Path, *words: str) -> list[dict]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.launch import Command, hone
-from support.tiny_runs import make_tiny_runs, offline_words, rl_words
+from support.tiny_runs import offline_words, rl_words
 
 from hone.insight.activity import birth
 from hone.insight.audit import read_audit
@@ -50,13 +50,6 @@ async def blocks(expression: str) -> str:
         except BaseException:
             pass
 '''
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    return folder
 
 
 def record(run: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from support import forked_engines
 from support.archives import records
 from support.launch import hone
-from support.tiny_runs import make_tiny_runs, rl_words
+from support.tiny_runs import rl_words
 
 pytestmark = pytest.mark.application(
     "hone/algorithms/support.py",
@@ -40,13 +40,6 @@ CASES = {
     ),
     "asynchronous": ("prompts", ("trainer.async_training.max_staleness=1",)),
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    return folder
 
 
 def trained(tiny: Path, run: Path, *words: str, rows: str = "prompts") -> tuple[list[dict], list[dict]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import hone
-from support.tiny_runs import make_tiny_runs, rl_words
+from support.tiny_runs import rl_words
 
 pytestmark = pytest.mark.application(
     "hone/trainers/algorithm.py",
@@ -22,13 +22,6 @@ AGENT = (
     "data.max_prompt_length=400",
     "data.max_response_length=80",
 )
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_runs(folder)
-    return folder
 
 
 def metrics(tiny: Path, run: Path, estimator: str, *words: str) -> list[dict]:

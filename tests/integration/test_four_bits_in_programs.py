@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import make_tiny_runs, offline_words, rl_words
+from support.tiny_runs import offline_words, rl_words
 from typer.testing import CliRunner
 
 from hone.cli.main import app
@@ -20,21 +20,14 @@ LENGTH = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.max_
 RL_MODEL = "actor_rollout_ref.model"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four_bits")
-    make_tiny_runs(folder)
-    return folder
-
-
-def words(program: str, world: Path, run: Path, *extra: str) -> list[str]:
+def words(program: str, tiny: Path, run: Path, *extra: str) -> list[str]:
     """The command of four steps on a base in 4 bits."""
     block = RL_MODEL if program == "train" else "model"
     settings = (f"{block}.quantization=nf4", f"{block}.lora_rank=4", *LENGTH, *extra)
     if program == "train":
         kl = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.rollout_correction.bypass_mode=false")
-        return rl_words(world, run, *kl, *settings)
-    return offline_words(program, world, run, *settings)
+        return rl_words(tiny, run, *kl, *settings)
+    return offline_words(program, tiny, run, *settings)
 
 
 def run(arguments: list[str]) -> str:
@@ -51,10 +44,10 @@ def saved(run_directory: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("program", ["train", "sft", "prefer", "reward-model"])
-def test_a_resumed_run_is_the_uninterrupted_one(program: str, world: Path, tmp_path: Path) -> None:
-    run(words(program, world, tmp_path / "whole"))
+def test_a_resumed_run_is_the_uninterrupted_one(program: str, tiny: Path, tmp_path: Path) -> None:
+    run(words(program, tiny, tmp_path / "whole"))
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/whole/checkpoints/step_2")
-    run(words(program, world, tmp_path / "resumed", *resume))
+    run(words(program, tiny, tmp_path / "resumed", *resume))
     expected, found = saved(tmp_path / "whole", 4), saved(tmp_path / "resumed", 4)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -65,8 +58,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(program: str, world: Path, tmp_p
         assert max(line["training/rollout_log_probs_diff_max"] for line in lines) < 1e-5
 
 
-def test_a_run_is_generated_from_and_exported_as_it_was_trained(world: Path, tmp_path: Path) -> None:
-    run(words("sft", world, tmp_path / "run"))
+def test_a_run_is_generated_from_and_exported_as_it_was_trained(tiny: Path, tmp_path: Path) -> None:
+    run(words("sft", tiny, tmp_path / "run"))
     ask = ["What is 1 + 1?", "--max-tokens", "8", "--temperature", "0"]
     answer = run(["generate", str(tmp_path / "run"), *ask])
     said = run(["export", str(tmp_path / "run"), "--out", str(tmp_path / "merged")])
@@ -77,9 +70,7 @@ def test_a_run_is_generated_from_and_exported_as_it_was_trained(world: Path, tmp
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
-def test_engines_of_this_process_sample_from_the_packed_base(engine: str, world: Path, tmp_path: Path) -> None:
-    run(
-        words("train", world, tmp_path / "run", f"actor_rollout_ref.rollout.name={engine}", LENGTH[0].replace("4", "1"))
-    )
+def test_engines_of_this_process_sample_from_the_packed_base(engine: str, tiny: Path, tmp_path: Path) -> None:
+    run(words("train", tiny, tmp_path / "run", f"actor_rollout_ref.rollout.name={engine}", LENGTH[0].replace("4", "1")))
     line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert line["training/rollout_log_probs_diff_max"] < 1e-5

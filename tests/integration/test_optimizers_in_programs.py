@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.messages import raises
-from support.tiny_runs import make_tiny_runs, offline_words, rl_words
+from support.tiny_runs import offline_words, rl_words
 from typer.testing import CliRunner
 
 from hone.cli.main import app
@@ -32,22 +32,15 @@ LENGTH = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.max_
 RL_MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("optimizers")
-    make_tiny_runs(folder)
-    return folder
-
-
-def words(program: str, world: Path, run: Path, *extra: str) -> list[str]:
+def words(program: str, tiny: Path, run: Path, *extra: str) -> list[str]:
     """The command of four steps with these settings of the optimizer."""
     if program != "train":
         settings = [f"optim.{key}={value}" for key, value in OPTIM.items()]
-        return offline_words(program, world, run, *LENGTH, *settings, *extra)
+        return offline_words(program, tiny, run, *LENGTH, *settings, *extra)
     blocks = (f"{ACTOR}.optim", "critic.optim")
     settings = [f"{block}.{key}={value}" for block in blocks for key, value in OPTIM.items()]
     gae = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3")
-    return rl_words(world, run, *gae, *LENGTH, *settings, *extra)
+    return rl_words(tiny, run, *gae, *LENGTH, *settings, *extra)
 
 
 def run(arguments: list[str]) -> None:
@@ -74,11 +67,11 @@ def saved(run_directory: Path, step: int) -> dict[str, torch.Tensor]:
     ids=["train", "train, lora", "sft, float16", "prefer, lora", "reward-model"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    program: str, extra: tuple[str, ...], world: Path, tmp_path: Path
+    program: str, extra: tuple[str, ...], tiny: Path, tmp_path: Path
 ) -> None:
-    run(words(program, world, tmp_path / "whole", *extra))
+    run(words(program, tiny, tmp_path / "whole", *extra))
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/whole/checkpoints/step_2")
-    run(words(program, world, tmp_path / "resumed", *extra, *resume))
+    run(words(program, tiny, tmp_path / "resumed", *extra, *resume))
     expected, found = saved(tmp_path / "whole", 4), saved(tmp_path / "resumed", 4)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -96,8 +89,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 0])
 
 
-def test_the_average_is_evaluated_and_exported_like_any_model(world: Path, tmp_path: Path) -> None:
-    run(words("sft", world, tmp_path / "run"))
+def test_the_average_is_evaluated_and_exported_like_any_model(tiny: Path, tmp_path: Path) -> None:
+    run(words("sft", tiny, tmp_path / "run"))
     average = tmp_path / "run" / "checkpoints" / "step_4" / "actor_ema"
     run(["export", str(average), "--out", str(tmp_path / "exported")])
     expected, found = load_file(average / "model.safetensors"), load_file(tmp_path / "exported/model.safetensors")
@@ -106,6 +99,6 @@ def test_the_average_is_evaluated_and_exported_like_any_model(world: Path, tmp_p
     for place in ("checkpoints/latest/actor_ema", "actor_ema", "checkpoints/step_4/actor_ema"):
         assert find_actor(tmp_path / "run" / place) == average
     assert find_actor(tmp_path / "run") == average.with_name("actor")
-    run(words("sft", world, tmp_path / "without", "optim.ema_decay=null"))
+    run(words("sft", tiny, tmp_path / "without", "optim.ema_decay=null"))
     with raises(CheckpointError, "actor_ema", "step_4"):
         find_actor(tmp_path / "without" / "actor_ema")

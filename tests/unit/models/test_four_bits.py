@@ -1,7 +1,9 @@
 """A frozen base in 4 bits: the values of the NF4 table, one base for engine and trainer, exact resumes, exports of what was trained."""
 
 import dataclasses
+import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError, ModelError
 from hone.models import four_bits
 from hone.models.compiled import compile_layers
-from hone.models.four_bits import PackedLinear, packed_layers, packed_weights, rounded
+from hone.models.four_bits import RECORD, PackedLinear, packed_layers, packed_weights, rounded
 from hone.models.heads import PolicyHead
 from hone.models.loading import adapter_off, causal_lm, load_policy, load_reward_model, load_value_model, saved_model
 from hone.training.backends.local import LocalBackend
@@ -229,3 +231,10 @@ def test_without_the_package_the_message_says_what_to_install(directory, monkeyp
     monkeypatch.setattr(four_bits, "find_spec", lambda _: None)
     with raises(ConfigError, "hone-rl[quantization]", where="model.quantization"):
         packed_policy(directory("qwen3"))
+
+
+def test_a_base_that_was_packed_in_another_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / RECORD).write_text(json.dumps({"method": "nf4", "block": 128, "weights": ["a.weight"]}))
+    with pytest.raises(ModelError, match="blocks of 128"):
+        packed_weights(tmp_path)
+    assert packed_weights(tmp_path / "none") == frozenset()

@@ -74,7 +74,7 @@ def test_an_adapter_of_a_packed_base_is_not_taken_for_another(rl: RLConfig, tmp_
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "peft_type": "LORA"}))
-    (adapter / four_bits.RECORD).write_text(json.dumps({"method": "nf4", "weights": ["a.weight"]}))
+    (adapter / four_bits.RECORD).write_text(json.dumps({"method": "nf4", "block": 64, "weights": ["a.weight"]}))
     (problem,) = problems_of(change(rl, {f"{MODEL}.lora_adapter_path": str(adapter)}), "R94")
     assert problem.fix == f"{MODEL}.quantization=nf4"
     assert problems_of(change(rl, {f"{MODEL}.quantization": "nf4"}), "R94") == []
@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_its_base(packed: RLConfig, was: str, now: str) -> N
     (folder / "actor").mkdir(parents=True)
     (folder / "actor/adapter_config.json").write_text(json.dumps({"r": 16}))
     if was == "nf4":
-        (folder / "actor" / four_bits.RECORD).write_text(json.dumps({"method": "nf4", "weights": ["a.weight"]}))
+        (folder / "actor" / four_bits.RECORD).write_text(json.dumps({"method": "nf4", "block": 64, "weights": ["a.weight"]}))
     (folder / "checkpoint.json").write_text(json.dumps({"format": 2, "step": 4, "files": {}}))
     (folder / "state.json").write_text(json.dumps({"step": 4}))
     found = problems_of(change(packed, {f"{MODEL}.quantization": now}), "R55")
