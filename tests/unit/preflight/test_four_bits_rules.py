@@ -87,7 +87,9 @@ def test_a_resumed_run_keeps_its_base(packed: RLConfig, was: str, now: str) -> N
     (folder / "actor").mkdir(parents=True)
     (folder / "actor/adapter_config.json").write_text(json.dumps({"r": 16}))
     if was == "nf4":
-        (folder / "actor" / four_bits.RECORD).write_text(json.dumps({"method": "nf4", "block": 64, "weights": ["a.weight"]}))
+        (folder / "actor" / four_bits.RECORD).write_text(
+            json.dumps({"method": "nf4", "block": 64, "weights": ["a.weight"]})
+        )
     (folder / "checkpoint.json").write_text(json.dumps({"format": 2, "step": 4, "files": {}}))
     (folder / "state.json").write_text(json.dumps({"step": 4}))
     found = problems_of(change(packed, {f"{MODEL}.quantization": now}), "R55")
