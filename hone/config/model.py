@@ -94,14 +94,14 @@ class OptimConfig:
     whose regular expression is found in a parameter's name applies: its learning rate is lr_mult x lr at every step, and
     weight_decay, where given, replaces weight_decay. An entry that applies to no trained parameter is an error."""
     lr_scheduler_type: str = choice("constant", "constant", "linear", "cosine", "wsd")
-    """Shape after warm-up: constant; linear or cosine down to min_lr_ratio x lr at the last step; or wsd
-    (warm-up-stable-decay): constant, then down to min_lr_ratio x lr over the last steps."""
+    """Shape after warm-up: constant; linear or cosine, which would reach min_lr_ratio x lr one step after
+    the last; or wsd (warm-up-stable-decay): constant, then the same over the last steps."""
     lr_warmup_steps: int = -1
     """Linear warm-up in steps; negative means that lr_warmup_steps_ratio applies."""
     lr_warmup_steps_ratio: float = number(0.0, low=0, high=1)
     """Linear warm-up as a share of all steps, used when lr_warmup_steps is negative."""
     min_lr_ratio: float = number(0.0, low=0, high=1)
-    """Final learning rate of the schedules linear, cosine and wsd, as a share of lr."""
+    """Learning rate to which linear, cosine and wsd fall, as a share of lr."""
     lr_wsd_decay_style: str = choice("cosine", "cosine", "linear", "minus_sqrt", "exponential")
     """Shape of the decay of wsd, from 1 to 0 over its share t: cosine, linear (1 - t), minus_sqrt (1 - sqrt(t)), or exponential
     (2^(1 - t) - 1)."""

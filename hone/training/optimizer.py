@@ -435,18 +435,21 @@ def _arguments(cls: type[Optimizer], config: OptimConfig, *, kernels: bool) -> d
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step (from 0): linear warm-up, then the shape of ``lr_scheduler_type``."""
+    """Return the learning rate of a step (from 0): linear warm-up, then the shape of ``lr_scheduler_type``.
+
+    The shape ends one step after the last, as in Transformers and verl: with ``min_lr_ratio=0`` no update has a rate of 0.
+    """
     warmup = _steps(config.lr_warmup_steps, config.lr_warmup_steps_ratio, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    last, shape = total_steps - 1, config.lr_scheduler_type
+    shape = config.lr_scheduler_type
     if shape == "constant":
         return config.lr
     begin = warmup
     if shape == "wsd":
-        begin = last - _steps(config.lr_wsd_decay_steps, config.lr_wsd_decay_steps_ratio, total_steps - warmup)
+        begin = total_steps - _steps(config.lr_wsd_decay_steps, config.lr_wsd_decay_steps_ratio, total_steps - warmup)
         begin, shape = max(warmup, begin), config.lr_wsd_decay_style
-    progress = min(1.0, max(0, step - begin) / max(1, last - begin))
+    progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * _SHAPES[shape](progress))
 
 
