@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 EXIT_FAILED = 3
@@ -190,3 +191,18 @@ def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:
         return f"Did you mean {', '.join(near)}?"
     shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
     return f"Known: {shown}" if known else "Nothing is registered."
+
+
+def near_path(text: str) -> str:
+    """Return which existing paths of the same folder have a similar name, as a question, or "".
+
+    >>> near_path("no/such/folder")
+    ''
+    """
+    folder = Path(text).parent
+    try:
+        here = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(Path(text).name, here, cutoff=0.7)
+    return f"Did you mean {', '.join(str(folder / name) for name in near)}?" if near else ""

@@ -44,6 +44,7 @@ class Bar(ABC):
     """Progress of one loop, of which ``done`` items have ended."""
 
     done = 0
+    ended = False
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
@@ -57,8 +58,9 @@ class Bar(ABC):
     def _show(self, count: int) -> None:
         """Show the progress after ``count`` more items."""
 
-    def close(self) -> None:  # noqa: B027 - most displays need no end
+    def close(self) -> None:
         """End the display."""
+        self.ended = True
 
 
 class Saying(Bar):
@@ -126,6 +128,7 @@ class _TerminalBar(Bar):
         self._progress.update(self._task, advance=count, rate=rate)
 
     def close(self) -> None:
+        super().close()
         self._progress.stop()
 
 
@@ -135,12 +138,12 @@ class Lines(Bar):
     def __init__(self, what: str, total: int, stream: IO[str], every: float = LINE_SECONDS) -> None:
         super().__init__(what, total)
         self._stream, self._every = stream, every
-        self._started, self._ended = time.monotonic(), threading.Event()
+        self._started, self._end = time.monotonic(), threading.Event()
         if every:
             threading.Thread(target=self._tick, name="progress", daemon=True).start()
 
     def _tick(self) -> None:
-        while not self._ended.wait(self._every):
+        while not self._end.wait(self._every):
             self._write()
 
     def _show(self, count: int) -> None:
@@ -156,7 +159,8 @@ class Lines(Bar):
         self._stream.flush()
 
     def close(self) -> None:
-        self._ended.set()
+        super().close()
+        self._end.set()
 
 
 def _rate(done: int, seconds: float) -> str:

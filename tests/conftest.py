@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer.main
+import typer.testing
 from hypothesis import settings
 from support.budget import unlisted
 from support.choice import ABOUT, chosen, is_about, left_out, paths_of
@@ -29,6 +32,8 @@ for package in ("benchmarks/gpu_simulation", "scripts/pages"):
     assert spec is not None and spec.loader is not None
     sys.modules[folder.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[folder.name])
+
+typer.testing._get_command = functools.cache(typer.main.get_command)  # it takes as long as a short command
 
 settings.register_profile("unhurried", examples())
 settings.load_profile("unhurried")

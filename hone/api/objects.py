@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hone.config.reward import reward_keys as reward_keys_of
+from hone.config.reward import reward_term
 from hone.errors import ConfigError, DataError
 from hone.user_objects import PREFIX, UserObject, is_user_object, register_object
 
@@ -166,9 +168,7 @@ def reward_keys(reward: Reward | None, objects: GivenObjects, weights: Sequence[
     if reward is None:
         return {}
     if isinstance(reward, str):
-        from hone.config.reward import reward_keys as keys_of_text
-
-        return dict(keys_of_text(reward))
+        return reward_keys_of(reward)
     path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
     registered = _function(reward, objects)
     return {path: registered, name: registered.removeprefix(PREFIX)}
@@ -185,11 +185,9 @@ def _function(reward: Any, objects: GivenObjects) -> str:
 
 def _term(reward: OneReward | None, weight: float, objects: GivenObjects) -> dict[str, Any]:
     """Return the entry of ``reward.terms`` for one of several rewards."""
-    from hone.rewards.scorers import SCORERS
-
-    if isinstance(reward, str) and reward in SCORERS:
-        return {"scorer": reward, "weight": weight}
-    path = reward if isinstance(reward, str) else _function(reward, objects)
+    if isinstance(reward, str):
+        return reward_term(reward) | {"weight": weight}
+    path = _function(reward, objects)
     return {"function": path, "name": path.rpartition(":")[2], "weight": weight}
 
 

@@ -79,7 +79,9 @@ def evaluate(
     ],
     episodes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="key=value", help="settings of multi-turn episodes: keys of multi_turn and agent"),
+        typer.Argument(
+            metavar="key=value", help="keys of multi_turn and agent for episodes of several turns, and of reward"
+        ),
     ] = None,
     n: Annotated[int, typer.Option(help="answers per prompt")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy; n > 1 needs a positive one")] = 0.0,
@@ -103,15 +105,20 @@ def evaluate(
 ) -> None:
     """Answer every prompt of a dataset, score the answers, and print accuracy by data source.
 
-    A model in the directory of a run uses that run's blocks multi_turn and agent. Example:
-    hone eval runs/calc --data val.parquet multi_turn.max_assistant_turns=4
+    A model in the directory of a run uses that run's blocks multi_turn and agent. The reward is that
+    of the rows, unless an option or key says another. Example:
+    hone eval runs/calc --data val.parquet multi_turn.max_assistant_turns=4 reward=[exact_match,rewards.py:short]
     """
-    from hone.config.reward import CustomRewardConfig, RewardConfig
+    from hone.config.overrides import hydra_value
     from hone.generation.constraints import constraint_option
-    from hone.trainers.episode_keys import episode_keys
+    from hone.trainers.episode_keys import episode_keys, reward_of
     from hone.trainers.evaluation import EvaluationRequest, report, run_evaluation
     from hone.training.export import find_actor
 
+    given = {"reward": reward, "reward.scorer": scorer}
+    rewards, words = reward_of(
+        [*(episodes or []), *(f"{key}={hydra_value(value)}" for key, value in given.items() if value)]
+    )
     request = EvaluationRequest(
         model=model,
         files=data,
@@ -122,10 +129,10 @@ def evaluate(
         max_prompt_length=max_prompt_length,
         max_response_length=max_response_length,
         max_samples=max_samples,
-        reward=RewardConfig(custom_reward_function=CustomRewardConfig.named(reward), scorer=scorer),
+        reward=rewards,
         seed=seed,
         dtype=dtype.value,
-        episodes=episode_keys(find_actor(model), episodes or []),
+        episodes=episode_keys(find_actor(model), words),
         prompt_key=prompt_key,
         answer_key=answer_key,
         reward_fn_key=reward_fn_key,

@@ -13,6 +13,7 @@ can be resumed; 4 an alert or `hone stop` ended a run, or `hone gate` refuses a 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import signal
@@ -40,12 +41,17 @@ class Entry(NamedTuple):
 def load(place: str) -> Any:
     """Import the module of a command and return the command or group."""
     module, _, name = place.partition(":")
-    command = getattr(importlib.import_module(f"hone.cli.{module}"), name)
+    return _click(getattr(importlib.import_module(f"hone.cli.{module}"), name))
+
+
+@functools.cache
+def _click(command: Any) -> Any:
+    """Return the command of a function, or the group of a Typer application."""
     if not isinstance(command, typer.Typer):
         from hone.cli.options import DataKeys
 
         single = typer.Typer(add_completion=False)
-        single.command(cls=DataKeys if name == "evaluate" else None)(command)
+        single.command(cls=DataKeys if command.__name__ == "evaluate" else None)(command)
         command = single
     return get_command(command)
 

@@ -74,7 +74,9 @@ def samples(
             typer.echo(json.dumps(record, ensure_ascii=False))
         return
     for record in result.shown:
-        notes = [f"ended by {record['stop_reason']}", f"{len(record['response_ids'] or ())} tokens"]
+        notes = [f"{len(record['response_ids'] or ())} tokens"]
+        if not record.get("episode"):  # else the trace says how it ended
+            notes.insert(0, f"ended by {record['stop_reason']}")
         if record["advantages"]:
             notes.append(f"advantage {fmean(record['advantages']):+.3g}")
         if record["ground_truth"] is not None:

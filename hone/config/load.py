@@ -309,7 +309,7 @@ def _announce(provenance: Provenance, tree: DictConfig) -> None:
 def _with_full_keys(override: Override, schema: type) -> list[Override]:
     key = full_key(override.key_or_group, schema)
     value = override_value(override) if key == "reward" and key in blocks(schema) else None
-    if isinstance(value, str) and value:
+    if value and isinstance(value, str | list):
         return parse_overrides([f"{path}={hydra_value(item)}" for path, item in reward_keys(value).items()])[0]
     if key == override.key_or_group:
         return [override]

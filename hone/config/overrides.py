@@ -62,8 +62,12 @@ def _malformed(line: str, reason: str) -> ConfigError:
 def override_value(override: Override) -> Any:
     from hydra.core.override_parser.types import QuotedString
 
-    value = override.value()
-    return value.text if isinstance(value, QuotedString) else value
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return value.text if isinstance(value, QuotedString) else value
+
+    return plain(override.value())
 
 
 def hydra_value(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,19 +85,29 @@ class CustomRewardConfig:
         return cls(path=path or None, name=name or cls.name)
 
 
-def reward_keys(text: str) -> dict[str, str]:
-    """Return the keys that ``reward=TEXT`` sets.
+def reward_keys(reward: str | Sequence[Any]) -> dict[str, Any]:
+    """Return the keys that ``reward=...`` sets.
 
     >>> reward_keys("my.py:right")
     {'reward.custom_reward_function.path': 'my.py', 'reward.custom_reward_function.name': 'right'}
     >>> reward_keys("exact_match"), reward_keys("http://host/score")
     ({'reward.scorer': 'exact_match'}, {'reward.custom_reward_function.path': 'http://host/score'})
+    >>> reward_keys(["exact_match", "my.py:short"])
+    {'reward.terms': [{'scorer': 'exact_match'}, {'function': 'my.py:short'}]}
     """
+    if not isinstance(reward, str):
+        return {"reward.terms": [reward_term(one) if isinstance(one, str) else one for one in reward]}
+    if "scorer" in reward_term(reward):
+        return {"reward.scorer": reward}
     block = "reward.custom_reward_function"
-    file, colon, name = text.rpartition(":")
-    if "://" in text or text.endswith(".py"):
-        return {f"{block}.path": text}
-    return {f"{block}.path": file, f"{block}.name": name} if colon else {"reward.scorer": text}
+    file, colon, name = ("", "", "") if "://" in reward or reward.endswith(".py") else reward.rpartition(":")
+    return {f"{block}.path": file, f"{block}.name": name} if colon else {f"{block}.path": reward}
+
+
+def reward_term(text: str) -> dict[str, Any]:
+    """Return the entry of ``reward.terms`` of a scorer's name, a file with a function, or a URL."""
+    function = ":" in text or text.endswith(".py")
+    return {"function" if function else "scorer": text}
 
 
 @dataclass

@@ -178,7 +178,8 @@ def offline(name: HubName, kind: str, command: str) -> HoneError:
         f"'{name.repository}' is not a local path, the cache does not have it, and the hub cannot be reached"
         + (" (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""),
         why=f"the {kind} must be on this machine before the run starts",
-        fix=f"on a machine with a network: {command} --local-dir DIR; copy DIR here and name it instead",
+        fix=f"on a machine with a network: {command} --local-dir DIR; copy DIR here and name it instead. "
+        f"For a local path: the current directory is {Path.cwd()}",
         code="E-hub-offline",
     )
 

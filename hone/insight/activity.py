@@ -9,7 +9,7 @@ A process names itself once (:func:`begin`), and then describes its work around 
     with activity.doing("update_actor"):
         for micro_batch in micro_batches:
             ...
-            activity.tick()
+            activity.tick(done, len(micro_batches))
     with activity.waiting("score of 64 responses", on=["reward worker"], limit=30.0):
         ...
 
@@ -37,8 +37,10 @@ from hone.insight import stacks, timeline
 
 FOLDER = "activity"
 _PAGE = 4096
-_HEAD = struct.Struct("<QQd")  # version, ticks, time of the last tick
-_TICKS = struct.Struct("<Qd")
+_HEAD = struct.Struct(
+    "<QQdII"
+)  # version, ticks, time of the last tick, items of the current loop that are done, and all
+_TICKS = struct.Struct("<QdII")
 _VERSION = struct.Struct("<Q")
 _SLOT = struct.Struct("<QI")  # version and length of the text that follows
 _SLOT_BYTES = (_PAGE - _HEAD.size) // 2
@@ -72,6 +74,8 @@ class Record:
     spans: tuple[Span, ...] = ()  # current activities, the outermost first
     ticks: int = 0  # progress so far, a number that only grows
     moved: float = 0.0  # wall time of the last tick or change of activity
+    done: int = 0  # items of the current loop that have ended
+    total: int = 0  # all items of that loop; 0 if it does not count them
     log: str | None = None  # file that takes its output, if there is one
     path: Path = field(default=Path(), compare=False)
 
@@ -174,9 +178,9 @@ class _Publisher:
         for file in files:
             file.unlink(missing_ok=True)
 
-    def tick(self) -> None:
+    def tick(self, done: int, total: int) -> None:
         self._ticks += 1
-        _TICKS.pack_into(self._page, _VERSION.size, self._ticks, time.time())
+        _TICKS.pack_into(self._page, _VERSION.size, self._ticks, time.time(), done, total)
 
     def push(self, span: Span) -> None:
         with self._lock:
@@ -207,7 +211,7 @@ class _Publisher:
         _VERSION.pack_into(self._page, start + _SLOT_BYTES - _VERSION.size, self._version)
         self._page[start + _SLOT.size : start + _SLOT.size + len(text)] = text
         _SLOT.pack_into(self._page, start, self._version, len(text))
-        _HEAD.pack_into(self._page, 0, self._version, self._ticks, time.time())
+        _HEAD.pack_into(self._page, 0, self._version, self._ticks, time.time(), 0, 0)
 
 
 def _slot(version: int) -> int:
@@ -256,9 +260,9 @@ def end() -> None:
     _publisher.end()
 
 
-def tick() -> None:
-    """Report progress: a decode step, a micro-batch, an answer."""
-    _publisher.tick()
+def tick(done: int = 0, total: int = 0) -> None:
+    """Report progress: a decode step, a micro-batch, an answer. ``done`` of ``total`` items of the loop have ended, where it counts."""
+    _publisher.tick(done, total)
 
 
 @contextlib.contextmanager
@@ -318,14 +322,14 @@ def _read(path: Path) -> Record | None:
             return None
         if len(page) < _PAGE:
             return None
-        version, ticks, moved = _HEAD.unpack_from(page)
+        version, ticks, moved, done, total = _HEAD.unpack_from(page)
         start = _slot(version)
         written, length = _SLOT.unpack_from(page, start)
         if version and version == written == _VERSION.unpack_from(page, start + _SLOT_BYTES - _VERSION.size)[0]:
             text = page[start + _SLOT.size : start + _SLOT.size + length]
             fields = json.loads(text)
             spans = tuple(Span(what, since, tuple(on), *others) for what, since, on, *others in fields.pop("spans"))
-            return Record(**fields, spans=spans, ticks=ticks, moved=moved, path=path)
+            return Record(**fields, spans=spans, ticks=ticks, moved=moved, done=done, total=total, path=path)
         time.sleep(0.001)
     return None
 

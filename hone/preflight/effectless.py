@@ -31,6 +31,7 @@ class Switch(NamedTuple):
 def effectless_keys(config: AnyConfig) -> Findings:
     """A key that differs from its default has an effect."""
     defaults, values = {key.path: key.default for key in documentation(type(config))}, dict(leaf_values(config))
+    changed = [key for key in values if values[key] != defaults[key]]
     switches = [*_shared(config), *(_rl(config) if isinstance(config, RLConfig) else ())]
     for keys, on, is_on, reason, stops in switches:
         wanted = [word.split("=", 1) for word in on.split()]
@@ -38,8 +39,8 @@ def effectless_keys(config: AnyConfig) -> Findings:
         if not missing if is_on is None else is_on:
             continue
         blocks = expand(keys)
-        for key in [key for key in values if any(f"{key}.".startswith(f"{block}.") for block in blocks)]:
-            if values[key] != defaults[key]:
+        for key in changed:
+            if any(f"{key}.".startswith(f"{block}.") for block in blocks):
                 back = f"{key}={yaml_value(defaults[key])}"
                 yield (error if stops else warning)(
                     f"{key.rpartition('.')[2]}={yaml_value(values[key])} has no effect: {reason or ', '.join(missing)}",

@@ -10,7 +10,7 @@ from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.data.model_settings import DEQUANTISED, decoder_settings, dequantised_by, read_settings
-from hone.errors import HoneError, ModelError
+from hone.errors import HoneError, ModelError, near_path
 from hone.hub.get import KNOWN_MODELS
 from hone.preflight.machine import write_problem
 from hone.preflight.reading import answer_key, file_list, read_json, read_model
@@ -219,7 +219,7 @@ def _no_directory(key: str, path: str) -> Finding:
         why="a path with a folder that exists, or with more than one /, is not looked up on the hub",
         fix=f"`hone models get {path} --out {path}` brings it"
         if path.lower() in KNOWN_MODELS
-        else f"{key}=DIR that exists (current directory: {Path.cwd()}), or ORG/NAME of the hub",
+        else near_path(path) or f"{key}=DIR that exists (current directory: {Path.cwd()}), or ORG/NAME of the hub",
         where=key,
     )
 

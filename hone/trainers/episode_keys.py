@@ -1,7 +1,8 @@
-"""Keys of the episodes that `hone eval` plays, from the model's run and the command line."""
+"""Keys of `hone eval`: of the episodes that it plays, from the model's run and the command line, and of the reward."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 
 from hone.config.agents import AgentConfig, MultiTurnConfig
 from hone.config.load import load_config
+from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 
@@ -56,6 +58,16 @@ def episode_keys(model: Path, overrides: Sequence[str]) -> EpisodeKeys:
     )
 
 
+def reward_of(words: Sequence[str]) -> tuple[RewardConfig, list[str]]:
+    """Return the reward that the keys of the block ``reward`` set, and the other words.
+
+    Raises:
+        ConfigError: a key of ``reward`` is unknown, or its value is wrong.
+    """
+    of_reward = [word for word in words if re.match(r"[+~]*reward[.=]", word)]
+    return load_config(RLConfig, of_reward).reward, [word for word in words if word not in of_reward]
+
+
 def run_of(model: Path) -> Path | None:
     """Return the directory of the `hone train` run that contains a model, or None."""
     for folder in model.absolute().parents:
@@ -72,9 +84,9 @@ def _full_override(word: str) -> str:
         return word
     if key.partition(".")[0] not in _BLOCKS:
         raise ConfigError(
-            f"'{word}' is not a key of episodes",
-            why="`hone eval` takes a model, data and options; its keys name files and columns, or configure episodes",
-            fix="use a key of multi_turn or agent, as in multi_turn.enable=true multi_turn.tool_config_path=tools.yaml",
+            f"'{word}' is not a key of an evaluation",
+            why="`hone eval` takes a model, data and options; its keys configure episodes and the reward",
+            fix="use a key of multi_turn, agent or reward, as in multi_turn.enable=true reward=[exact_match,rewards.py:short]",
         )
     sign = word[: len(word) - len(word.lstrip("+~"))]
     return f"{sign}{_ROLLOUT}{key}"

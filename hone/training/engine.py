@@ -181,7 +181,6 @@ class MicroBatchLoop:
                 packed = pack(micro, self._device, sees=sees)
                 with self.computing(), autocast(self._device, self._settings.dtype):
                     outputs.add(rows, packed.outputs_by_row(self._forward(head, packed, with_entropy)))
-                activity.tick()
                 ON_DONE.get()(len(rows))
         return outputs.columns()
 
@@ -237,7 +236,6 @@ class MicroBatchLoop:
                 statistics[-1] |= router_statistics(self._routers.take_counts())
             if recorder is not None:
                 recorder.write(micro, outputs, loss, totals, factor)
-            activity.tick()
         return statistics
 
     @contextlib.contextmanager
@@ -271,8 +269,9 @@ class MicroBatchLoop:
         sees = [images is not None and any(images[row] for row in rows) for rows in plan]
         if self._reads_images:
             sees = self._ranks.any_rank(sees)
-        for rows, seen in zip(plan, sees, strict=True):
+        for done, (rows, seen) in enumerate(zip(plan, sees, strict=True), 1):
             yield rows, batch.reorder(rows) if rows else _filler(), seen
+            activity.tick(done, len(plan))
 
     def _plan(self, prompts: Ragged, responses: Ragged, max_tokens: int, together: Tensor | None) -> list[list[int]]:
         """Return the rows of each micro-batch; ranks with fewer rows get empty ones, so that all have the same number."""

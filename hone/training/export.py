@@ -32,7 +32,7 @@ from hone.config.model import ModelConfig
 from hone.data.image_processor import copy_processor, reads_images
 from hone.data.model_settings import dequantised_by, read_settings
 from hone.data.tokenizer import load_tokenizer
-from hone.errors import CheckpointError, ConfigError, HoneError
+from hone.errors import CheckpointError, ConfigError, HoneError, near_path
 from hone.hub.resolve import local_model, named_runs
 from hone.models.four_bits import packed_weights, require_package, rounded
 from hone.models.loading import load_filled
@@ -267,7 +267,8 @@ def find_actor(source: str | Path) -> Path:
         if error.where == "trainer.resume_from_path" and "neither" in error.what:
             raise CheckpointError(
                 f"'{source}' is not a model directory, a checkpoint, or a run with checkpoints",
-                fix="give a directory with config.json, .../checkpoints/step_<N>, or a run directory (`hone runs list`)",
+                fix=near_path(str(source))
+                or "give a directory with config.json, .../checkpoints/step_<N>, or a run directory (`hone runs list`)",
             ) from error
         raise
     if name == AVERAGE and not (checkpoint.storage / name).names():

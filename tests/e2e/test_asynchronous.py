@@ -13,6 +13,7 @@ from support.world import World, metrics, rl_command, run_record
 from hone.insight.records import weight_versions
 
 LONG = pytest.mark.long("hone/trainers", "hone/generation/native", "hone/generation/remote")
+ABOUT = pytest.mark.application("hone/trainers", "hone/generation", "hone/training")
 NATIVE = (
     "trainer.async.max_staleness=1",
     "trainer.rollout_dump_freq=1",
@@ -74,7 +75,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(world: World, undisturb
     "cache",
     [
         pytest.param((), marks=LONG),
-        ("trainer.async.interrupted_cache=keep", "actor_rollout_ref.rollout.stop=[77]"),
+        pytest.param(("trainer.async.interrupted_cache=keep", "actor_rollout_ref.rollout.stop=[77]"), marks=ABOUT),
     ],
     ids=["recompute", "keep"],
 )
@@ -100,7 +101,9 @@ def test_new_weights_interrupt_responses(world: World, tmp_path: Path, cache: tu
 ONE_UPDATE = ("actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.optim.lr=1e-3")
 
 
-@pytest.mark.parametrize("mode", [pytest.param("token-mean", marks=LONG), "seq-mean-token-mean"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("token-mean", marks=LONG), pytest.param("seq-mean-token-mean", marks=ABOUT)]
+)
 def test_a_streamed_batch_gives_the_same_update(world: World, tmp_path: Path, mode: str) -> None:
     runs = {"turns": (), "stream": ("trainer.async.stream=true",)}
     for name, keys in runs.items():

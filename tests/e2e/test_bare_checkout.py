@@ -27,7 +27,11 @@ main()
 
 
 @pytest.mark.parametrize(
-    "program", ["grpo", pytest.param("sft", marks=pytest.mark.long("hone/cli", "hone/trainers/sft.py"))]
+    "program",
+    [
+        pytest.param("grpo", marks=pytest.mark.application("hone/cli", "hone/__init__.py", "pyproject.toml")),
+        pytest.param("sft", marks=pytest.mark.long("hone/cli", "hone/trainers/sft.py")),
+    ],
 )
 def test_programs_train_from_a_checkout(world: World, tmp_path: Path, program: str) -> None:
     steps = "trainer.total_training_steps=1"

@@ -84,7 +84,11 @@ def asked(run, model: Path) -> list[dict]:
     return [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(False, marks=pytest.mark.application("hone/training", "hone/models")), True],
+    ids=["full", "lora"],
+)
 def test_checkpoint_and_exports_load_elsewhere_with_equal_numbers(world, run, tmp_path, lora):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -89,7 +89,7 @@ def test_another_seed_gives_other_metrics(world, whole, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [pytest.param("grpo", 1, marks=LONG), ("ppo", 2), pytest.param("lora", 3, marks=LONG), ("sft", 4)],
+    [*(pytest.param(kind, seed, marks=LONG) for seed, kind in enumerate(RUNS, 1)), ("sft", 4)],
 )
 def test_killed_at_random_steps_and_run_again(world, whole, tmp_path, kind, seed):
     draw, run = random.Random(seed), tmp_path / "run"

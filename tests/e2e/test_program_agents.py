@@ -22,6 +22,7 @@ async def play(row, *, base_url, api_key, model):
 
 
 @pytest.mark.slow
+@pytest.mark.application("hone/agents", "hone/trainers")
 def test_grpo_trains_on_the_exact_tokens_of_an_agent_s_calls(world: World, run, tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(AGENT)
     directory = tmp_path / "run"

@@ -72,7 +72,9 @@ REFUSED = {
 KINDS = [
     "native",
     pytest.param("hf", marks=pytest.mark.long("hone/generation/hf.py", "hone/generation/protocol.py")),
-    pytest.param("served", marks=pytest.mark.slow),
+    pytest.param(
+        "served", marks=[pytest.mark.slow, pytest.mark.application("hone/generation", "hone/models", "hone/cluster")]
+    ),
     *(pytest.param(name, marks=pytest.mark.engines) for name in EXTERNAL),
 ]
 

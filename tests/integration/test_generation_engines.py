@@ -48,6 +48,9 @@ SAMPLINGS = {
 }
 
 
+KINDS = ["native", pytest.param("hf", marks=pytest.mark.application("hone/generation", "hone/models"))]
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
@@ -128,7 +131,7 @@ def test_both_engines_take_the_same_greedy_tokens(model, tokenizer):
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("engine", KINDS)
 def test_log_probs_equal_a_full_forward_pass(model, tokenizer, engine, name):
     asked = requests(SAMPLINGS[name])
     done = run(engine, model, tokenizer, asked)
@@ -141,7 +144,7 @@ def test_log_probs_equal_a_full_forward_pass(model, tokenizer, engine, name):
         assert got.support_sizes == []
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("engine", KINDS)
 def test_the_support_of_a_token_renormalises_its_log_prob(model, tokenizer, engine):
     sampling = SamplingParams(max_tokens=24, top_k=9, top_p=0.8, temperature=1.3, ignore_eos=True, report_support=True)
     plain = dataclasses.replace(sampling, top_k=-1, top_p=1.0)
@@ -167,7 +170,7 @@ def test_the_support_of_a_token_renormalises_its_log_prob(model, tokenizer, engi
             assert float(row[token] - row[support].logsumexp(0)) == pytest.approx(drawn, abs=1e-4)
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("engine", KINDS)
 def test_stop_strings_are_kept_and_end_the_response(model, tokenizer, engine):
     free = run(engine, model, tokenizer, requests(SamplingParams(max_tokens=30, temperature=0.0), 3))
     for key, whole in free.items():

@@ -65,10 +65,11 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 
     Strings given to ``import_module`` and to the trackers' ``require`` count as imports inside a function.
     """
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    inner = {id(node) for function in functions for node in ast.walk(function)}
-    for node in ast.walk(tree):
-        outside = id(node) not in inner
+    nodes = [(tree, True)]
+    while nodes:
+        node, outside = nodes.pop()
+        within = outside and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        nodes += [(child, within) for child in ast.iter_child_nodes(node)]
         if isinstance(node, ast.Import):
             yield from ((alias.name, outside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -10,6 +10,8 @@ from support.patience import LONG
 
 from hone.threads import SPIN, omp_threads
 
+ABOUT = pytest.mark.application("hone/threads.py", "hone/__init__.py", "constraints.txt")
+
 PROGRAM = """
 import os, threading, time, torch
 from hone.threads import compute_here
@@ -47,6 +49,7 @@ print(torch.get_num_threads(), counts[-1][0])
 """
 
 
+@ABOUT
 def test_other_threads_compute_alone_and_the_number_can_be_changed() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True, timeout=LONG)
     given, default, first, second = ended.stdout.splitlines()
@@ -61,6 +64,7 @@ def test_the_environment_sets_the_default(value: str, threads: int | None, monke
     assert omp_threads() == threads
 
 
+@ABOUT
 @pytest.mark.parametrize(
     ("given", "spins"), [({}, SPIN), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )

@@ -253,7 +253,7 @@ class ToolCalls(Detector):
     reads = ("tool/calls/mean", *_UNREADABLE)
     fires = (
         "in 3 steps in a row more calls than in the best 5 steps so far are unreadable or fail, by 10 points (proposal; error: 50 points); "
-        "or calls per episode fall to a tenth of their highest 5 steps"
+        "or more than 10 % of the calls end at their time limit; or calls per episode fall to a tenth of their highest 5 steps"
     )
     why = "episodes without working calls cannot be solved, and the policy learns to do without tools"
     warm_up = 5
@@ -275,10 +275,13 @@ class ToolCalls(Detector):
         if len(self._calls) == 5:
             self._most_calls = max(self._most_calls, fmean(self._calls))
         worse, gone = bad - self._fewest_bad, calls < 0.1 * self._most_calls
-        if self._streak.add(worse > 0.1 or gone) < 3:
+        late = metrics.get("tool/timeout_rate", 0.0)  # never the policy's doing, so from the first step on
+        if self._streak.add(worse > 0.1 or gone or late > 0.1) < 3:
             return None
         if gone:
             what = f"episodes have {calls:.3g} calls on average, they had {self._most_calls:.3g}"
+        elif worse <= 0.1:
+            what = f"{late:.0%} of the calls end at their time limit"
         else:
             what = f"{bad:.0%} of the calls are unreadable or fail, the best 5 steps had {self._fewest_bad:.0%}"
         return Symptom(ERROR if worse > 0.5 else WARNING, what, tuple(self._causes(metrics)))

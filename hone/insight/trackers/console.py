@@ -4,19 +4,66 @@ from __future__ import annotations
 
 import html
 import math
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 from rich.text import Text
 
+from hone.insight import activity
 from hone.insight.curves import svg_curve
 from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker
-from hone.progress import Bar, Lines, Saying
+from hone.progress import LINE_SECONDS, Bar, Lines, Saying
 
 _SECONDS = 0.5  # shortest time between two updates, so that fast steps do not flood the notebook
+
+
+def current_work(folder: Path) -> str | None:
+    """Return what a run is doing, from the records of its processes; None between two steps or without a record.
+
+    An example: ``step 3 > update_actor for 1:05, actor[0]: micro-batch 12 of 64``.
+    """
+    records = activity.read_records(folder)
+    driver = next((record for record in records if record.role == "driver" and record.spans), None)
+    if driver is None:
+        return None
+    counts = [
+        ("" if record is driver else f"{record.name}: ") + f"micro-batch {record.done + 1} of {record.total}"
+        for record in records
+        if record.done < record.total
+    ]
+    spans = [span for span in driver.spans if not span.waits]
+    since = spans[-1].since if spans else driver.spans[-1].since
+    return ", ".join([f"{driver.stage} for {clock(time.time() - since)}", *counts[:2]])
+
+
+class SignsOfLife:
+    """Thread that shows what a run does once it has been silent for half a minute."""
+
+    def __init__(
+        self, folder: Path, show: Callable[[str], None], *, every: float = LINE_SECONDS, silence: float = 30.0
+    ) -> None:
+        self._folder, self._show, self._every, self._silence = folder, show, every, silence
+        self._heard, self._ended = time.monotonic(), threading.Event()
+        self._bar: Bar | None = None
+        threading.Thread(target=self._watch, name="signs of life", daemon=True).start()
+
+    def heard(self, bar: Bar | None = None) -> None:
+        """Begin a new silence, once ``bar`` has ended."""
+        self._heard, self._bar = time.monotonic(), bar or self._bar
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._every):
+            other = self._bar is not None and not self._bar.ended
+            if not other and time.monotonic() - self._heard >= self._silence and (text := current_work(self._folder)):
+                self._show(text)
+
+    def close(self) -> None:
+        self._ended.set()
 
 
 class NotebookDisplay:
@@ -106,10 +153,12 @@ class ConsoleTracker(Tracker):
             )
             self._task = self._progress.add_task("", total=self._total, summary="starting")
             self._progress.start()
+        self._signs = SignsOfLife(info.run_dir.path / activity.FOLDER, self._show_work)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self._times or step > self._times[-1][0]:
             self._times.append((step, time.monotonic()))
+        self._signs.heard()
         summary = summarise(metrics)
         self._shown.update(summary)
         fields = [f"{label} {value}" for label, value in self._shown.items()]
@@ -130,9 +179,17 @@ class ConsoleTracker(Tracker):
             self._line("  ".join([head, *(fields if summary else []), *validation, eta]))
 
     def progress(self, what: str, total: int) -> Bar:
+        live = self._progress is not None or self._notebook is not None
+        bar = Saying(what, total, self._say) if live else Lines(what, total, self._console.file)
+        self._signs.heard(bar)
+        return bar
+
+    def _show_work(self, text: str) -> None:
         if self._progress is not None or self._notebook is not None:
-            return Saying(what, total, self._say)
-        return Lines(what, total, self._console.file)
+            self._say(text)
+        else:
+            self._line(text)
+            self._signs.heard()
 
     def _say(self, text: str) -> None:
         if self._progress is not None:
@@ -141,6 +198,7 @@ class ConsoleTracker(Tracker):
             self._notebook.say(text)
 
     def finish(self, status: str) -> None:
+        self._signs.close()
         if self._progress is not None:
             self._progress.stop()
         last = self._times[-1][0] if self._times else self._first

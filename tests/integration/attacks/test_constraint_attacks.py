@@ -72,6 +72,7 @@ def url() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.application("hone/generation", "hone/trainers/serving.py")
 def test_hostile_constraints_end_alone_and_do_not_stop_the_server(url: str) -> None:
     free = {"prompt": "Hello", "max_tokens": 200}
     _, expected = post(url, **free)

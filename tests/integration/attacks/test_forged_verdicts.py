@@ -112,6 +112,7 @@ def square(n): return stolen or 0
 }  # fmt: skip
 
 
+@pytest.mark.application("hone/rewards")
 @pytest.mark.parametrize("tests", [HUMANEVAL, MBPP], ids=["humaneval", "mbpp"])
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_verdict_scores_nothing(sandbox: Sandbox, name: str, tests: list[str]) -> None:

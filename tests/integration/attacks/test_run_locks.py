@@ -40,6 +40,7 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.application("hone/insight", "hone/trainers/session.py", "hone/training/checkpoints")
 @pytest.mark.parametrize("shared", ["run", "checkpoints"])
 def test_the_second_run_is_refused_and_the_first_is_undisturbed(root: Path, tmp_path: Path, shared: str) -> None:
     run, other, folder = tmp_path / "run", tmp_path / "other", tmp_path / "checkpoints"
@@ -61,6 +62,7 @@ def test_the_second_run_is_refused_and_the_first_is_undisturbed(root: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.application("hone/insight", "hone/trainers/session.py", "hone/training/checkpoints")
 def test_a_killed_run_resumes_at_once(root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = Command(sft(root, run, "trainer.watchdog_seconds=60"), tmp_path / "first.log")

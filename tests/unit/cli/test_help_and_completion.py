@@ -62,6 +62,7 @@ def test_completion_knows_commands_options_keys_and_leaves_files_to_the_shell() 
 
 
 @pytest.mark.slow
+@pytest.mark.application("hone/cli", "hone/models", "hone/training/export.py", "constraints.txt")
 def test_messages_of_other_packages_that_concern_nobody_are_not_shown() -> None:
     program = """if True:
         import logging, warnings

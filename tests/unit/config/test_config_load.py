@@ -117,7 +117,13 @@ def test_what_cannot_be_added_removed_or_chosen(overrides: list[str], what: str,
     assert error.where == overrides[-1] and what in error.what and fix in (error.fix or "")
 
 
-@pytest.mark.parametrize("name", preset_names("rl"))
+ABOUT = pytest.mark.application("hone/config")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("grpo", "opd", "ppo") else pytest.param(name, marks=ABOUT) for name in preset_names("rl")],
+)
 def test_the_tree_is_what_hydra_composes_of_all_layers_at_once(name: str, tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore

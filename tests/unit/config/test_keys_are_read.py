@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def default_of(method: Any, option: str) -> Any:
     return next(found[option].default for found in parameters if option in found)
 
 
+@functools.cache
 def sources() -> list[str]:
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in NOT_READERS]
     files += [
@@ -54,7 +56,8 @@ def sources() -> list[str]:
     return [path.read_text(encoding="utf-8") for path in files]
 
 
-def attributes_read(texts: list[str]) -> set[str]:
+@functools.cache
+def attributes_read(*texts: str) -> set[str]:
     """Names read as ``something.name`` anywhere in the texts."""
     return {
         node.attr
@@ -87,7 +90,7 @@ def test_keys_have_the_defaults_of_the_options_they_set() -> None:
 @pytest.mark.parametrize("tree", TREES.values())
 def test_every_key_is_read(tree: type) -> None:
     texts = sources()
-    read = attributes_read(texts)
+    read = attributes_read(*texts)
     for expression in [*WHOLE_BLOCKS.values(), *OPTIONS.values()]:
         assert any(expression in text for text in texts), f"{expression} is gone: its keys need readers of their own"
     unread = [
@@ -102,4 +105,4 @@ def test_every_key_is_read(tree: type) -> None:
 
 
 def test_the_check_sees_reads_only() -> None:
-    assert attributes_read(["a.b.c = x.y", "f(z)"]) == {"b", "y"}
+    assert attributes_read("a.b.c = x.y", "f(z)") == {"b", "y"}

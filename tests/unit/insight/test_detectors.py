@@ -185,6 +185,14 @@ def test_a_fault_fires_its_detector_once_within_thirty_steps(name: str):
     assert any(character.isdigit() for character in alert.what)
 
 
+@pytest.mark.parametrize(("share", "found"), [(0.3, 1), (0.05, 0)])
+def test_calls_that_end_at_their_time_limit_from_the_first_step_on_are_named(share, found):
+    rows = [row | {"tool/timeout_rate": share} for row in healthy(0)[:20]]
+    alerts = [alert for alert in alerts_of(rows) if alert.detector == "tool_calls"]
+    assert len(alerts) == found
+    assert all("30%" in alert.what and "multi_turn.tool_timeout=60" in alert.fix for alert in alerts)
+
+
 @pytest.mark.parametrize(("explained", "factor"), [(-0.2, 3), (-0.9, 10), (-0.05, None), (0.0, None)])
 def test_a_critic_worse_than_a_constant_gets_a_smaller_learning_rate(explained, factor):
     rows = healthy(0)

@@ -3,6 +3,9 @@
 import dataclasses
 import io
 import logging
+import queue
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,11 +15,12 @@ from support.messages import raises
 from support.patience import SOON
 
 from hone.errors import ConfigError
+from hone.insight import activity
 from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.insight.trackers import TRACKERS, RunInfo, Tracker, build_trackers
 from hone.insight.trackers import base as base_module
 from hone.insight.trackers.base import CompositeTracker, JsonlTracker
-from hone.insight.trackers.console import ConsoleTracker
+from hone.insight.trackers.console import ConsoleTracker, SignsOfLife, current_work
 from hone.insight.trackers.mlflow import metric_key
 from hone.insight.trackers.shown import COLUMNS
 from hone.progress import Lines
@@ -56,6 +60,44 @@ def test_plain_output_is_one_line_a_step(info):
     assert len(lines) == 3 and "\x1b" not in out.file.getvalue()
 
 
+ANOTHER = """
+import sys
+from pathlib import Path
+from hone.insight import activity
+activity.begin(Path(sys.argv[1]), "actor", 1)
+with activity.doing("actor.update"):
+    activity.tick(3, 8)
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_silent_run_shows_what_it_does_and_how_far_its_processes_are(tmp_path):
+    assert current_work(tmp_path) is None
+    activity.begin(tmp_path, "driver")
+    shown = queue.Queue()
+    signs = SignsOfLife(tmp_path, shown.put, every=0.01, silence=0)
+    command = [sys.executable, "-c", ANOTHER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        bar = Lines("validating", 3, io.StringIO())
+        signs.heard(bar)
+        with activity.doing("step 3"), activity.doing("update_actor"):
+            activity.tick(11, 64)
+            text = current_work(tmp_path)
+            assert text.startswith("step 3 > update_actor for 0:0")
+            assert text.endswith(", actor[1]: micro-batch 4 of 8, micro-batch 12 of 64")
+            assert shown.empty()
+            bar.close()
+            assert "micro-batch 12 of 64" in shown.get(timeout=SOON)
+            with activity.doing("sum"):  # work within work has its own count
+                assert "of 64" not in current_work(tmp_path)
+        assert current_work(tmp_path) is None
+        other.stdin.close()
+    signs.close()
+    activity.end()
+
+
 @pytest.mark.parametrize("width", [60, 140])
 def test_terminal_output_is_a_live_line_that_fits(info, width):
     out = console(terminal=True, width=width)
@@ -74,12 +116,13 @@ def test_terminal_output_is_a_live_line_that_fits(info, width):
 
 
 def test_eta_is_the_pace_times_the_steps_left(info, monkeypatch):
-    now = iter([100.0, 102.0, 104.0])
-    monkeypatch.setattr("hone.insight.trackers.console.time.monotonic", lambda: next(now))
+    now = 100.0
+    monkeypatch.setattr("hone.insight.trackers.console.time.monotonic", lambda: now)
     out = console(terminal=False)
     tracker = ConsoleTracker(info, out)
     for step in (4, 5, 6):  # a resumed run: the steps before do not count
         tracker.log(step, {})
+        now += 2
     assert out.file.getvalue().splitlines()[-1] == "step 6/10  ETA 0:08"
 
 

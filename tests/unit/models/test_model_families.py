@@ -10,9 +10,15 @@ from support.messages import raises
 from hone.errors import ConfigError
 from hone.models.registry import ARCHITECTURES, ModelFamily, family_of, register_model
 
+USUAL = ("gemma2", "gpt_oss", "llama", "qwen2_5_vl", "qwen3_5", "qwen3_moe")
+"""One of each kind: windows and caps, sinks, plain, images, recurrent layers, experts. The others run when a model or engine changed."""
+ABOUT = pytest.mark.application("hone/models", "hone/generation/native", "hone/training")
+
 
 class TestRegisteredFamilies(ModelFamilySuite):
-    @pytest.fixture(params=ARCHITECTURES.names())
+    @pytest.fixture(
+        params=[name if name in USUAL else pytest.param(name, marks=ABOUT) for name in ARCHITECTURES.names()]
+    )
     def model(self, request):
         return tiny_model(request.param)
 

@@ -9,7 +9,7 @@ from support.messages import raises
 from hone.config import RLConfig, load_config
 from hone.config.load import to_yaml
 from hone.errors import ConfigError
-from hone.trainers.episode_keys import episode_keys, run_of
+from hone.trainers.episode_keys import episode_keys, reward_of, run_of
 
 
 def test_a_model_of_a_run_is_played_as_in_the_run(tmp_path: Path) -> None:
@@ -37,3 +37,13 @@ def test_keys_of_other_blocks_are_refused(tmp_path: Path) -> None:
         episode_keys(tmp_path, ["data.train_files=x"])
     with raises(ConfigError, "max_turn_s"):
         episode_keys(tmp_path, ["multi_turn.max_turn_s=3"])
+
+
+def test_keys_of_the_reward_are_read_apart() -> None:
+    words = ["reward=[exact_match,'my rewards.py:short']", "multi_turn.enable=true", "reward.timeout=3"]
+    reward, rest = reward_of(words)
+    assert reward.terms == [{"scorer": "exact_match"}, {"function": "my rewards.py:short"}]
+    assert (reward.timeout, rest) == (3, ["multi_turn.enable=true"])
+    assert reward_of([])[0] == load_config(RLConfig, []).reward
+    with raises(ConfigError, "reward.scorrer", "scorer"):
+        reward_of(["reward.scorrer=exact_match"])

@@ -70,6 +70,7 @@ def tools(draw: random.Random) -> Plan:
     return Plan(tuple(Turn(draw.randint(5, 60), draw.random() * 4) for _ in range(draw.randint(1, 3))))
 
 
+@pytest.mark.application("hone/preflight", "hone/trainers", "tests/support/schedule")
 @pytest.mark.parametrize("plan", [long_tailed, tools])
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def check_fates(simulation: Simulation) -> None:
 
 
 @given(schedules())
-@examples(1600)
+@examples(800)
 def test_schedules_end_within_their_bounds(schedule):
     check(simulated(schedule))
 

@@ -66,7 +66,12 @@ def expected(name: str, count: int) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("name", GROUPED)
+ABOUT = pytest.mark.application("hone/algorithms", "hone/trainers")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("grpo", "rloo") else pytest.param(name, marks=ABOUT) for name in GROUPED]
+)
 def test_lost_verdicts_leave_the_expectation_of_fewer_responses(name: str) -> None:
     sums, by_count = [0.0] * len(CHANCES), [0.0] * (N + 1)
     for verdicts in itertools.product((0, 1), repeat=N):

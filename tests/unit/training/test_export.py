@@ -258,3 +258,9 @@ def test_sizes(text, size):
 def test_texts_that_are_not_sizes(text):
     with raises(ConfigError, f"'{text}'", "--max-shard-size 5GB"):
         parse_size(text)
+
+
+def test_a_path_with_a_wrong_letter_names_the_run_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "capitals").mkdir()
+    with raises(CheckpointError, "capitals?"):
+        find_actor(tmp_path / "captials")
