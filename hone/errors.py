@@ -201,7 +201,7 @@ def near_path(text: str) -> str:
     """
     folder = Path(text).parent
     try:
-        here = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        here = [] if Path(text).exists() or not folder.is_dir() else [entry.name for entry in folder.iterdir()]
     except OSError:
         return ""
     near = difflib.get_close_matches(Path(text).name, here, cutoff=0.7)
