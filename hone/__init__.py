@@ -17,9 +17,9 @@ __version__ = "0.1.0"
 spin_briefly()
 
 if TYPE_CHECKING:
-    from hone.api import Run, evaluate, generate, prefer, serve, sft, train, train_reward_model
+    from hone.api import Run, evaluate, generate, prefer, push, serve, sft, train, train_reward_model
 
-__all__ = ["NoVerdict", "Run", "evaluate", "generate", "prefer", "serve", "sft", "train", "train_reward_model"]
+__all__ = ["NoVerdict", "Run", "evaluate", "generate", "prefer", "push", "serve", "sft", "train", "train_reward_model"]
 
 
 def __getattr__(name: str) -> Any:

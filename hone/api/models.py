@@ -1,7 +1,8 @@
-"""Use of a trained or pretrained model from Python: evaluate, generate, serve."""
+"""Use of a trained or pretrained model from Python: evaluate, generate, serve, push."""
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from hone.agents.base import AgentLoop
     from hone.agents.environments import Environment
     from hone.agents.interactions import Interaction
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -190,3 +194,20 @@ def serve(model: str | Path | Run, **options: Any) -> None:
     from hone.trainers.serving import serve as program
 
     program(ServeRequest(model=str(model_directory(model)), **options))
+
+
+@api_call
+def push(model: str | Path | Run, repository: str, **options: Any) -> str:
+    """Upload a model to the hub with a card, like `hone export --push`, and return the address of the repository.
+
+    Args:
+        model: as in :func:`generate`.
+        repository: USER/NAME; it is made, private, if it does not exist.
+        options: ``merge``, ``dtype``, ``gguf`` and ``private`` of :func:`hone.training.push.push_model`.
+
+    Raises:
+        HoneError: there is no model, or the hub refuses it.
+    """
+    from hone.training.push import push_model
+
+    return push_model(str(model_directory(model)), repository, **{"report": log.info, **options})

@@ -89,7 +89,7 @@ def export(
     source: Annotated[
         str, typer.Argument(help="run directory, checkpoint (.../step_N, .../best), or its actor directory; or a URL")
     ],
-    out: Annotated[str, typer.Option("--out", help="directory or URL to write")],
+    out: Annotated[str | None, typer.Option("--out", help="directory or URL to write; with --gguf a file")] = None,
     merge: Annotated[
         bool, typer.Option(help="merge a LoRA adapter into its base; otherwise the adapter is copied")
     ] = True,
@@ -100,10 +100,31 @@ def export(
         ),
     ] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest safetensors file, for example 5GB or 500MB")] = "5GB",
+    gguf: Annotated[
+        str | None,
+        typer.Option(help="write one file for llama.cpp with this type: f32, f16, bf16, q8_0, q5_1, q4_1 or q4_0"),
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="USER/NAME", help="upload to this repository of the hub, with a model card")
+    ] = None,
+    private: Annotated[bool, typer.Option(help="make a new repository of --push private")] = True,
 ) -> None:
     """Write weights, configuration and tokenizer in a form that transformers, vLLM and PEFT load."""
     from hone.training.export import export, parse_size
 
-    size, proofs = parse_size(max_shard_size), list[str]()
-    written = export(source, out, merge=merge, dtype=dtype, largest_file=size, report=proofs.append)
-    typer.echo("\n".join([f"wrote {written}", *proofs]))
+    size, lines = parse_size(max_shard_size), list[str]()
+    if (out is None) == (push is None):
+        raise ConfigError("export needs one place to write to", fix="--out DIR, or --push USER/NAME")
+    if push is not None:
+        from hone.training.push import push_model
+
+        address = push_model(source, push, merge=merge, dtype=dtype, gguf=gguf, private=private, report=lines.append)
+        lines.insert(0, f"pushed to {address}")
+    elif gguf is not None:
+        from hone.training.gguf_export import export_gguf
+
+        lines.insert(0, f"wrote {export_gguf(source, str(out), gguf, report=lines.append)}")
+    else:
+        written = export(source, str(out), merge=merge, dtype=dtype, largest_file=size, report=lines.append)
+        lines.insert(0, f"wrote {written}")
+    typer.echo("\n".join(lines))

@@ -89,15 +89,15 @@ def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtyp
     """
     model = trained().eval()
     ids = _prompt(model.config)
-    right = _logits(model, ids)
+    right = logits_of(model, ids)
     allowed = limit = TOLERANCE * max(1.0, float(right.abs().max()))
     by_dtype = 0.0
     if dtype != torch.float32:
         model = merge_adapter(model).eval() if hasattr(model, "peft_config") else model
-        _check(target, _logits(model, ids), right, limit)
+        _check(target, logits_of(model, ids), right, limit)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype).float()
-        narrow = _logits(model, ids)
+        narrow = logits_of(model, ids)
         by_dtype = float((narrow - right).abs().max())
         allowed, right = limit + 0.5 * by_dtype, narrow
     del model
@@ -106,7 +106,7 @@ def prove_logits(target: Storage, trained: Callable[[], Any], factory: Any, dtyp
     )
     if report["missing_keys"]:
         raise _refused(target, f"the files lack '{min(report['missing_keys'])}'")
-    return _check(target, _logits(written.eval(), ids), right, allowed), by_dtype
+    return _check(target, logits_of(written.eval(), ids), right, allowed), by_dtype
 
 
 def fits_in_memory(directory: Path) -> bool:
@@ -131,7 +131,7 @@ def _flat(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: Tensor) -> Tensor:
+def logits_of(model: Any, ids: Tensor) -> Tensor:
     logits: Tensor = model(input_ids=ids).logits
     return logits
 

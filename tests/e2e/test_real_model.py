@@ -72,6 +72,29 @@ def test_imitation_learns_a_style_that_export_keeps(model: Path, tmp_path: Path)
     assert reply[: len(answer.token_ids) - 1] == answer.token_ids[:-1]
 
 
+def test_a_file_for_llama_cpp_answers_as_the_model(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from hone.training.gguf_export import export_gguf
+
+    gaps = {}
+    for kind in ("f16", "q8_0", "q4_1"):
+        lines: list[str] = []
+        export_gguf(model, tmp_path / f"{kind}.gguf", kind, report=lines.append)
+        gaps[kind] = float(re.search(r"differ by (\S+)", lines[-1])[1])  # type: ignore[index]
+    assert gaps["f16"] < 1e-4 and gaps["q8_0"] < 0.1 and gaps["q4_1"] < 0.05, gaps  # its weights were published in q4_1
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.apply_chat_template(
+        asked("France"), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    replies = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+        .generate(**ids, max_new_tokens=24, do_sample=False)
+        .tolist()
+        for folder, file in ((model, {}), (tmp_path, {"gguf_file": "f16.gguf"}))
+    ]
+    assert replies[0] == replies[1]
+
+
 def pairs() -> list[dict[str, Any]]:
     return [
         {

@@ -1,7 +1,8 @@
-"""A model and dataset hub on loopback that speaks the public protocol of huggingface_hub, as far as downloads need it."""
+"""A model and dataset hub on loopback that speaks the public protocol of huggingface_hub, as far as downloads and uploads need it."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -18,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+LARGE = (".safetensors", ".parquet", ".bin", ".gguf")
+"""Ends of files that are stored by their sha256."""
 _PATH = re.compile(
     r"/(?P<api>api/)?(?:(?P<kind>models|datasets)/)?(?P<repository>[^/]+/[^/]+)"
     r"(?:/(?P<verb>revision|tree|resolve)/(?P<revision>[^/]+)(?:/(?P<file>.+))?)?"
@@ -47,6 +50,11 @@ class LoopbackHub:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.requests: list[tuple[str, str]] = []
         self.tokens: set[str] = set()
+        self.writers: set[str] | None = None
+        """Tokens that may upload; None: every request may."""
+        self.private: dict[str, bool] = {}
+        self.uploads: dict[str, bytes] = {}
+        """Large files by their sha256."""
         self.url = ""
 
     def add(self, kind: str, name: str, files: dict[str, bytes], revision: str = "main") -> Repository:
@@ -96,6 +104,7 @@ def use_hub(hub: LoopbackHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "HF_HOME": str(folder / "hf"),
         "HF_HUB_CACHE": cache,
         "HONE_CACHE": str(folder / "hone-cache"),
+        "HF_HUB_DISABLE_XET": "1",
     }.items():
         monkeypatch.setenv(name, value)
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
@@ -104,6 +113,7 @@ def use_hub(hub: LoopbackHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
 
 def parquet(rows: list[dict[str, object]]) -> bytes:
@@ -125,6 +135,51 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer(body=True)
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.uploads[self.path.rpartition("/")[2]] = content
+        self._send(200, b"", "text/plain", True, {})
+
+    def do_POST(self) -> None:
+        path, hub = urlsplit(self.path).path, self.hub
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.requests.append(("POST", path))
+        token = (self.headers.get("authorization") or "").removeprefix("Bearer ")
+        if hub.writers is not None and token not in hub.writers:
+            return self._error(403, "Forbidden", True)
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []}, True)
+        if path == "/api/repos/create":
+            asked = json.loads(content)
+            name = f"{asked['organization']}/{asked['name']}"
+            if ("models", name) in hub.repositories:
+                known = {"error": "You already created this repo", "url": f"{hub.url}/{name}"}
+                return self._send(409, json.dumps(known).encode(), "application/json", True, {})
+            hub.add("models", name, {})
+            hub.private[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
+            return self._json({"url": f"{hub.url}/{name}", "id": name}, True)
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {**entry, "actions": {"upload": {"href": f"{hub.url}/lfs/{entry['oid']}", "header": {}}}}
+                for entry in json.loads(content)["objects"]
+            ]
+            return self._json({"transfer": "basic", "objects": objects}, True)
+        name = "/".join(path.split("/")[3:5])
+        if path.endswith("/preupload/main"):
+            files = [
+                {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular"}
+                for file in json.loads(content)["files"]
+            ]
+            return self._json({"files": [{**file, "shouldIgnore": False} for file in files]}, True)
+        lines = [json.loads(line) for line in content.splitlines()]  # of /commit/main
+        files = {one["value"]["path"]: self._content(one) for one in lines if one["key"] != "header"}
+        sha = hub.add("models", name, files).revisions["main"][0]
+        return self._json({"commitUrl": f"{hub.url}/{name}/commit/{sha}", "commitOid": sha, "hookOutput": ""}, True)
+
+    def _content(self, line: dict[str, dict[str, str]]) -> bytes:
+        value = line["value"]
+        return base64.b64decode(value["content"]) if "content" in value else self.hub.uploads[value["oid"]]
 
     def _answer(self, *, body: bool) -> None:
         path = urlsplit(self.path).path
@@ -177,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _oid(file: str, content: bytes) -> str:
-    if file.endswith((".safetensors", ".parquet", ".bin")):
+    if file.endswith(LARGE):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 PUBLIC: dict[str, str] = {
-    "hone": "NoVerdict Run evaluate generate prefer serve sft train train_reward_model",
+    "hone": "NoVerdict Run evaluate generate prefer push serve sft train train_reward_model",
     "hone.api": "Answer",
     "hone.errors": "HoneError",
     "hone.config": "RLConfig SFTConfig PreferenceConfig RewardModelConfig load_config",
