@@ -126,16 +126,18 @@ def card_files(actor: Path, repository: str, *, adapter: bool) -> dict[str, str]
 
 
 def _base(base: Path | None, run: Path | None, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return name and licence of the model that training began with, as far as they are known."""
+    """Return name and licence of the model that training began with, where they are known."""
     block = config.get("actor_rollout_ref", config).get("model", {}) if config else {}
     folder = Path(base or block.get("path") or "no such folder")
     downloads = read_run(run).get("downloads", {}) if run else {}
-    named = next((one["name"] for key, found in downloads.items() if key.endswith("model.path") for one in found), None)
+    named = next(
+        (one["name"] for key, models in downloads.items() if key.endswith("model.path") for one in models), None
+    )
     known = next((model for model in KNOWN_MODELS.values() if named == model.repository), None)
     readme = folder / CARD
     head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.S) if readme.is_file() else None
-    own = yaml.safe_load(head[1]) if head else {}
-    licence = known.licence.lower() if known else own.get("license") if isinstance(own, dict) else None
+    card = yaml.safe_load(head[1]) if head else {}
+    licence = known.licence.lower() if known else card.get("license") if isinstance(card, dict) else None
     if named is None and (folder / "config.json").is_file():
         named = folder.name
     return named, licence
