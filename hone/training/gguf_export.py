@@ -55,7 +55,7 @@ def export_gguf(source: str | Path, out: str | Path, kind: str, *, report: Calla
         report: receives one line about what was compared.
 
     Raises:
-        ConfigError: unknown type, or ``out`` is no such file.
+        ConfigError: unknown type, or ``out`` is not such a file.
         ModelError: the package ``gguf`` is missing, or the file cannot say what this model or tokenizer is.
         CheckpointError: the file is another model than its source.
     """

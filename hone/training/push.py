@@ -49,7 +49,7 @@ def push_model(
         private: whether a new repository is private.
 
     Raises:
-        ConfigError: ``repository`` is no such name.
+        ConfigError: ``repository`` is not such a name.
         HoneError: the hub refuses the upload, or cannot be reached.
     """
     name = parse_hub_name(repository)
