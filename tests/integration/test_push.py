@@ -63,7 +63,9 @@ def test_a_run_is_uploaded_with_a_card_that_says_how_it_was_trained(
     assert str(tiny) not in card and "/" not in card.split("## Data")[1]
     code, said = push(trained, "--no-merge")
     again = hub.repositories["models", "me/sums"].revisions["main"][1]
-    assert code == 0 and "adapter_model.safetensors" in again and "library_name: peft" in again["README.md"].decode(), said
+    assert code == 0 and "adapter_model.safetensors" in again and "library_name: peft" in again["README.md"].decode(), (
+        said
+    )
 
 
 def test_one_file_for_another_program_is_uploaded(hub: LoopbackHub, tmp_path: Path) -> None:
