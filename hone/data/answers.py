@@ -286,12 +286,17 @@ def leading_number(text: str) -> tuple[Number | None, str]:
     return _number(match), text[match.end() :]
 
 
+_INTEGER = re.compile(r"-?[1-9][0-9]{0,17}|0")
+
+
 def read_number(text: str) -> Number | None:
     """Return the number that a text is, with its unit next to it; None for any other text.
 
     >>> read_number("**$1,234**."), read_number("5 or 6"), read_number("(1,234)")
     (Number(value=Fraction(1234, 1), text='1234', unit='$', exact=True), None, None)
     """
+    if _INTEGER.fullmatch(text):  # most true answers
+        return Number(Fraction(int(text)), text)
     text = _PREFIX.sub("", _in_line(text))
     while whole := _MACRO.fullmatch(text):
         text = _in_line(whole[1])

@@ -112,6 +112,7 @@ def read_rows(
     more = () if as_stored else (SYSTEM, *(other for name in wanted for other in COLUMNS.get(name, ())))
     more += tuple(column for kind in refused for column in media.COLUMNS[kind])
     for number, path in enumerate(paths):
+        looks = bool(refused) and _may_have_media(path)
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
         left = None if max_rows < 0 else max_rows - len(rows)
         records = itertools.islice(_records(path, required, (*optional, *more), bad_lines), left)
@@ -119,12 +120,36 @@ def read_rows(
             if index == 0 and answer_key is not None and not {*answer_columns(answer_key)} & values.keys():
                 _check_columns(path, _columns(path), (answer_key,))
             where = f"{path}, row {index}"
-            if refused:
+            if looks:
                 media.refuse_media(values, where, refused)
             read = values if as_stored else to_messages(_under_wanted_names(values, wanted), where)
             chosen = with_answer({column: value for column, value in read.items() if column in wanted}, answer_key)
             rows.append(Row(f"{name}:{index}", where, {**(defaults or {}), **chosen}, path.parent))
     return rows
+
+
+def _may_have_media(path: Path) -> bool:
+    """Return whether the types of a file's columns leave room for images, videos or sound."""
+    if path.suffix != ".parquet":
+        return True
+    try:
+        schema = pq.read_schema(path)
+    except (pa.ArrowException, OSError):
+        return True  # reading the rows says what is wrong
+    return any(field.name in media.EVERY_COLUMN or _holds_parts(field.type) for field in schema)
+
+
+def _holds_parts(kind: pa.DataType) -> bool:
+    """Return whether a value of an Arrow type may be messages whose contents are lists of parts."""
+    if not hasattr(kind, "value_type"):
+        return isinstance(kind, pa.BaseExtensionType)
+    message = kind.value_type
+    if not pa.types.is_struct(message):
+        return isinstance(message, pa.BaseExtensionType) or hasattr(message, "value_type")
+    content = message.get_field_index("content")
+    return content >= 0 and not (
+        pa.types.is_string(message.field(content).type) or pa.types.is_large_string(message.field(content).type)
+    )
 
 
 def _under_wanted_names(values: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
@@ -231,7 +256,7 @@ def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> It
             size = _ROWS_WITH_MEDIA if {*wanted} & {*media.EVERY_COLUMN} else _ROWS
             for batch in file.iter_batches(batch_size=size, columns=wanted):
                 try:
-                    yield from map(_without_added_nulls, batch.to_pylist())
+                    yield from _plain_rows(batch)
                 except UnicodeDecodeError:
                     raise _not_utf8(path, batch, first) from None
                 first += batch.num_rows
@@ -249,7 +274,7 @@ def _arrow(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iter
         for batch in _batches(reader):
             chosen = batch.select(wanted)
             try:
-                yield from map(_without_added_nulls, chosen.to_pylist())
+                yield from _plain_rows(chosen)
             except UnicodeDecodeError:
                 raise _not_utf8(path, chosen, first) from None
             first += batch.num_rows
@@ -257,6 +282,23 @@ def _arrow(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iter
         raise _unreadable(path, error) from error
     if not first:
         raise _empty(path)
+
+
+def _plain_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any]]:
+    """Return the rows of a batch; nulls that Arrow adds to objects are looked for only where there are some."""
+    return (
+        map(_without_added_nulls, batch.to_pylist()) if any(map(_has_inner_nulls, batch.columns)) else batch.to_pylist()
+    )
+
+
+def _has_inner_nulls(values: pa.Array) -> bool:
+    if pa.types.is_struct(values.type):
+        return any(part.null_count or _has_inner_nulls(part) for part in values.flatten())
+    nested = (
+        pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type)
+    )
+    inner = values.flatten() if nested else None
+    return inner is not None and bool(inner.null_count or _has_inner_nulls(inner))
 
 
 def _without_added_nulls(values: dict[str, Any]) -> dict[str, Any]:

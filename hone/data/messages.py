@@ -21,16 +21,21 @@ PARTS = {
 """Kind of each type of a message's part."""
 
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+
+
 def plain(value: Any) -> Any:
     """Convert numpy arrays and scalars (as pandas reads parquet) to Python lists and numbers."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, np.ndarray):
         return [plain(item) for item in value.tolist()]
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: item if type(item) in _PLAIN else plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [item if type(item) in _PLAIN else plain(item) for item in value]
     return value
 
 

@@ -92,8 +92,11 @@ class PromptDataset:
         texts = [row.values[prompt_key] if isinstance(row.values[prompt_key], str) else None for row in rows]
         templated = tokenizer if strings_as_messages else None
         self.strings = strings_to_messages(rows, prompt_key, templated, chat_template_kwargs)
-        samples = [_sample(row, prompt_key, reward_fn_key, all_columns, images) for row in rows]
         prompts = [plain(row.values[prompt_key]) for row in rows]
+        samples = [
+            _sample(row, prompt, prompt_key, reward_fn_key, all_columns, images)
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
         _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, tools_of or _no_tools)
         for sample, row, sample.text in zip(samples, rows, texts, strict=True):
             sample.prompt_ids = images.expand(sample.prompt_ids, sample.images, row.where)
@@ -132,8 +135,8 @@ class PromptDataset:
         return Counter(sample.data_source for sample in self._samples)
 
 
-def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool, images: RowImages) -> Sample:
-    prompt, source = plain(row.values[prompt_key]), row.values[reward_fn_key]
+def _sample(row: Row, prompt: Any, prompt_key: str, reward_fn_key: str, all_columns: bool, images: RowImages) -> Sample:
+    source = row.values[reward_fn_key]
     if not isinstance(source, str):
         raise DataError(
             f"column '{reward_fn_key}' is {source!r}, not a name",

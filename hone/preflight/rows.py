@@ -199,18 +199,23 @@ def _ground_truth_problem(config: RLConfig) -> Any:
         scorer = SCORERS.get(forced) if forced else scorer_for(source)
         return scorer if scorer is not None and scorer.reads_text_only and scorer.is_installed() else None
 
+    def problem_of(scorer: Scorer, source: str, truth: Any, extra_info: Any = None) -> str | None:
+        try:
+            scorer.compute(data_source=source, solution_str="", ground_truth=truth, extra_info=extra_info)
+        except (ValueError, TypeError, KeyError) as problem:
+            return f"{type(problem).__name__}: {problem}"
+        return None
+
+    once = functools.cache(problem_of)  # many rows have the same answer
+
     def complaint(row: Row, truth: Any) -> str | None:
         source = str(row.values.get(key))
         scorer = reader(source)
         if scorer is None:
             return None
-        try:
-            scorer.compute(
-                data_source=source, solution_str="", ground_truth=truth, extra_info=row.values.get("extra_info")
-            )
-        except (ValueError, TypeError, KeyError) as problem:
-            return f"{type(problem).__name__}: {problem}"
-        return None
+        if isinstance(truth, str) and scorer.compute.__module__.startswith("hone."):  # these read no extra_info
+            return once(scorer, source, truth)
+        return problem_of(scorer, source, truth, row.values.get("extra_info"))
 
     return complaint
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from hone.cli.main import app
 from hone.data import checks, media
 from hone.data.conversations import ConversationDataset
-from hone.data.files import Row, read_rows
+from hone.data.files import EVERY_COLUMN, Row, read_rows
 from hone.data.media import MediaError, media_of
 from hone.data.preferences import PreferenceDataset
 from hone.data.prompts import PromptDataset
@@ -67,6 +67,25 @@ def test_kinds_that_are_not_refused_do_not_count() -> None:
     rows = [Row("a:0", "a, row 0", {"images": [IMAGE]}), Row("a:1", "a, row 1", {"videos": ["a.mp4"]})]
     (finding,) = checks.media(rows, ("video", "audio"))
     assert finding.error.where == "a, row 1" and "1 of 2" in finding.error.what
+
+
+@pytest.mark.parametrize(
+    ("row", "looked_at"),
+    [
+        ({"prompt": [{"role": "user", "content": "hi"}], "other": [1.0]}, False),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, True),
+        ({"prompt": "hi", "nested": [[{"role": "user", "content": "hi"}]]}, True),
+        ({"prompt": "hi", "image": "no picture"}, True),
+    ],
+)
+def test_rows_are_looked_at_where_the_types_of_a_file_leave_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], looked_at: bool
+) -> None:
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    seen: list[str] = []
+    monkeypatch.setattr(media, "refuse_media", lambda *of_row: seen.append(of_row[1]))
+    read_rows(tmp_path / "rows.parquet", required=("prompt",), optional=EVERY_COLUMN, refused=media.KINDS)
+    assert bool(seen) == looked_at
 
 
 def test_the_reader_stops_at_the_first_row_with_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,3 +293,9 @@ def test_scores_of_judges(text: str, score: float | None) -> None:
 def test_reading_takes_linear_time(piece: str) -> None:
     for read in (last_answer, find_numbers, read_number, stated_answer, chosen_letter, parse_score):
         assert grows_linearly(lambda size, read=read: read(piece * size), 20_000), read
+
+
+@given(st.integers(-(10**20), 10**20))
+def test_a_plain_whole_number_is_read_as_one_among_spaces(number: int) -> None:
+    assert read_number(str(number)) == read_number(f" {number} ")
+    assert read_number(f"0{abs(number)}") == read_number(f" 0{abs(number)} ")
