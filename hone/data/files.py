@@ -129,7 +129,7 @@ def read_rows(
 
 
 def _may_have_media(path: Path) -> bool:
-    """Return whether the types of a file's columns leave room for images, videos or sound."""
+    """Return whether the types of a file's columns allow images, videos or sound."""
     if path.suffix != ".parquet":
         return True
     try:
