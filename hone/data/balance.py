@@ -55,6 +55,7 @@ class CostModel:
         experts = config.get("num_experts_per_tok") or 0
         width = config.get("moe_intermediate_size") if experts else None
         width = width or config.get("intermediate_size") or 4 * hidden
+        width = max(width) if isinstance(width, list) else width  # Gemma 3n has one for each layer
         attention = 2 * hidden * head_dim * (heads + key_value_heads)
         output = hidden * config.get("vocab_size", 0) / layers
         return cls((attention + 3 * hidden * width * max(experts, 1) + output) / (2 * heads * head_dim))

@@ -43,13 +43,18 @@ def read_settings(path: str | Path | None) -> dict[str, Any]:
             text = stream.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise _refused(file, f"has more than {_MOST_BYTES >> 20} MiB")
-        settings = json.loads(text)
+        settings = json.loads(text, object_hook=_float_of)
     except (OSError, ValueError, RecursionError) as error:  # also too many digits, or nested too deeply
         raise _refused(file, f"is not valid JSON: {error}") from None
     if not isinstance(settings, dict):
         raise _refused(file, f"holds {_shown(settings)}, not an object with the model's sizes")
     check_settings(settings, file)
     return settings
+
+
+def _float_of(entry: dict[str, Any]) -> Any:
+    """Return the number that Transformers writes as an object, such as ``{"__float__": "Infinity"}``; other objects unchanged."""
+    return float(str(entry["__float__"])) if entry.keys() == {"__float__"} else entry
 
 
 def check_settings(settings: Mapping[str, Any], file: str | Path) -> None:

@@ -169,9 +169,21 @@ def states_size(settings: Mapping[str, Any]) -> int:
     numbers = 0
     for module in model.modules():
         if route(module, config.get_text_config(decoder=True)):
-            hidden = torch.zeros(1, 2, config.hidden_size, device="meta", dtype=model.dtype)
-            numbers += sum(state.numel() for state in Mixer(module).advance(hidden, [])[1])
+            numbers += _states_of(module, config.hidden_size, model.dtype)
     return numbers
+
+
+def _states_of(module: nn.Module, width: int, dtype: torch.dtype) -> int:
+    try:
+        return sum(
+            state.numel()
+            for state in Mixer(module).advance(torch.zeros(1, 2, width, device="meta", dtype=dtype), [])[1]
+        )
+    except RuntimeError:  # a convolution within attention has its width
+        inner = getattr(getattr(module, "conv1d", None), "in_channels", width)
+        if inner == width:
+            raise
+        return _states_of(module, inner, dtype)
 
 
 def recurrent_layers(model: nn.Module) -> set[int]:

@@ -22,8 +22,14 @@ _PACKED = (
 )
 _LEFT_TO_RIGHT = "a policy generates from left to right"
 _OTHER_PROBABILITIES = {
+    "nemotron": "its layers do not hand the context on to their attention",
     "phimoe": "its routers draw experts at random while it trains",
     "jamba": "its recurrent layers do not get what separates packed sequences",
+    "diffllama": "each of its layers attends twice, and the cache keeps keys and values once",
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text"),
+        "convolutions within its attention do not get what separates packed sequences",
+    ),
     "hrm_text": "its layers run several times for each token, with keys and values of each time",
 }
 """Families by ``model_type`` with the reason why they are refused."""

@@ -52,6 +52,7 @@ class ModelShape:
         layers, hidden, heads, vocabulary = (settings[key] for key in keys)
         experts = next((settings[key] for key in EXPERTS if settings.get(key)), 0)
         width = (settings.get("moe_intermediate_size") if experts else None) or settings.get("intermediate_size")
+        width = max(width) if isinstance(width, list) else width  # Gemma 3n has one for each layer
         kind = str(settings.get("model_type", ""))
         return cls(
             kind=kind,

@@ -157,8 +157,9 @@ NARROW = {
         (transformers.ModernBertDecoderConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "no position_ids"),
         (transformers.PhimoeConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "at random"),
         (transformers.HrmTextConfig(**NARROW, head_dim=8, intermediate_size=16), "several times"),
+        (transformers.DiffLlamaConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "attends twice"),
     ],
-    ids=["bloom", "mamba", "jamba", "zamba2", "minimax", "bert", "bart", "modernbert-decoder", "phimoe", "hrm_text"],
+    ids=["bloom", "mamba", "jamba", "zamba2", "minimax", "bert", "bart", "modernbert-decoder", "phimoe", "hrm_text", "diffllama"],
 )  # fmt: skip
 def test_models_without_context_support_are_refused_by_name(config, reason):
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.families import DELTA, SIZES, model_of
 from support.family_suite import ModelFamilySuite
 from transformers import AutoConfig, PreTrainedConfig
+
+from hone.data.model_settings import read_settings
+from hone.models.registry import family_of
 
 KINDS = ["linear_attention", "full_attention"]
 EXPERTS = {
@@ -58,3 +63,10 @@ class TestRecurrent(ModelFamilySuite):
     @pytest.fixture
     def model(self, family: str) -> Any:
         return model_of(tiny(family))
+
+
+def test_an_infinite_setting_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    tiny("granitemoehybrid").save_pretrained(tmp_path)
+    settings = read_settings(tmp_path)
+    assert settings["time_step_limit"] == [0.0, math.inf]
+    assert family_of("granitemoehybrid").cache_size(settings).per_sequence > 0
