@@ -36,8 +36,8 @@ def tried(kind: str) -> dict[str, object]:
 
 def main() -> None:
     """Try the families that are named, or all, and write what became of them."""
-    from support.family_page import VERDICTS
-    from support.family_probe import KINDS, as_json, probe
+    from support.family_page import VERDICTS  # pyright: ignore[reportMissingImports]
+    from support.family_probe import KINDS, as_json, probe  # pyright: ignore[reportMissingImports]
 
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(asdict(probe(sys.argv[2]))))
