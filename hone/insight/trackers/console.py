@@ -56,10 +56,15 @@ class SignsOfLife:
         """Begin a new silence, once ``bar`` has ended."""
         self._heard, self._bar = time.monotonic(), bar or self._bar
 
+    def due(self) -> str | None:
+        """Return what is to be shown now, if anything is."""
+        other = self._bar is not None and not self._bar.ended
+        silent = not other and time.monotonic() - self._heard >= self._silence
+        return current_work(self._folder) if silent else None
+
     def _watch(self) -> None:
         while not self._ended.wait(self._every):
-            other = self._bar is not None and not self._bar.ended
-            if not other and time.monotonic() - self._heard >= self._silence and (text := current_work(self._folder)):
+            if text := self.due():
                 self._show(text)
 
     def close(self) -> None:

@@ -75,8 +75,7 @@ with activity.doing("actor.update"):
 def test_a_silent_run_shows_what_it_does_and_how_far_its_processes_are(tmp_path):
     assert current_work(tmp_path) is None
     activity.begin(tmp_path, "driver")
-    shown = queue.Queue()
-    signs = SignsOfLife(tmp_path, shown.put, every=0.01, silence=0)
+    signs = SignsOfLife(tmp_path, print, every=3600, silence=0)
     command = [sys.executable, "-c", ANOTHER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
@@ -87,9 +86,13 @@ def test_a_silent_run_shows_what_it_does_and_how_far_its_processes_are(tmp_path)
             text = current_work(tmp_path)
             assert text.startswith("step 3 > update_actor for 0:0")
             assert text.endswith(", actor[1]: micro-batch 4 of 8, micro-batch 12 of 64")
-            assert shown.empty()
+            assert signs.due() is None
             bar.close()
-            assert "micro-batch 12 of 64" in shown.get(timeout=SOON)
+            assert "micro-batch 12 of 64" in signs.due()
+            shown = queue.Queue()
+            thread = SignsOfLife(tmp_path, shown.put, every=0.01, silence=0)
+            assert "step 3 > update_actor" in shown.get(timeout=SOON)
+            thread.close()
             with activity.doing("sum"):  # work within work has its own count
                 assert "of 64" not in current_work(tmp_path)
         assert current_work(tmp_path) is None
