@@ -123,6 +123,9 @@ def export(
     elif gguf is not None:
         from hone.training.gguf_export import export_gguf
 
+        if not merge or dtype != "auto":
+            raise ConfigError("--gguf writes merged weights of its own type", fix="leave out --no-merge and --dtype")
+
         lines.insert(0, f"wrote {export_gguf(source, str(out), gguf, report=lines.append)}")
     else:
         written = export(source, str(out), merge=merge, dtype=dtype, largest_file=size, report=lines.append)

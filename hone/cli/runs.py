@@ -141,7 +141,11 @@ def _print_head(console: Console, run: Run) -> None:
         **_memory(run.record),
         **_webhook(run.record),
         "command": " ".join(run.record.get("command", [])),
-        **{key: str(run.config[key]) for key in _HIGHLIGHTS if run.config.get(key) not in (None, 0)},
+        **{
+            key: str(run.config[key])
+            for key in _HIGHLIGHTS
+            if key in run.config and (run.config[key] or not key.endswith("lora_rank"))
+        },
     }
     print_plain(console, run.name, style="bold")
     width = max(map(len, facts))

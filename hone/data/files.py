@@ -294,11 +294,10 @@ def _plain_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any]]:
 def _has_inner_nulls(values: pa.Array) -> bool:
     if pa.types.is_struct(values.type):
         return any(part.null_count or _has_inner_nulls(part) for part in values.flatten())
-    nested = (
-        pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type)
-    )
-    inner = values.flatten() if nested else None
-    return inner is not None and bool(inner.null_count or _has_inner_nulls(inner))
+    if not (pa.types.is_list(values.type) or pa.types.is_large_list(values.type)):
+        return values.type.num_fields > 0 or isinstance(values.type, pa.BaseExtensionType)  # others may have some
+    inner = values.flatten()
+    return bool(inner.null_count or _has_inner_nulls(inner))
 
 
 def _without_added_nulls(values: dict[str, Any]) -> dict[str, Any]:

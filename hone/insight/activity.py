@@ -37,9 +37,7 @@ from hone.insight import stacks, timeline
 
 FOLDER = "activity"
 _PAGE = 4096
-_HEAD = struct.Struct(
-    "<QQdII"
-)  # version, ticks, time of the last tick, items of the current loop that are done, and all
+_HEAD = struct.Struct("<QQdII")  # version, ticks, time of the last tick, and done and all items of the current loop
 _TICKS = struct.Struct("<QdII")
 _VERSION = struct.Struct("<Q")
 _SLOT = struct.Struct("<QI")  # version and length of the text that follows

@@ -65,7 +65,14 @@ def reward_of(words: Sequence[str]) -> tuple[RewardConfig, list[str]]:
         ConfigError: a key of ``reward`` is unknown, or its value is wrong.
     """
     of_reward = [word for word in words if re.match(r"[+~]*reward[.=]", word)]
-    return load_config(RLConfig, of_reward).reward, [word for word in words if word not in of_reward]
+    reward = load_config(RLConfig, of_reward).reward
+    if reward.reward_model.enable:
+        raise ConfigError(
+            "`hone eval` scores without a reward model",
+            where="reward.reward_model.enable",
+            fix="a scorer or function, as in reward=exact_match",
+        )
+    return reward, [word for word in words if word not in of_reward]
 
 
 def run_of(model: Path) -> Path | None:

@@ -68,11 +68,12 @@ def export_gguf(source: str | Path, out: str | Path, kind: str, *, report: Calla
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("--gguf needs the package gguf", fix="pip install 'hone-rl[gguf]'", code="E-extra")
     actor = find_actor(source)
-    _settings(base_of_adapter(actor) or actor)  # before an export that takes long
+    settings = _settings(base_of_adapter(actor) or actor)  # before an export that takes long
+    tokenizer_fields(actor, settings.vocab_size)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as scratch:
         directory, part = Path(scratch) / "model", Path(scratch) / file.name
-        export(source, directory, report=report)
+        export(source, directory, dtype="float32" if kind == "f32" else "auto", report=report)
         write_gguf(directory, part, kind)
         report(_compared(directory, part, kind))
         part.rename(file)
@@ -184,6 +185,10 @@ def tokenizer_fields(directory: Path, rows: int) -> dict[str, Any]:
     name = _pre_tokenizer(source)
     added = {entry["id"]: entry["special"] for entry in source["added_tokens"]}
     names = {number: text for text, number in tokenizer.get_vocab().items()}
+    if max(names) >= rows:
+        raise ModelError(
+            f"the tokenizer has the id {max(names)}, the embedding {rows} rows", fix="a model of this tokenizer"
+        )
     fields: dict[str, Any] = {
         "tokenizer_model": "gpt2",
         "tokenizer_pre": name,
@@ -199,7 +204,8 @@ def tokenizer_fields(directory: Path, rows: int) -> dict[str, Any]:
     for role in ("bos", "eos", "pad"):
         if (number := getattr(tokenizer, f"{role}_token_id")) is not None:
             fields[f"{role}_token_id"] = number
-    fields["add_bos_token"] = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    ids = tokenizer("a")["input_ids"]
+    fields |= {"add_bos_token": ids[0] == tokenizer.bos_token_id, "add_eos_token": ids[-1] == tokenizer.eos_token_id}
     if tokenizer.chat_template:
         fields["chat_template"] = tokenizer.chat_template
     return fields
@@ -219,9 +225,13 @@ def _pre_tokenizer(source: dict[str, Any]) -> str:
             name = "gpt-2"
         elif kinds == ["Digits", "ByteLevel"] and splits and parts[0]["individual_digits"]:
             name = "smollm"
-        elif kinds == ["Split", "ByteLevel"] and not splits and parts[0]["behavior"] == "Isolated":
+        elif (
+            kinds == ["Split", "ByteLevel"]
+            and not splits
+            and parts[0] == {**parts[0], "behavior": "Isolated", "invert": False}
+        ):
             name = SPLITS.get(parts[0]["pattern"].get("Regex", ""))
-    if name is None:
+    if name is None or source["model"].get("ignore_merges", False) != (name == "llama-bpe"):  # as llama.cpp does
         raise ModelError(
             f"the tokenizer ({source['model']['type']}, {', '.join(map(str, kinds))}) cannot be written as GGUF",
             why=f"a file names one of llama.cpp's ways to split text; known are gpt-2, smollm, {', '.join(SPLITS.values())}",

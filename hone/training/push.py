@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from hone import __version__
+from hone.config.overrides import one_line
 from hone.errors import ConfigError, HoneError
 from hone.hub.download import parse_hub_name
 from hone.hub.get import KNOWN_MODELS
@@ -55,6 +56,8 @@ def push_model(
     name = parse_hub_name(repository)
     if name is None or str(name) != name.repository:
         raise ConfigError(f"'{repository}' is not a repository of the hub", fix="--push USER/NAME")
+    if gguf is not None and (not merge or dtype != "auto"):
+        raise ConfigError("--gguf writes merged weights of its own type", fix="leave out --no-merge and --dtype")
     with tempfile.TemporaryDirectory(prefix="hone-push-") as scratch:
         folder = Path(scratch) / "model"
         if gguf is None:
@@ -77,9 +80,9 @@ def _upload(folder: Path, repository: str, private: bool) -> str:
         api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message=f"Model trained with Hone {__version__}"
         )
-    except (HfHubHTTPError, httpx2.TransportError) as error:
+    except (HfHubHTTPError, httpx2.TransportError, OSError, RuntimeError, ValueError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        answered = "cannot be reached" if status is None else f"answered {status}"
+        answered = f"cannot be written to ({one_line(error)[:200]})" if status is None else f"answered {status}"
         raise HoneError(
             f"the hub {answered}: '{repository}' was not uploaded",
             why="nothing of the model is on the hub, or a part of it",
@@ -139,7 +142,7 @@ def _base(base: Path | None, run: Path | None, config: Mapping[str, Any]) -> tup
     card = yaml.safe_load(head[1]) if head else {}
     licence = known.licence.lower() if known else card.get("license") if isinstance(card, dict) else None
     if named is None and (folder / "config.json").is_file():
-        named = folder.name
+        named = (containing_run(folder) or folder).name
     return named, licence
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import constants
 from safetensors.torch import load
 from support.byte_level import byte_level_model
 from support.hub import LoopbackHub, serve_hub, use_hub
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 import hone
 from hone.cli.main import app
+from hone.errors import HoneError
 
 pytestmark = pytest.mark.application("hone/hub", "hone/training/push.py", "hone/training/export.py")
 
@@ -81,6 +83,8 @@ def test_one_file_for_another_program_is_uploaded(hub: LoopbackHub, tmp_path: Pa
     ("words", "names"),
     [
         (["--push", "me"], ["'me'", "USER/NAME"]),
+        (["--push", "me/sums", "--gguf", "f16", "--no-merge"], ["--gguf", "--no-merge"]),
+        (["--out", "x.gguf", "--gguf", "f16", "--dtype", "float32"], ["--gguf", "--dtype"]),
         (["--push", "me/sums", "--out", "x"], ["one place", "--out DIR"]),
         ([], ["one place", "--push"]),
     ],
@@ -96,3 +100,6 @@ def test_a_hub_that_refuses_or_is_away_is_one_message(hub: LoopbackHub, trained:
     result = CliRunner().invoke(app, ["export", str(trained), "--push", "me/sums"])
     assert "403" in str(result.exception) and "HF_TOKEN" in str(result.exception)
     assert not hub.repositories
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    result = CliRunner().invoke(app, ["export", str(trained), "--push", "me/sums"])
+    assert isinstance(result.exception, HoneError) and "me/sums" in str(result.exception)

@@ -19,7 +19,7 @@ def byte_level_model(folder: Path, kind: str, splits: str = "gpt-2", width: int 
     """Write a random model whose tokenizer splits text as a known one does."""
     names = {name: pattern for pattern, name in SPLITS.items()}
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner = Tokenizer(models.BPE())
+    inner = Tokenizer(models.BPE(ignore_merges=splits == "llama-bpe"))
     inner.pre_tokenizer = {
         "gpt-2": whole,
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole]),

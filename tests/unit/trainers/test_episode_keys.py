@@ -47,3 +47,5 @@ def test_keys_of_the_reward_are_read_apart() -> None:
     assert reward_of([])[0] == load_config(RLConfig, []).reward
     with raises(ConfigError, "reward.scorrer", "scorer"):
         reward_of(["reward.scorrer=exact_match"])
+    with raises(ConfigError, "reward.reward_model.enable"):
+        reward_of(["reward.reward_model.enable=true"])

@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hone.errors import ConfigError, ModelError
-from hone.training.gguf_export import export_gguf
+from hone.training.gguf_export import SPLITS, export_gguf
 
 gguf = pytest.importorskip("gguf")
 ABOUT = pytest.mark.application("hone/training/gguf_export.py", "hone/training/export.py", "constraints.txt")
@@ -93,3 +93,9 @@ def test_names_and_types_are_checked_before_anything_is_written(tmp_path: Path) 
         with raises(ConfigError, word):
             export_gguf(tmp_path, tmp_path / out, kind, report=print)
     assert (tmp_path / "old.gguf").read_text() == "mine"
+
+
+def test_the_pattern_of_qwen_is_that_of_its_tokenizer() -> None:
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    assert SPLITS[PRETOKENIZE_REGEX] == "qwen2"
