@@ -124,13 +124,13 @@ PLANTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "gradient_spike": (30, (reward("scale_changes"), "algorithm.norm_adv_by_std_in_grpo=false")),
     "advantage_shift": (30, (reward("scale_changes"), "algorithm.norm_adv_by_std_in_grpo=false")),
     "entropy_rise": (50, (reward("noise"), f"{ACTOR}.entropy_coeff=1.0", f"{ACTOR}.optim.lr=3e-4", f"{ROLLOUT}.temperature=0.2")),
-    "entropy_collapse": (45, (reward("noise"), f"{ACTOR}.optim.lr=2e-2")),
+    "entropy_collapse": (60, (reward("noise"), f"{ACTOR}.optim.lr=5e-2")),
     "engine_mismatch": (5, (f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.temperature=0.1")),
-    "critic_lag": (32, (reward("noise"), "algorithm.adv_estimator=gae", "critic.optim.lr=1.0")),
+    "critic_lag": (40, (reward("noise"), "algorithm.adv_estimator=gae", "critic.optim.lr=3.0")),
     "flat_reward": (24, (reward("rare"), f"{ROLLOUT}.n=2", f"{ACTOR}.optim.lr=1e-6")),
     "zero_reward": (5, (reward("late"), "preflight.reward_rows=0")),
     "response_length": (14, (reward("noise"), "data.max_response_length=2")),
-    "reference_kl": (32, (
+    "reference_kl": (40, (
         reward("loud_late"), "reward.num_workers=1", "reward.doctor.enable=false", f"{ACTOR}.optim.lr=1e-3",
         f"{ACTOR}.ppo_mini_batch_size=4", "algorithm.norm_adv_by_std_in_grpo=false",
     )),
@@ -155,7 +155,7 @@ def test_a_run_recovers_by_the_advice_of_its_alert(tiny: Path, tmp_path: Path, d
         *(word.format(tiny=tiny) for word in fault),
     ]
     followed: list[str] = []
-    for turn in range(6):
+    for turn in range(8):
         run = tmp_path / f"run{turn}"
         ended = hone(*rl_words(tiny, run, *words, *followed), log=run.with_suffix(".log"), cwd=tiny)
         assert ended.code == 0, ended.output

@@ -32,7 +32,7 @@ def slow_validation() -> None:
 
     @contextlib.contextmanager
     def cancelling(self: RunSession, what: str, total: int) -> Iterator[None]:
-        activity.tick = lambda: time.sleep(1.0)
+        activity.tick = lambda *_: time.sleep(1.0)
         with whole(self, what, total):
             yield
         activity.tick = quick

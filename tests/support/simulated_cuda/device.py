@@ -100,6 +100,7 @@ def _answer_as_driver() -> None:
     for name, value in values.items():
         setattr(torch.cuda, name, answer(value))  # a function for each name: torch.compile tells them apart
     torch.cuda.synchronize = synchronize
+    torch._C._cuda_getCurrentRawStream = answer(0)  # type: ignore[attr-defined]  # bitsandbytes asks for it when PEFT loads it
     for name, replacement in {
         "CUDAGraph": graphs.SimulatedGraph,
         "graph": graphs.capture,
