@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.data.images import ImageData, token_ids
 from hone.data.model_settings import read_settings
 from hone.errors import DataError
+from hone.extras import install_command
 
 _MOST_KEPT = 256  # images whose pixels a processor keeps
 
@@ -200,7 +201,7 @@ def load_image_processor(path: str | Path, tokenizer: PreTrainedTokenizerBase) -
         raise DataError(
             f"cannot load the image processor of '{path}': {str(error).splitlines()[0]}",
             why="it makes the model's input of an image",
-            fix="copy preprocessor_config.json of the model into the directory, and install Pillow: pip install 'hone-rl[images]'",
+            fix=f"copy preprocessor_config.json of the model into the directory, and install Pillow: {install_command('images')}",
             where="model.path",
         ) from error
     return PROCESSORS[settings["model_type"]](settings, prepare, tokenizer, Path(path))

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import DataError
+from hone.extras import install_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -257,6 +258,6 @@ def pillow() -> Any:
         raise DataError(
             "the rows have images, and Pillow is not installed",
             why="it decodes them",
-            fix="pip install 'hone-rl[images]'",
+            fix=install_command("images"),
         ) from error
     return Image

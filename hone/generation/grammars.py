@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hone.errors import ConfigError, RequestError
+from hone.extras import install_command
 from hone.generation.constraints import choices_of, refused_constraint, schema_of, with_compact_whitespace
 from hone.generation.protocol import Constraint, ConstraintKind, SamplingParams
 
@@ -46,7 +47,7 @@ def library() -> Any:
         raise ConfigError(
             "a constraint on responses needs the package llguidance, which is not installed",
             why="it computes which tokens may follow",
-            fix="pip install 'hone-rl[constraints]'",
+            fix=install_command("constraints"),
         ) from error
     return llguidance
 

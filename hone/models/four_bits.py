@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hone.config.limits import PACKED_BLOCK
 from hone.errors import ConfigError, ModelError
+from hone.extras import install_command
 
 METHOD = "nf4"
 
@@ -94,7 +95,7 @@ def require_package(key: str = "model.quantization") -> None:
         raise ConfigError(
             f"{key}=nf4 needs the package bitsandbytes, which is not installed",
             where=key,
-            fix=f'pip install "hone-rl[quantization]", or {key}=none',
+            fix=f"{install_command('quantization')}, or {key}=none",
         )
 
 

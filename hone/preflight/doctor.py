@@ -18,6 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from hone.extras import install_packages
 from hone.preflight import machine
 from hone.preflight.environment import wandb_credentials
 from hone.preflight.machine import GIB, Machine
@@ -115,10 +116,10 @@ def _packages() -> Iterator[Check]:
         version = _version(distribution) or _version(name) or "unknown version"
         wanted = extras.get(distribution)
         if broken[name]:
-            fix = f"pip install --force-reinstall {distribution}, or pip uninstall {distribution}"
+            fix = f"{install_packages('--force-reinstall', distribution)}, or uninstall {distribution}"
             yield Check(name, f"{version}, cannot be imported: {broken[name]}", fix)
         elif wanted and version[0].isdigit() and not wanted.specifier.contains(version, prereleases=True):
-            yield Check(name, f"{version}, but Hone needs {wanted.specifier}", f"pip install '{wanted}'")
+            yield Check(name, f"{version}, but Hone needs {wanted.specifier}", install_packages(str(wanted)))
         else:
             yield Check(name, version)
 
@@ -153,13 +154,13 @@ def import_error(package: str) -> str:
 def _required(requirement: Requirement, broken: str | None) -> Check:
     version = _version(requirement.name)
     if version is None:
-        return Check(requirement.name, "not installed", f"pip install '{requirement}'", ERROR)
+        return Check(requirement.name, "not installed", install_packages(str(requirement)), ERROR)
     if broken:
-        fix = f"pip install --force-reinstall '{requirement}'"
+        fix = install_packages("--force-reinstall", str(requirement))
         return Check(requirement.name, f"{version}, cannot be imported: {broken}", fix, ERROR)
     if not requirement.specifier.contains(Version(version), prereleases=True):
         result = f"{version}, but Hone needs {requirement.specifier}"
-        return Check(requirement.name, result, f"pip install '{requirement}'", ERROR)
+        return Check(requirement.name, result, install_packages(str(requirement)), ERROR)
     return Check(requirement.name, version)
 
 

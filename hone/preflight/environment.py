@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from hone.config.derived import dtype_line
 from hone.config.dtypes import dtype_keys
 from hone.config.trees import AnyConfig, model_block
+from hone.extras import install_command
 from hone.preflight import machine
 from hone.preflight.evidence import Evidence
 from hone.preflight.machine import GIB, free_disk
@@ -109,7 +110,7 @@ def packages_can_be_imported(config: AnyConfig) -> Findings:
             yield error(
                 f"'{package}' cannot be imported: {str(problem).splitlines()[0]}",
                 why="the run needs it",
-                fix="install compatible versions: pip install --force-reinstall hone-rl; `hone doctor` shows details",
+                fix=f"install compatible versions: {install_command('', '--force-reinstall')}; `hone doctor` shows details",
                 where="environment",
             )
 

@@ -126,7 +126,8 @@ def chat_template(config: AnyConfig) -> Findings:
         yield error(
             f"the tokenizer in '{tokenizer}' has no chat template, but the training rows are chat messages",
             why="messages cannot be rendered as text",
-            fix=f"{block}.custom_chat_template=PATH.jinja, or chat_template.jinja in the tokenizer directory",
+            fix=f"the model's instruct version has one: train that, or {block}.custom_chat_template=PATH of its chat_template.jinja"
+            + ("; prompts of plain text need none" if isinstance(config, RLConfig) else ""),
             where=f"{block}.path",
         )
 

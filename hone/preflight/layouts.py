@@ -22,6 +22,7 @@ from hone.config.specs import spec_of
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, OfflineConfig, model_block, parallel_block
 from hone.errors import ConfigError
+from hone.extras import install_command
 from hone.generation import is_served
 from hone.preflight.evidence import Evidence, trained_models
 from hone.preflight.plan.model import EXPERTS, has_tensor_plan
@@ -192,7 +193,7 @@ def ray_answers(config: AnyConfig) -> Findings:
     if importlib.util.find_spec("ray") is None:
         yield error(
             "trainer.runtime=ray, but Ray is not installed",
-            fix="pip install 'hone-rl[ray]', or trainer.runtime=local",
+            fix=f"{install_command('ray')}, or trainer.runtime=local",
             where="trainer.runtime",
         )
         return

@@ -12,6 +12,7 @@ from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError, HoneError, did_you_mean
+from hone.extras import install_command
 from hone.preflight.files import weights
 from hone.preflight.reading import file_list, read_model
 from hone.preflight.rules import Finding, Findings, error, error_of, rule, warning
@@ -367,7 +368,7 @@ def trackers(config: AnyConfig) -> Findings:
             yield error(
                 f"tracker '{name}' needs the package {package}, which is not installed",
                 where="trainer.logger",
-                fix=f"pip install 'hone-rl[{name}]', or remove {name} from trainer.logger",
+                fix=f"{install_command(name)}, or remove {name} from trainer.logger",
             )
 
 

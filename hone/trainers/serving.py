@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from hone.errors import ConfigError, HoneError
+from hone.extras import install_command
 from hone.insight.audit import AuditLog
 from hone.trainers.served_model import (
     ServeRequest,
@@ -43,7 +44,7 @@ def prepare_server(request: ServerRequest) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the endpoint needs the package '{error.name}', which is not installed",
-            fix='pip install "hone-rl[serve]"',
+            fix=install_command("serve"),
         ) from error
     from hone.trainers.evaluation import weights_of
 

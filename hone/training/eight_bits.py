@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hone.errors import ConfigError
+from hone.extras import install_command
 
 NAME = "AdamW8bit"  # value of ``optim.optimizer``
 CODES, SCALE = ".codes", ".scale"  # suffixes of the two tensors of a moment in a checkpoint
@@ -34,7 +35,7 @@ def eight_bit_class(parameters: Iterable[nn.Parameter]) -> type[Optimizer]:
             f"optim.optimizer={NAME} needs the package torchao, which is not installed",
             why=str(error).splitlines()[0],
             where="optim.optimizer",
-            fix='pip install "hone-rl[optim8bit]", or optim.optimizer=AdamW',
+            fix=f"{install_command('optim8bit')}, or optim.optimizer=AdamW",
         ) from error
     return AdamW8bit
 

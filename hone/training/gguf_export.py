@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, ModelError
+from hone.extras import install_command
 from hone.progress import tracked
 from hone.training.export import (
     WeightFolder,
@@ -66,7 +67,7 @@ def export_gguf(source: str | Path, out: str | Path, kind: str, *, report: Calla
         what = "exists" if file.exists() else "does not end with .gguf"
         raise ConfigError(f"'{out}' {what}", why="a GGUF model is one new file", fix="--out NAME.gguf")
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError("--gguf needs the package gguf", fix="pip install 'hone-rl[gguf]'", code="E-extra")
+        raise ModelError("--gguf needs the package gguf", fix=install_command("gguf"), code="E-extra")
     actor = find_actor(source)
     settings = _settings(base_of_adapter(actor) or actor)  # before an export that takes long
     tokenizer_fields(actor, settings.vocab_size)

@@ -15,6 +15,7 @@ from typing import Any
 from hone.agents.environments.base import Environment, Step
 from hone.agents.messages import AssistantTurn, Message
 from hone.errors import ConfigError
+from hone.extras import install_command
 
 _ANSI = re.compile(r"\x1b\[(\d*)m")
 
@@ -37,7 +38,7 @@ class Gymnasium(Environment):
         except ImportError as error:
             raise ConfigError(
                 "the environment 'gymnasium' needs the package gymnasium, which is not installed",
-                fix="pip install 'hone-rl[environments]'",
+                fix=install_command("environments"),
             ) from error
         try:
             spec = gymnasium.spec(id)

@@ -23,6 +23,7 @@ from typing import Any
 from hone.agents.environments.base import Environment, Step
 from hone.agents.messages import AssistantTurn, Message, ToolCall, tool_message
 from hone.errors import ConfigError, NoVerdict
+from hone.extras import install_command
 from hone.text import valid_data
 
 OPEN_SECONDS = 10.0
@@ -86,7 +87,7 @@ def action_interface(url: str, text: str | None) -> Interface:
     except ImportError as error:
         raise ConfigError(
             "the environment 'openenv' needs the package websockets, which is not installed",
-            fix="pip install 'hone-rl[environments]'",
+            fix=install_command("environments"),
         ) from error
     try:
         answer = httpx2.get(f"{url}/schema", timeout=OPEN_SECONDS).raise_for_status()

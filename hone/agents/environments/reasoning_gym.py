@@ -8,6 +8,7 @@ from typing import Any
 from hone.agents.environments.base import Environment, Step
 from hone.agents.messages import AssistantTurn, Message
 from hone.errors import ConfigError
+from hone.extras import install_command
 
 
 class ReasoningGym(Environment):
@@ -19,7 +20,7 @@ class ReasoningGym(Environment):
         except ImportError as error:
             raise ConfigError(
                 "the environment 'reasoning_gym' needs the package reasoning-gym, which is not installed",
-                fix="pip install 'hone-rl[tasks]'",
+                fix=install_command("tasks"),
             ) from error
         if tries < 1:
             raise ValueError(f"tries={tries}")

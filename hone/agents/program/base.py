@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hone.agents.base import EpisodeContext
 from hone.agents.episode import EngineClient
 from hone.errors import ConfigError
+from hone.extras import install_command
 from hone.insight.audit import AuditLog
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class TrainingEndpoint:
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"agents that are programs need the package '{error.name}', which is not installed",
-                fix='pip install "hone-rl[serve]"',
+                fix=install_command("serve"),
             ) from error
         self._context = context
         self._gateway = Gateway(client, asyncio.get_running_loop())

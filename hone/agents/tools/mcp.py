@@ -13,6 +13,7 @@ from typing import Any
 from hone.agents.messages import text_of_parts
 from hone.agents.tools.base import Tool, ToolError, ToolResult
 from hone.errors import ConfigError, NoVerdict, did_you_mean
+from hone.extras import install_command
 
 START_SECONDS = 30.0
 _MOST_TOOLS, _MOST_CHARACTERS = 1000, 2**24
@@ -195,7 +196,7 @@ def _target(options: dict[str, Any], where: str) -> Any:
         raise ConfigError(
             "tools of MCP servers need the package mcp, which is not installed",
             where=where,
-            fix="pip install 'hone-rl[mcp]'",
+            fix=install_command("mcp"),
         ) from error
     return options["url"] if kind == "http" else StdioServerParameters(**options)
 

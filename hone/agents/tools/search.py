@@ -10,6 +10,7 @@ from typing import Any
 from hone.agents.tools.base import Tool, text_schema
 from hone.data.files import read_rows
 from hone.errors import ConfigError, DataError
+from hone.extras import install_command
 
 SCHEMA = text_schema("search", "Search documents.", "query", "words to look for")
 
@@ -22,7 +23,7 @@ class Index:
             import bm25s
         except ImportError as error:
             raise ConfigError(
-                "the tool 'search' needs the package bm25s, which is not installed", fix="pip install 'hone-rl[search]'"
+                "the tool 'search' needs the package bm25s, which is not installed", fix=install_command("search")
             ) from error
         self.documents, self.k = list(documents), min(k, len(documents))
         self._stopwords, self._bm25s = stopwords, bm25s

@@ -17,6 +17,7 @@ from typing import Any
 from hone.data.seeding import derive_seed
 from hone.data.tasks.base import TASKS, Problem, json_options
 from hone.errors import ConfigError, DataError, HoneError, did_you_mean
+from hone.extras import install_command
 
 INSTRUCTION = "Write the final answer in <answer></answer>."
 _EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
@@ -41,7 +42,7 @@ class ReasoningGym:
         except ImportError as error:
             raise HoneError(
                 f"reasoning_gym:{dataset} needs the package reasoning-gym: {error}",
-                fix="pip install 'hone-rl[tasks]'",
+                fix=install_command("tasks"),
                 code="E-extra",
             ) from error
         if dataset not in DATASETS:

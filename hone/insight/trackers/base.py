@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import yaml
 
 from hone.errors import ConfigError, HoneError
+from hone.extras import install_command
 from hone.insight.redaction import redact_credentials, redact_tree
 from hone.insight.run_directory import RunDirectory
 from hone.insight.trackers.shown import NewRollouts, Rollouts, draw_curves
@@ -222,7 +223,7 @@ def require(module: str, *, tracker: str) -> ModuleType:
         raise ConfigError(
             f"tracker '{tracker}' needs a package that is not installed ({error})",
             where="trainer.logger",
-            fix=f"pip install 'hone-rl[{tracker}]', or leave '{tracker}' out of trainer.logger",
+            fix=f"{install_command(tracker)}, or leave '{tracker}' out of trainer.logger",
         ) from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hone.data.answers import last_answer
 from hone.errors import RewardError
+from hone.extras import install_command
 from hone.registry import Registry
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -95,7 +96,7 @@ class Scorer:
         if self.package is not None and not self.is_installed():
             raise RewardError(
                 f"scorer '{self.name}' needs the package {self.package[0].replace('_', '-')}, which is not installed",
-                fix=f"pip install 'hone-rl[{self.package[1]}]'",
+                fix=install_command(self.package[1]),
             )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config.parallel import ParallelConfig
 from hone.errors import ConfigError
+from hone.extras import install_command
 from hone.registry import Registry, imported
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class BackendEntry:
             raise ConfigError(
                 f"{key} names a training backend that needs the package {self.package}, which is not installed",
                 where=key,
-                fix=f"pip install 'hone-rl[{self.extra}]', or {key}=fsdp2",
+                fix=f"{install_command(self.extra)}, or {key}=fsdp2",
             )
 
 

@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from hone.errors import CheckpointError, HoneError
+from hone.extras import install_command
 
 OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "hf"))
 """Protocols of stores without directories."""
@@ -41,7 +42,7 @@ class Storage:
         except (ImportError, ValueError) as error:
             raise CheckpointError(
                 f"no storage supports '{location}': {error}",
-                fix="a local path, or a URL of fsspec; for s3:// and gs://: pip install 'hone-rl[remote]'",
+                fix=f"a local path, or a URL of fsspec; for s3:// and gs://: {install_command('remote')}",
             ) from error
 
     def __truediv__(self, name: str) -> Storage:

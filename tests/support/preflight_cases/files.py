@@ -12,6 +12,7 @@ from support.preflight_cases.keys import ACTOR, GAE, JUDGE, MODEL, MULTI, ROLLOU
 from support.preflight_cases.world import Case, World, message
 
 from hone.data.chat_formats import CHAT_FORMATS
+from hone.extras import install_command
 
 CUSTOM = "reward.custom_reward_function.path=TMP/own.py reward.num_workers=1 preflight.reward_rows=3"
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
@@ -176,7 +177,7 @@ DIRECTORIES = [
         "R94 four_bits.model_can_be_packed",
         f"{MODEL}.quantization=nf4",
         ("bitsandbytes", f"{MODEL}.quantization"),
-        advice="hone-rl[quantization]",
+        advice=install_command("quantization"),
         then=f"{MODEL}.quantization=nf4",
         given=f"{MODEL}.lora_rank=16 {ACTOR}.optim.lr=1e-4",
         breaks=lambda world: with_bitsandbytes(world, None),

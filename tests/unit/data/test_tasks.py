@@ -16,6 +16,7 @@ from hone.data.images import ImageData
 from hone.data.tasks.make import make_task, write_task
 from hone.data.tasks.shapes import COLOURS
 from hone.errors import ConfigError, DataError, HoneError
+from hone.extras import install_command
 
 NO_OPTIONS: list[str] = []
 
@@ -186,7 +187,7 @@ def test_reasoning_gym_options_and_refusals():
 
 def test_reasoning_gym_missing_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with raises(HoneError, "pip install 'hone-rl[tasks]'"):
+    with raises(HoneError, install_command("tasks")):
         make_task("reasoning_gym:chain_sum", NO_OPTIONS)
 
 

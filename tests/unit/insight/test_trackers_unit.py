@@ -15,6 +15,7 @@ from support.messages import raises
 from support.patience import SOON
 
 from hone.errors import ConfigError
+from hone.extras import install_command
 from hone.insight import activity
 from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.insight.trackers import TRACKERS, RunInfo, Tracker, build_trackers
@@ -343,7 +344,7 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
 
     TRACKERS.get(name)  # its module is imported; the package is not
     monkeypatch.setattr(base_module.importlib, "import_module", missing)
-    with raises(ConfigError, f"'{name}'", f"pip install 'hone-rl[{name}]'"):
+    with raises(ConfigError, f"'{name}'", install_command(name)):
         build([name], tmp_path)
 
 

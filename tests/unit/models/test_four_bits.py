@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from hone.config.model import ModelConfig, OptimConfig
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError, ModelError
+from hone.extras import install_command
 from hone.models import four_bits
 from hone.models.compiled import compile_layers
 from hone.models.four_bits import RECORD, PackedLinear, packed_layers, packed_weights, rounded
@@ -229,7 +230,7 @@ def test_experts_are_refused(tmp_path):
 
 def test_without_the_package_the_message_says_what_to_install(directory, monkeypatch):
     monkeypatch.setattr(four_bits, "find_spec", lambda _: None)
-    with raises(ConfigError, "hone-rl[quantization]", where="model.quantization"):
+    with raises(ConfigError, install_command("quantization"), where="model.quantization"):
         packed_policy(directory("qwen3"))
 
 

@@ -18,6 +18,7 @@ from support.services import refusing_port
 from hone.config import RLConfig
 from hone.config.parallel_layout import Layout
 from hone.errors import ConfigError
+from hone.extras import install_command
 from hone.preflight import findings
 from hone.preflight import machine as machine_module
 from hone.preflight.rules import Finding
@@ -225,7 +226,7 @@ def test_ray_that_is_not_installed(rl: RLConfig, monkeypatch: pytest.MonkeyPatch
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
     finding = only_finding(change(rl, RAY))
-    assert finding.error.code == "R74" and "hone-rl[ray]" in finding.error.fix
+    assert finding.error.code == "R74" and install_command("ray") in finding.error.fix
 
 
 def test_a_cluster_that_does_not_answer(rl: RLConfig) -> None:

@@ -18,6 +18,7 @@ from support.preflight import SMALL_MODEL, change, write_rows
 from hone.config import RLConfig, SFTConfig
 from hone.config.check import ConfigProblems
 from hone.errors import ConfigError, HoneError
+from hone.extras import install_command
 from hone.preflight import RULES, batch_plan, check, examine, findings, training_rows
 from hone.preflight.rules import Finding
 from hone.preflight.training import nearest_divisor
@@ -329,7 +330,7 @@ def test_bfloat16_on_a_gpu(
 def test_tracker_without_its_package(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     rl.trainer.logger = ["console", "wandb"]
-    assert "pip install 'hone-rl[wandb]'" in only_finding(rl).error.fix
+    assert install_command("wandb") in only_finding(rl).error.fix
 
 
 # ---------------------------------------------------------------------------------------------------------- together

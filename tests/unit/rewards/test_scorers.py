@@ -13,6 +13,7 @@ from support.messages import raises
 
 from hone.data.answers import final_answer
 from hone.errors import RewardError
+from hone.extras import install_command
 from hone.rewards.scorers import SCORERS, math_answer, scorer_for
 from hone.rewards.scorers.countdown import evaluate
 
@@ -180,7 +181,7 @@ def test_data_source_patterns() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with raises(RewardError, "reasoning-gym", "pip install 'hone-rl[tasks]'"):
+    with raises(RewardError, "reasoning-gym", install_command("tasks")):
         SCORERS.get("reasoning_gym").check_installed()
 
 

@@ -10,6 +10,7 @@ from support.messages import raises
 from hone.config.parallel import FsdpConfig, ParallelConfig
 from hone.config.parallel_layout import Layout
 from hone.errors import ConfigError
+from hone.extras import install_command
 from hone.training.backends.registry import BackendEntry, backend_of
 
 
@@ -77,5 +78,5 @@ def test_sizes_must_multiply_to_the_world():
 
 def test_a_backend_whose_package_is_missing_is_refused_with_the_command_that_installs_it():
     entry = BackendEntry("anywhere:Backend", package="a-package", module="a_missing_module", extra="an-extra")
-    with raises(ConfigError, "a-package", "pip install 'hone-rl[an-extra]'", "strategy=fsdp2"):
+    with raises(ConfigError, "a-package", install_command("an-extra"), "strategy=fsdp2"):
         entry.load()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hone.apps.lab.compare import find_run, run_names
 from hone.errors import ConfigError, HoneError
+from hone.extras import install_command
 
 log = logging.getLogger("hone.view")
 
@@ -61,7 +62,7 @@ def view(request: ViewRequest) -> None:
         from hone.apps.lab.viewer.server import Viewer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the viewer needs the package '{error.name}', which is not installed", fix='pip install "hone-rl[serve]"'
+            f"the viewer needs the package '{error.name}', which is not installed", fix=install_command("serve")
         ) from error
     from hone.apps.lab.viewer.api import Workspace
 

@@ -20,6 +20,7 @@ from support.patience import SOON
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
+from hone.extras import install_command
 from hone.generation.protocol import ConstraintKind
 
 pytestmark = pytest.mark.application("hone/agents/serving", "hone/generation")
@@ -284,7 +285,7 @@ def test_a_missing_library_is_named(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(openai.APIStatusError) as error:
         ask(asking, stream=stream, **fields)
-    assert error.value.status_code == 501 and "pip install 'hone-rl[constraints]'" in error.value.message
+    assert error.value.status_code == 501 and install_command("constraints") in error.value.message
 
 
 def test_fields_of_sampling_reach_the_engine() -> None:

@@ -18,6 +18,7 @@ from support.messages import raises
 from support.patience import SOON
 
 from hone.errors import CheckpointError
+from hone.extras import install_command
 from hone.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.store import CheckpointStore
@@ -202,7 +203,7 @@ def test_an_unwritable_place(disk):
 
 
 def test_an_unknown_kind_of_storage_is_one_message():
-    with raises(CheckpointError, "nosuch://bucket", "hone-rl[remote]"):
+    with raises(CheckpointError, "nosuch://bucket", install_command("remote")):
         CheckpointStore("nosuch://bucket", keep=1)
 
 
