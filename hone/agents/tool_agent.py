@@ -6,7 +6,7 @@ A conversation parses turns of the policy into messages, and appends messages as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from hone.agents.tools.delegate import NAME, SCHEMA, Delegate
 from hone.agents.tools.toolbox import ToolSession
 from hone.config.agents import AgentConfig, CompactionConfig, MultiTurnConfig
 from hone.data.episode_log import EpisodeEnd
-from hone.data.prompts import ToolsOf
+from hone.data.prompts import ShownOf
 from hone.data.types import Sample, StopReason
 from hone.errors import DataError, did_you_mean
 from hone.text import valid_data
@@ -366,11 +366,24 @@ def loop_class(context: EpisodeContext, sample: Sample) -> type[AgentLoop]:
     return AGENT_LOOPS.get(sample.agent_name or default_loop(context.multi_turn, context.agent))
 
 
-def tools_of(context: EpisodeContext) -> ToolsOf:
-    """Return a function that gives the tool schemas for the prompt of a row.
+def shown_of(context: EpisodeContext) -> ShownOf:
+    """Return a function that gives what the template gets of a row: its messages, and the schemas of its tools.
 
     The function raises DataError if a row lacks the messages that its loop needs, or selects an unknown tool.
     """
+    tools = tools_of(context)
+
+    def shown(sample: Sample) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
+        schemas = tools(sample)
+        if not loop_class(context, sample).needs_messages:
+            return sample.messages or (), schemas
+        return context.renderer.as_shown(sample.messages or (), schemas)
+
+    return shown
+
+
+def tools_of(context: EpisodeContext) -> Callable[[Sample], Sequence[dict[str, Any]]]:
+    """Return a function that gives the tool schemas for the prompt of a row; it raises as that of :func:`shown_of` does."""
 
     def tools(sample: Sample) -> Sequence[dict[str, Any]]:
         loop = loop_class(context, sample)

@@ -219,8 +219,12 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(f"{prefix}{self.format(record)}\n")
 
 
-_NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
-"""Messages about kernels that nothing here uses: transformers and PEFT import torchao wherever it is installed."""
+_NOISE = {
+    "torchao": "Failed to load",
+    "bitsandbytes.backends.cpu.ops": "Failed to load",
+    "torch.utils._pytree": "is an Enum subclass",
+}
+"""Messages about kernels that nothing here uses: transformers and PEFT import these packages wherever they are installed."""
 
 
 def log_to_stderr() -> None:

@@ -29,7 +29,8 @@ class ModelConfig:
     tokenizer_path: str | None = model_path()
     """Tokenizer directory, or a name of the hub; null means the model directory."""
     custom_chat_template: str | None = None
-    """Jinja chat template, or the path of a file with one, instead of the tokenizer's template."""
+    """Chat template instead of the tokenizer's: Jinja text, the path of a file, or a name (chatml, chatml_tools, qwen3,
+    function_gemma, harmony) for a vocabulary that has its tokens."""
     trust_remote_code: bool = False
     """Run Python code that ships inside the model directory. Only for models whose code you have read."""
     override_config: dict[str, Any] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from hone.errors import DataError
 
 log = logging.getLogger(__name__)
 
-ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
-"""Function from a dataset row to the function schemas of its prompt."""
+ShownOf = Callable[[Sample], tuple[Sequence[dict[str, Any]], Sequence[Mapping[str, Any]] | None]]
+"""Function from a dataset row of messages to the messages and the function schemas that the template gets."""
 
 
 class PromptDataset:
@@ -40,7 +40,7 @@ class PromptDataset:
         reward_fn_key: column that names the kind of problem; it may be missing.
         truncation: treatment of longer ones: ``error``, ``drop``, or the side whose tokens are removed: ``left``, ``right`` or
             ``middle``.
-        tools_of: function schemas that a row's prompt shows; None: no tools.
+        shown_of: what the template gets of a row of messages; None: its messages, and no tools.
         all_columns: add the other columns of a row to its ``extra_info``, for a reward function that takes columns.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         image_key: column of the images, see :mod:`hone.data.row_images`.
@@ -67,7 +67,7 @@ class PromptDataset:
         truncation: str,
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
-        tools_of: ToolsOf | None = None,
+        shown_of: ShownOf | None = None,
         all_columns: bool = False,
         read: RowReader | None = None,
         image_key: str = "images",
@@ -97,7 +97,7 @@ class PromptDataset:
             _sample(row, prompt, prompt_key, reward_fn_key, all_columns, images)
             for row, prompt in zip(rows, prompts, strict=True)
         ]
-        _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, tools_of or _no_tools)
+        _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, shown_of or _as_they_are)
         for sample, row, sample.text in zip(samples, rows, texts, strict=True):
             sample.prompt_ids = images.expand(sample.prompt_ids, sample.images, row.where)
             if not sample.prompt_ids:
@@ -172,8 +172,8 @@ def _sample(row: Row, prompt: Any, prompt_key: str, reward_fn_key: str, all_colu
     )
 
 
-def _no_tools(sample: Sample) -> Sequence[dict[str, Any]]:
-    return ()
+def _as_they_are(sample: Sample) -> tuple[Sequence[dict[str, Any]], None]:
+    return sample.messages or (), None
 
 
 def _is_token_ids(prompt: Any) -> bool:
@@ -185,12 +185,13 @@ def _tokenize(
     prompts: list[Any],
     tokenizer: PreTrainedTokenizerBase,
     kwargs: dict[str, Any],
-    tools_of: ToolsOf,
+    shown_of: ShownOf,
 ) -> None:
     """Set ``prompt_ids``: of messages by the template, of strings by one call, of token ids unchanged."""
     chats = [sample for sample in samples if sample.messages is not None]
-    messages = [sample.messages or [] for sample in chats]
-    tools = [list(tools_of(sample)) or None for sample in chats]
+    shown = [shown_of(sample) for sample in chats]
+    messages: list[Any] = [list(one) for one, _ in shown]
+    tools: list[Any] = [list(schemas or ()) or None for _, schemas in shown]
     names = [sample.uid for sample in chats]
     tokens = tokenize(tokenizer, Chats("prompt", messages, tools, names, kwargs))
     for sample, (ids, _) in zip(chats, tokens, strict=True):

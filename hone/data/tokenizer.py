@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from hone.data.chat_formats import needed_tokens, read_template
 from hone.data.images import IMAGE_MARK, image_runs
 from hone.data.model_settings import read_settings, reason_of
 from hone.errors import ModelError
@@ -27,7 +28,8 @@ def load_tokenizer(
 
     Args:
         trust_remote_code: run Python code that ships inside the directory.
-        custom_chat_template: a Jinja template, or the path of a file with one, that replaces the tokenizer's template.
+        custom_chat_template: a Jinja template, the path of a file with one, or the name of one of
+            :data:`~hone.data.chat_formats.CHAT_FORMATS`; it replaces the tokenizer's template.
 
     Raises:
         ModelError: the directory is missing or has no tokenizer, the tokenizer cannot be loaded, or the template file does
@@ -62,23 +64,24 @@ def load_tokenizer(
             f"the tokenizer cannot be loaded: {reason_of(error)}", where=str(path), fix="check the tokenizer files"
         ) from error
     if custom_chat_template is not None:
-        tokenizer.chat_template = read_template(custom_chat_template)
+        set_template(tokenizer, custom_chat_template)
     return tokenizer
 
 
-def read_template(text_or_path: str) -> str:
-    """Return a chat template given as Jinja text, or as the path of a file.
+def set_template(tokenizer: PreTrainedTokenizerBase, named: str) -> None:
+    """Replace the chat template, see :func:`~hone.data.chat_formats.read_template`.
 
-    Raises ModelError: the text has no Jinja tags and no such file exists.
+    Raises ModelError: there is no such template, or the vocabulary lacks its tokens.
     """
-    if "{{" in text_or_path or "{%" in text_or_path:
-        return text_or_path
-    if not Path(text_or_path).is_file():
+    tokenizer.chat_template = read_template(named)
+    lacking = [token for token in needed_tokens(named) if token not in tokenizer.get_vocab()]
+    if lacking:
         raise ModelError(
-            f"chat template '{text_or_path}' is neither an existing file nor Jinja text",
-            fix="model.custom_chat_template=PATH, or the template itself",
+            f"the chat template '{named}' needs the tokens {', '.join(lacking)}",
+            where=str(tokenizer.name_or_path),
+            why="the model would spell them in pieces, and no turn would end",
+            fix="custom_chat_template=PATH of a template for this model",
         )
-    return Path(text_or_path).read_text(encoding="utf-8")
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, *model_dirs: str | Path | None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
+from hone.data.messages import plain
 from hone.data.model_settings import decoder_settings
 from hone.errors import ConfigError, DataError, Finding, HoneError, RewardError
 from hone.preflight import machine
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hone.agents.base import AgentLoop, EpisodeContext
+    from hone.agents.rendering import Renderer
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
     from hone.data.row_images import RowImages
@@ -143,10 +145,32 @@ class Evidence:
         if not isinstance(config, RLConfig) or tokenizer is None or not self.train_rows:
             return None
         kwargs, limit = config.data.apply_chat_template_kwargs, config.data.max_prompt_length
-        rows = [row for row in self.train_rows if row.values.get(config.data.prompt_key)]
+        key = config.data.prompt_key
+        rows = [row for row in self.train_rows if row.values.get(key)]
         if not tokenizer.chat_template:
-            rows = [row for row in rows if not _is_chat(row.values[config.data.prompt_key])]
-        return prompt_lengths(rows, config.data.prompt_key, tokenizer, limit, kwargs) if rows else None
+            rows = [row for row in rows if not _is_chat(row.values[key])]
+        if self._writes_tools is not None:
+            rows = [replace(row, values={**row.values, key: self.as_shown(row.values[key])}) for row in rows]
+        return prompt_lengths(rows, key, tokenizer, limit, kwargs) if rows else None
+
+    def as_shown(self, prompt: Any) -> Any:
+        """Return a prompt of an RL run as the template gets it: calls and results may be text."""
+        if self._writes_tools is None or not _is_chat(messages := plain(prompt)):
+            return prompt
+        try:
+            return self._writes_tools.as_shown(messages)[0]
+        except (KeyError, TypeError):  # malformed messages: R42
+            return prompt
+
+    @functools.cached_property
+    def _writes_tools(self) -> Renderer | None:
+        """The renderer of the run's episodes if it writes calls and results into the messages as text."""
+        if self.setting is None or not self.setting.multi_turn.enable:
+            return None
+        try:
+            return self.setting.renderer if self.setting.renderer.tools_as_text else None
+        except HoneError:  # R35
+            return None
 
     @functools.cached_property
     def reward_findings(self) -> list[Finding]:

@@ -9,6 +9,7 @@ from hone.config.engines import SERVED
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
+from hone.data.chat_formats import read_template
 from hone.data.model_settings import DEQUANTISED, decoder_settings, dequantised_by, read_settings
 from hone.errors import HoneError, ModelError, near_path
 from hone.hub.get import KNOWN_MODELS
@@ -112,11 +113,10 @@ def chat_template(config: AnyConfig) -> Findings:
     tokenizer = model.tokenizer_path or model.path
     custom = model.custom_chat_template
     if custom is not None:
-        if "{{" not in custom and "{%" not in custom and not Path(custom).is_file():
-            yield error(
-                f"'{custom}' is neither an existing file nor a Jinja template",
-                fix=f"{block}.custom_chat_template=PATH.jinja",
-            )
+        try:
+            read_template(custom)
+        except HoneError as problem:
+            yield error(problem.what, fix=problem.fix, where=f"{block}.custom_chat_template")
     elif (
         tokenizer
         and _holds_any(tokenizer, TOKENIZER_FILES)
@@ -126,7 +126,8 @@ def chat_template(config: AnyConfig) -> Findings:
         yield error(
             f"the tokenizer in '{tokenizer}' has no chat template, but the training rows are chat messages",
             why="messages cannot be rendered as text",
-            fix=f"the model's instruct version has one: train that, or {block}.custom_chat_template=PATH of its chat_template.jinja"
+            fix=f"the model's instruct version has one: train that, or {block}.custom_chat_template=PATH of its chat_template.jinja, or "
+            f"{block}.custom_chat_template=chatml for a vocabulary that has its tokens"
             + ("; prompts of plain text need none" if isinstance(config, RLConfig) else ""),
             where=f"{block}.path",
         )

@@ -300,10 +300,9 @@ def overlong_buffer(config: RLConfig) -> Findings:
 
 @rule("R11")
 def registered_names(config: RLConfig) -> Findings:
-    """Estimator, loss, KL estimators, engine and scorer are registered."""
+    """Estimator, loss, KL estimators and engine are registered."""
     from hone.algorithms import KL_KINDS, advantage_estimators, policy_losses
     from hone.generation import ENGINES, SERVED
-    from hone.rewards.scorers import SCORERS
 
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     chosen: list[tuple[str, str, str | None, Collection[str]]] = [
@@ -322,7 +321,6 @@ def registered_names(config: RLConfig) -> Findings:
             config.actor_rollout_ref.rollout.name,
             [*ENGINES.names(), *SERVED],
         ),
-        ("reward.scorer", "scorer", config.reward.scorer, SCORERS.names()),
     ]
     for key, kind, name, known in chosen:
         if name is not None and name not in known and not _is_import_path(name):
@@ -331,13 +329,13 @@ def registered_names(config: RLConfig) -> Findings:
 
 @rule("R11")
 def reward_terms(config: RLConfig) -> Findings:
-    """The reward terms are valid, and their scorers are registered."""
+    """The reward terms are valid, and the scorers are registered."""
     from hone.rewards.scorers import SCORERS
     from hone.rewards.terms import read_terms
 
-    for term in read_terms(config.reward.terms):
-        if term.scorer is not None:
-            yield from error_of(SCORERS.get, term.scorer)
+    for name in (config.reward.scorer, *(term.scorer for term in read_terms(config.reward.terms))):
+        if name is not None:
+            yield from error_of(SCORERS.get, name)
 
 
 @rule("R11")

@@ -93,7 +93,7 @@ def template_takes_the_prompts(config: RLConfig, evidence: Evidence) -> Findings
         return
     refused = list(evidence.prompt_lengths.refused) if evidence.prompt_lengths else []
     for row in evidence.train_rows[:_LOOKED_AT]:
-        prompt = plain(row.values.get(config.data.prompt_key))
+        prompt = plain(evidence.as_shown(row.values.get(config.data.prompt_key)))
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             try:
                 render_prompt(tokenizer, prompt, config.data.apply_chat_template_kwargs)

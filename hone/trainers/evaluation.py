@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.base import EpisodeContext
 from hone.agents.contract import agent_contract
 from hone.agents.player import Player
-from hone.agents.tool_agent import tools_of
+from hone.agents.tool_agent import shown_of
 from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
@@ -99,7 +99,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         truncation="error",
         max_samples=request.max_samples,
         chat_template_kwargs=keys.template_kwargs,
-        tools_of=tools_of(context),
+        shown_of=shown_of(context),
         all_columns=reads_columns(request.reward),
         image_processor=images,
         answer_key=request.answer_key,

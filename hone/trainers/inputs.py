@@ -18,7 +18,7 @@ from hone.config.limits import MAX_SUPPORT
 from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
 from hone.data.custom import row_reader
-from hone.data.prompts import PromptDataset, ToolsOf
+from hone.data.prompts import PromptDataset, ShownOf
 from hone.data.tokenizer import decoded, stop_tokens
 from hone.data.types import Sample
 from hone.errors import DataError
@@ -41,10 +41,10 @@ def file_list(files: Any) -> list[str]:
 
 def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int) -> PromptDataset:
     """Load the prompts in ``files`` (a path or list of paths), with the tools of each row's agent loop."""
-    from hone.agents.tool_agent import tools_of
+    from hone.agents.tool_agent import shown_of
 
     with _episode_context(config, tokenizer) as context:
-        return _prompt_dataset(config, files, tokenizer, max_samples, tools_of(context))
+        return _prompt_dataset(config, files, tokenizer, max_samples, shown_of(context))
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def _episode_context(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> It
 
 
 def _prompt_dataset(
-    config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int, tools: ToolsOf
+    config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int, shown: ShownOf
 ) -> PromptDataset:
     data = config.data
     return PromptDataset(
@@ -73,7 +73,7 @@ def _prompt_dataset(
         truncation=data.overlong_policy,
         max_samples=max_samples,
         chat_template_kwargs=data.apply_chat_template_kwargs,
-        tools_of=tools,
+        shown_of=shown,
         all_columns=reads_columns(config.reward),
         read=row_reader(data.custom_cls, data, tokenizer),
         image_key=data.image_key,

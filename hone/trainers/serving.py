@@ -65,7 +65,7 @@ def serve(request: ServeRequest) -> None:
     from hone.agents.serving.gateway import Gateway
     from hone.agents.serving.server import HttpServer
     from hone.agents.serving.service import TOOLS_AS_TEXT, Service
-    from hone.data.tokenizer import read_template
+    from hone.data.tokenizer import set_template
     from hone.trainers.evaluation import stops_of, weights_of
     from hone.trainers.served_releases import Releases
 
@@ -75,7 +75,7 @@ def serve(request: ServeRequest) -> None:
     with engine_loop() as loop:
         engine, tokenizer = call_on_loop(loop, lambda: open_engine(request, max_model_len))
         if request.chat_template is not None:
-            tokenizer.chat_template = read_template(request.chat_template)
+            set_template(tokenizer, request.chat_template)
         service = Service(
             model=request.served_name,
             tokenizer=tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.base import EpisodeContext
-from hone.agents.tool_agent import tools_of
+from hone.agents.tool_agent import shown_of
 from hone.algorithms import distillation_advantages
 from hone.config.distillation import DistillationConfig, is_address
 from hone.config.tree import RLConfig
@@ -182,9 +183,9 @@ def teacher_prompt(
         messages[last] = {**messages[last], "content": parts_of(text) if sample.images else text}
     context = EpisodeContext.from_config(config, tokenizer)
     try:
-        tools = list(tools_of(context)(sample))
+        shown, tools = shown_of(context)(replace(sample, messages=messages))
     finally:
         context.close()
     kwargs = config.data.apply_chat_template_kwargs
-    ids = render_prompt(reader, messages, {**kwargs, "tools": tools} if tools else kwargs)
+    ids = render_prompt(reader, list(shown), {**kwargs, "tools": tools} if tools else kwargs)
     return ids if images is None else images.expand(ids, sample.images, f"row {sample.uid}")

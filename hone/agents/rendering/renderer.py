@@ -569,11 +569,16 @@ class Renderer:
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
     ) -> HiddenText:
-        if self.tools_as_text:
-            special = self.template.special_text
-            shown = conversation_as_text(messages, tools, system=self._takes_system_message, special=special)
-            return self.template.text(shown, ask=ask)
-        return self.template.text(messages, tools, ask=ask)
+        return self.template.text(*self.as_shown(messages, tools), ask=ask)
+
+    def as_shown(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
+        """Return the messages and tools that the template gets: as they are, or messages with tools, calls and results as text."""
+        if not self.tools_as_text:
+            return messages, tools
+        special = self.template.special_text
+        return conversation_as_text(messages, tools, system=self._takes_system_message, special=special), None
 
     @cached_property
     def rewrites(self) -> bool:

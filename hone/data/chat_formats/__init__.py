@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.data.tokenizer import read_template
 from hone.errors import ModelError, did_you_mean
 
 _HERE = Path(__file__).parent
@@ -105,10 +104,29 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
 
 def chat_format(name: str) -> ChatFormat:
     """Return the format called ``name``; a Jinja template, or the path of one, uses the tokens of ``chatml``. Raises
-    ModelError: the name is not known and not a file.
+    ModelError: see :func:`read_template`.
     """
-    if name in CHAT_FORMATS:
-        return CHAT_FORMATS[name]
-    if "{" in name or Path(name).is_file():
-        return _chatml(read_template(name))
-    raise ModelError(f"unknown chat template '{name}'", fix=f"{did_you_mean(name, CHAT_FORMATS)} Or name a Jinja file.")
+    return CHAT_FORMATS.get(name) or _chatml(read_template(name))
+
+
+def read_template(named: str) -> str:
+    """Return a chat template given as Jinja text, as the path of a file, or as the name of a format.
+
+    Raises ModelError: the text has no Jinja tags, and is neither a file nor a name.
+    """
+    if named in CHAT_FORMATS:
+        return CHAT_FORMATS[named].template
+    if "{{" in named or "{%" in named:
+        return named
+    if not Path(named).is_file():
+        raise ModelError(
+            f"chat template '{named}' is neither a name, nor an existing file, nor Jinja text",
+            fix=f"{did_you_mean(named, CHAT_FORMATS)} Or the path of a Jinja file.",
+        )
+    return Path(named).read_text(encoding="utf-8")
+
+
+def needed_tokens(named: str) -> list[str]:
+    """Return the tokens that a vocabulary needs for the format called ``named``; none for another template."""
+    known = CHAT_FORMATS.get(named)
+    return [token for token in known.all_special if token in known.template] if known else []

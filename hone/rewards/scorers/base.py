@@ -100,7 +100,22 @@ class Scorer:
             )
 
 
-SCORERS: Registry[Scorer] = Registry("scorer", key="reward.scorer")
+class Scorers(Registry[Scorer]):
+    """Scorers by name, or by the exact name of a data source that they score: ``exact`` is ``exact_match`` too."""
+
+    def get(self, name: str, *, key: str | None = None) -> Scorer:
+        return self._of_source(name) or super().get(name, key=key)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or self._of_source(name) is not None
+
+    def _of_source(self, name: object) -> Scorer | None:
+        if super().__contains__(name):
+            return None
+        return next((scorer for scorer in self._entries.values() if name in scorer.data_sources), None)
+
+
+SCORERS = Scorers("scorer", key="reward.scorer")
 
 
 def register_scorer(

@@ -10,7 +10,7 @@ from support.agents import call, play, sample, setting
 from support.examples import examples
 from support.messages import raises
 
-from hone.agents.tool_agent import tools_of
+from hone.agents.tool_agent import shown_of, tools_of
 from hone.agents.tools import Tool, ToolError, ToolResult, tool
 from hone.agents.tools.calculator import Calculator
 from hone.config.reward import EpisodePricesConfig
@@ -381,7 +381,6 @@ def test_tool_errors_are_not_tried_again():
 
 def test_a_dataset_shows_tools_as_the_renderer_does(tmp_path):
     """The prompt of a row, token by token, is what the renderer and supervised fine-tuning make of the same messages."""
-    from hone.agents.tool_agent import tools_of
     from hone.data.conversations import ConversationDataset
     from hone.data.prompts import PromptDataset
 
@@ -398,9 +397,39 @@ def test_a_dataset_shows_tools_as_the_renderer_does(tmp_path):
     file.write_text(json.dumps(row) + "\n")
     limits = {"max_prompt_length": 900, "truncation": "error"}
     prompts = PromptDataset(
-        file, made.tokenizer, prompt_key="prompt", reward_fn_key="data_source", tools_of=tools_of(made), **limits
+        file, made.tokenizer, prompt_key="prompt", reward_fn_key="data_source", shown_of=shown_of(made), **limits
     )
     shown = made.renderer.prompt(messages, [SCHEMA])
     assert prompts[0].prompt_ids == shown
     chats = ConversationDataset(file, made.tokenizer, messages_key="messages", max_length=900, truncation="error")
     assert chats[0].input_ids[: len(shown)] == shown
+
+
+@pytest.mark.parametrize("loop", ["tool_agent", "single_turn"])
+def test_the_prompt_of_a_template_without_tools_is_the_renderer_s(loop, tmp_path):
+    from hone.data.chat_formats import CHAT_FORMATS
+    from hone.data.prompts import PromptDataset
+
+    made = setting([Calculator()], agent={"default_agent_loop": loop}, renderer="text_tools")
+    made.tokenizer.chat_template = CHAT_FORMATS["chatml"].template
+    call = {"type": "function", "id": "a", "function": {"name": "calculator", "arguments": {"expression": "1+1"}}}
+    question = [{"role": "user", "content": "What is 6*7?"}]
+    before = [
+        {"role": "user", "content": "What is 1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+        {"role": "assistant", "content": "#### 2"},
+    ]
+    conversations = [question, [*before, *question]] if loop == "tool_agent" else [question]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": prompt, "data_source": "calculator"}) + "\n" for prompt in conversations)
+    )
+    limits = {"max_prompt_length": 900, "truncation": "error"}
+    prompts = PromptDataset(
+        file, made.tokenizer, prompt_key="prompt", reward_fn_key="data_source", shown_of=shown_of(made), **limits
+    )
+    schemas = [SCHEMA] if loop == "tool_agent" else None
+    for shown, messages in zip(prompts, conversations, strict=True):
+        assert shown.messages == messages
+        assert shown.prompt_ids == made.renderer.prompt(messages, schemas)

@@ -94,8 +94,15 @@ def test_custom_templates_by_text_and_by_file(tokenizer_directory, tmp_path, wri
         assert load_tokenizer(tokenizer_directory, custom_chat_template=given_as).chat_template == template
     made = train_tokenizer([write_rows([{"prompt": "a"}])], tmp_path / "made", template=str(tmp_path / "t.jinja"))
     assert made.chat_template == load_tokenizer(tmp_path / "made").chat_template == template
-    with raises(ModelError, "nowhere.jinja", "model.custom_chat_template=PATH"):
+    with raises(ModelError, "nowhere.jinja"):
         load_tokenizer(tokenizer_directory, custom_chat_template="nowhere.jinja")
+
+
+def test_custom_templates_by_name_need_the_tokens_of_the_name(tokenizer_directory):
+    named = load_tokenizer(tokenizer_directory, custom_chat_template="chatml_tools")
+    assert named.chat_template == CHAT_FORMATS["chatml_tools"].template
+    with raises(ModelError, "<|start|>", "<|return|>"):
+        load_tokenizer(tokenizer_directory, custom_chat_template="harmony")
 
 
 def test_wrong_directories_are_refused(tmp_path):

@@ -176,7 +176,7 @@ def validate(rl: RLConfig) -> None:
             True,
             ["critic.model.path", "/no/where"],
         ),
-        ({f"{MODEL}.custom_chat_template": "nowhere.jinja"}, "R39", True, ["nowhere.jinja", "PATH.jinja"]),
+        ({f"{MODEL}.custom_chat_template": "nowhere.jinja"}, "R39", True, ["nowhere.jinja", "chatml"]),
     ],
 )
 def test_rl_rules(rl: RLConfig, changes: dict[str, Any], code: str, stops: bool, words: list[str]) -> None:

@@ -105,3 +105,31 @@ def test_a_damaged_tokenizer(rl: RLConfig, model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     (finding,) = findings(rl)
     assert finding.error.code == "R08" and str(model) in finding.error.render()
+
+
+def test_earlier_calls_are_text_where_the_renderer_writes_tools(rl: RLConfig, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text("tools: [{name: calculator}]\n")
+    several = "actor_rollout_ref.rollout.multi_turn"
+    change(
+        rl,
+        {
+            f"{several}.enable": True,
+            f"{several}.tool_config_path": str(tmp_path / "tools.yaml"),
+            f"{several}.max_assistant_turns": 3,
+        },
+    )
+    call = {"type": "function", "id": "a", "function": {"name": "calculator", "arguments": {"expression": "1+1"}}}
+    before = [
+        {"role": "user", "content": "1 + 1 = ?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    content = rows()
+    content[4]["prompt"] = [*before, *content[4]["prompt"]]
+    write_rows(data, content)
+    assert {finding.error.code for finding in findings(rl)} >= {"R35", "R39"}
+    change(rl, {f"{several}.renderer": "text_tools"})
+    assert not {finding.error.code for finding in findings(rl)} & {"R35", "R39"}
+    change(rl, {"data.max_prompt_length": 60})  # the call and its result are among the tokens
+    assert [finding.error.code for finding in findings(rl) if finding.stops] == ["R45"]

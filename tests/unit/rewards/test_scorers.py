@@ -12,7 +12,7 @@ from support.growth import grows_linearly
 from support.messages import raises
 
 from hone.data.answers import final_answer
-from hone.errors import RewardError
+from hone.errors import RewardError, UnknownMethod
 from hone.extras import install_command
 from hone.rewards.scorers import SCORERS, math_answer, scorer_for
 from hone.rewards.scorers.countdown import evaluate
@@ -189,3 +189,10 @@ def test_importing_the_package_is_cheap() -> None:
     program = "import sys, hone.rewards.manager; print({'torch', 'numpy', 'transformers', 'sympy'} & set(sys.modules))"
     seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "set()"
+
+
+def test_a_scorer_is_known_by_the_source_that_it_scores() -> None:
+    assert SCORERS.get("exact_match") is SCORERS.get("exact") is scorer_for("exact_match")
+    assert "exact_match" in SCORERS and "exact_match" not in SCORERS.names() and "exact_matches" not in SCORERS
+    with raises(UnknownMethod, "exact_matches", where="reward.scorer"):
+        SCORERS.get("exact_matches")
