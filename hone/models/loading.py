@@ -39,7 +39,7 @@ from hone.models.dropout import set_dropout
 from hone.models.four_bits import pack_layers, require_package
 from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
-from hone.models.registry import family_of
+from hone.models.registry import family_of, is_registered
 from hone.models.routing import use_hone_attention
 from hone.models.streaming import WeightFiles, empty_model, fill, local_part, materialise, standing_in
 
@@ -68,6 +68,22 @@ def policy_factory(config: ModelConfig) -> Any:
     with _explained(_path(config)):
         settings = model_settings(config).to_dict()
     return AutoModelForImageTextToText if reads_images(settings) else AutoModelForCausalLM
+
+
+def check_family(config: ModelConfig) -> None:
+    """Build a policy of an unregistered family without its weights, and refuse it as loading does.
+
+    Raises ModelError: see :func:`~hone.models.routing.use_hone_attention`.
+    """
+    try:
+        settings = model_settings(config)
+        if is_registered(settings.model_type) or hasattr(settings, "auto_map"):  # the latter runs code of the directory
+            return
+        with torch.device("meta"), _quiet():
+            model = policy_factory(config).from_config(settings)
+    except Exception:  # noqa: BLE001 - whatever is met in the settings; loading explains it
+        return
+    use_hone_attention(model)
 
 
 def image_processor(config: ModelConfig) -> ImageProcessor | None:

@@ -181,6 +181,10 @@ def family_of(model_type: str) -> ModelFamily:
     return _FAMILIES.get(model_type) or ModelFamily(model_type)
 
 
+def is_registered(model_type: str) -> bool:
+    return model_type in _FAMILIES
+
+
 EMBEDDING_STYLE = "embedding_rowwise"
 """Style of embeddings in the plans of transformers; Hone shards embedding and output layer of every model itself."""
 

@@ -22,7 +22,7 @@ _PACKED = (
 )
 _LEFT_TO_RIGHT = "a policy generates from left to right"
 _OTHER_PROBABILITIES = {
-    "nemotron": "its layers do not hand the context on to their attention",
+    **dict.fromkeys(("nemotron", "stablelm"), "its layers do not hand the context on to their attention"),
     "phimoe": "its routers draw experts at random while it trains",
     "jamba": "its recurrent layers do not get what separates packed sequences",
     "diffllama": "each of its layers attends twice, and the cache keeps keys and values once",

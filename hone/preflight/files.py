@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hone.config.derived import RunSpec, longest_sequence
 from hone.config.engines import SERVED
+from hone.config.preference import RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
@@ -13,9 +14,10 @@ from hone.data.chat_formats import read_template
 from hone.data.model_settings import DEQUANTISED, decoder_settings, dequantised_by, read_settings
 from hone.errors import HoneError, ModelError, near_path
 from hone.hub.get import KNOWN_MODELS
+from hone.preflight.evidence import Evidence
 from hone.preflight.machine import write_problem
 from hone.preflight.reading import answer_key, file_list, read_json, read_model
-from hone.preflight.rules import Finding, Findings, Stage, error, rule
+from hone.preflight.rules import Finding, Findings, Stage, error, error_of, rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -131,6 +133,15 @@ def chat_template(config: AnyConfig) -> Findings:
             + ("; prompts of plain text need none" if isinstance(config, RLConfig) else ""),
             where=f"{block}.path",
         )
+
+
+@rule("R95", Stage.FILES)
+def family_can_be_trained(config: AnyConfig, evidence: Evidence) -> Findings:
+    """Engine and trainer compute the same probabilities with a model of this family."""
+    from hone.models.loading import check_family
+
+    if evidence.model_settings and not isinstance(config, RewardModelConfig):
+        yield from error_of(check_family, model_block(config)[1])
 
 
 @rule("R30", Stage.FILES)

@@ -184,6 +184,13 @@ DIRECTORIES = [
         repairs=with_bitsandbytes,
     ),
     Case(
+        "R95 files.family_can_be_trained",
+        breaks=lambda world: world.settings(model_type="diffllama"),
+        says=("DiffLlama", "model.path"),
+        advice="Qwen3",
+        repairs=lambda world: world.settings(),
+    ),
+    Case(
         "R90 engines.draft_model_shares_the_tokenizer",
         f"{ROLLOUT}.speculative.method=draft_model {ROLLOUT}.speculative.model=TMP/teacher",
         ("'teacher'", "1 tokens of the draft model"),
