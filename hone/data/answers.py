@@ -23,7 +23,11 @@ _TURN_MARKS = re.compile(
     r"|(?P<called></tool_calls?>|</function_?call>|</function>|<end_function_call>|<\|?tool[▁_]calls?(?:[▁_]section)?[▁_]end\|>"
     r"|<｜tool▁calls▁end｜>|<tool_call\|>|</tool_response>)|(?P<line>\[TOOL_CALLS\][^\n]*|<\|python_tag\|>[^\n]*)"
 )
-_HARMONY = re.compile(r"\A\s*(?:analysis|commentary).*assistant\s*final", re.DOTALL)
+_HARMONY = re.compile(
+    r"\A\s*(?:<\|start\|>assistant)?(?:(?:<\|channel\|>)?(?:analysis|commentary).*assistant\s*(?:<\|channel\|>)?final(?:<\|message\|>)?"
+    r"|<\|channel\|>final<\|message\|>)(?P<final>.*?)(?:<\|(?:return|end)\|>)?\s*\Z",
+    re.DOTALL,
+)
 
 _CHARACTERS = {
     0x2212: "-",
@@ -157,7 +161,7 @@ def _visible(text: str) -> str:
     if not inside:
         kept.append(text[begin:])
     said = "".join(kept if any(map(str.strip, kept)) else before).strip()
-    return said[match.end() :].strip() if (match := _HARMONY.match(said)) else said
+    return match["final"].strip() if (match := _HARMONY.match(said)) else said
 
 
 # marks ----------------------------------------------------------------------------------------------------------------

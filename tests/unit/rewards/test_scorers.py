@@ -27,37 +27,56 @@ def score(source: str, response: str, truth: object, **options) -> dict:
     return scorer.compute(data_source=source, solution_str=response, ground_truth=truth, extra_info={}, **options)
 
 
-@pytest.mark.parametrize(
-    ("source", "response", "truth"),
-    [
-        ("openai/gsm8k", "2 + 16 = 18\n#### 18", "18"),
-        ("gsm8k", "#### 1,234", "1234"),
-        ("gsm8k", "#### Final Answer\n\n18", "18"),
-        ("math", r"so \boxed{\text{The answer is } 42}", "42"),
-        ("arithmetic", "#### 7 no, wait\n#### -9", "-9"),
-        ("arithmetic", "#### 18", 18),
-        ("gsm8k", "#### 18" + " padding" * 50, "18"),  # the last marked answer counts, wherever it is
-        ("math", r"so \boxed{\dfrac{1}{2}}", "0.5"),
-        ("math", r"so \boxed{1/2}", r"\frac12"),
-        ("HuggingFaceH4/MATH-500", r"first \boxed{3}, no: \boxed{x = 1{,}000}", "1000"),
-        ("lighteval/MATH-algebra", r"\boxed{5\text{ cm}}", r"the answer: \boxed{5}"),
-        ("aime2024", "The final answer is 204.", "204"),
-        ("math_dapo", "Answer: 34", "34"),
-        ("countdown", "<answer>7 * 3 + 12</answer>", COUNTDOWN),
-        ("countdown", "think\n#### 12 + (3 * 7) = 33", COUNTDOWN),
-        ("countdown", "<answer>7*3+12</answer>", {"target": 33, "numbers": [12, 7, 3]}),
-        ("digit_sequence", "3814", "3814"),
-        ("digit_sequence", " 3 8-1;4", "3814"),
-        ("exact", "<answer> Paris.</answer>", "paris"),
-        ("exact_match", "  Ｐaris\n", ["Lyon", "Paris"]),
-        ("exact", "...", "..."),
-        ("reasoning_gym/chain_sum", "well <answer>2</answer>", GYM),
-        ("reasoning_gym/chain_sum", "2", json.loads(GYM)),
-    ],
-)
+RIGHT = [
+    ("openai/gsm8k", "2 + 16 = 18\n#### 18", "18"),
+    ("gsm8k", "#### 1,234", "1234"),
+    ("gsm8k", "#### Final Answer\n\n18", "18"),
+    ("math", r"so \boxed{\text{The answer is } 42}", "42"),
+    ("arithmetic", "#### 7 no, wait\n#### -9", "-9"),
+    ("arithmetic", "#### 18", 18),
+    ("gsm8k", "#### 18" + " padding" * 50, "18"),  # the last marked answer counts, wherever it is
+    ("math", r"so \boxed{\dfrac{1}{2}}", "0.5"),
+    ("math", r"so \boxed{1/2}", r"\frac12"),
+    ("HuggingFaceH4/MATH-500", r"first \boxed{3}, no: \boxed{x = 1{,}000}", "1000"),
+    ("lighteval/MATH-algebra", r"\boxed{5\text{ cm}}", r"the answer: \boxed{5}"),
+    ("aime2024", "The final answer is 204.", "204"),
+    ("math_dapo", "Answer: 34", "34"),
+    ("countdown", "<answer>7 * 3 + 12</answer>", COUNTDOWN),
+    ("countdown", "think\n#### 12 + (3 * 7) = 33", COUNTDOWN),
+    ("countdown", "<answer>7*3+12</answer>", {"target": 33, "numbers": [12, 7, 3]}),
+    ("digit_sequence", "3814", "3814"),
+    ("digit_sequence", " 3 8-1;4", "3814"),
+    ("exact", "<answer> Paris.</answer>", "paris"),
+    ("exact_match", "  Ｐaris\n", ["Lyon", "Paris"]),
+    ("exact", "...", "..."),
+    ("reasoning_gym/chain_sum", "well <answer>2</answer>", GYM),
+    ("reasoning_gym/chain_sum", "2", json.loads(GYM)),
+]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"of": "#### 999"}}\n</tool_call>'
+FORMS = {
+    "thought": "<think>#### 999 or \\boxed{999}?</think>\nRIGHT",
+    "thought that the prompt opened": "perhaps #### 999\n</think>\nRIGHT",
+    "call": f"I look.{CALL}\nRIGHT",
+    "two turns": f"#### 999, but let me see.\n{CALL}\n<think>so</think>\nRIGHT",
+    "harmony": "<|channel|>analysis<|message|>#### 999?<|end|><|start|>assistant<|channel|>final<|message|>RIGHT<|return|>",
+    "harmony without its tokens": "analysis#### 999?assistantfinalRIGHT",
+}
+"""Text of an episode around its last answer."""
+
+
+@pytest.mark.parametrize(("source", "response", "truth"), RIGHT)
 def test_right_answers(source: str, response: str, truth: object) -> None:
     result = score(source, response, truth)
     assert result["score"] == 1.0 and result["acc"] == 1.0 and result["pred"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("source", "response", "truth"), RIGHT)
+def test_the_last_answer_alone_counts(source: str, response: str, truth: object, form: str) -> None:
+    plain = score(source, response, truth)
+    assert score(source, FORMS[form].replace("RIGHT", response), truth) == plain
+    after = FORMS[form].replace("#### 999", response).replace("RIGHT", "I do not know.")
+    assert score(source, after, truth) == score(source, "I do not know.", truth)
 
 
 @pytest.mark.parametrize(
