@@ -189,6 +189,50 @@ def test_its_template_is_good_for_conversations_and_tools_need_the_text_renderer
     assert [check["name"] for check in tools["checks"] if check["outcome"] == "fails"] == ["tools"]
 
 
+def test_a_tool_is_shown_as_text_or_by_a_template_that_has_tools(model: Path, tmp_path: Path) -> None:
+    def run(*words: object) -> str:
+        ended = hone_command(*words, log=tmp_path / "log", cwd=ROOT)
+        assert ended.code == 0, ended.output
+        return ended.output
+
+    data, example = tmp_path / "data", "examples/calculator_agent"
+    run("data", "make", "calculator", "guesses=0", "max_number=99", "--out", data, "--size", 200, "--val-size", 8)
+    tools = (
+        "multi_turn.enable=true",
+        f"multi_turn.tool_config_path={example}/tools.yaml",
+        "multi_turn.max_assistant_turns=2",
+    )
+    lengths = ("--max-prompt-length", 300, "--max-response-length", 40)
+    run(
+        "eval",
+        model,
+        "--data",
+        data / "val.parquet",
+        "--max-samples",
+        2,
+        *lengths,
+        *tools,
+        "multi_turn.renderer=text_tools",
+    )
+    sft, grpo = (["--config-path", example, "--config-name", name] for name in ("real_sft", "real_grpo"))
+    rows = f"data.train_files={data}/train.parquet"
+    run(
+        "sft",
+        *sft,
+        f"model.path={model}",
+        rows,
+        f"trainer.default_local_dir={tmp_path}/sft",
+        "trainer.total_training_steps=10",
+    )
+    run("export", tmp_path / "sft", "--out", tmp_path / "imitator")
+    steps = ("trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false")
+    batch = ("data.train_batch_size=4", "ppo_mini_batch_size=4", "rollout.n=2", "reward.scorer=exact_match")
+    out = f"trainer.default_local_dir={tmp_path}/grpo"
+    run("train", *grpo, f"actor_rollout_ref.model.path={tmp_path}/imitator", rows, *steps, *batch, out)
+    (step,) = hone.Run(tmp_path / "grpo").metrics
+    assert step["tool/calls/mean"] > 0.5 and step["critic/rewards/mean"] > 0.25
+
+
 @pytest.mark.long(*CORE)
 def test_it_is_served(model: Path, forks: Forks, tmp_path: Path) -> None:
     with serving(forks, model, tmp_path / "log") as address:
