@@ -43,7 +43,12 @@ class GivenObjects:
         Raises:
             ConfigError: another object of this call has the name.
         """
-        path = PREFIX + (name or getattr(value, "__name__", type(value).__name__))
+        called = name or getattr(value, "__name__", type(value).__name__)
+        if called == "<lambda>":  # has no name to change: the first is `lambda`, the next `lambda_2`
+            others = [entry.value for key, entry in self._entries.items() if key.startswith(f"{PREFIX}lambda")]
+            number = next((n for n, other in enumerate(others, 1) if other is value), len(others) + 1)
+            called = "lambda" if number == 1 else f"lambda_{number}"
+        path = PREFIX + called
         known = self._entries.get(path)
         if known is not None and known.value is not value:
             raise ConfigError(

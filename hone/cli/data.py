@@ -270,7 +270,9 @@ def inspect(
 def convert(
     files: Annotated[list[Path], typer.Argument(help="files to convert (parquet, json, jsonl, csv, tsv)")],
     out: Annotated[Path, typer.Option("--out", help="file to write: .parquet or .jsonl")],
-    source: Annotated[str, typer.Option("--from", help="auto, sharegpt, openai, alpaca or csv")] = "auto",
+    source: Annotated[
+        str, typer.Option("--from", help="auto, sharegpt, openai, alpaca, trl (prompt and completion) or csv")
+    ] = "auto",
     target: Annotated[str, typer.Option("--to", help="chat, string, multi-turn, multimodal or messages")] = "chat",
     data_source: Annotated[
         str, typer.Option(help="data source to write to every row; it selects the scorer")
@@ -282,7 +284,7 @@ def convert(
         str, typer.Option(help="part of the answer to use as ground truth: whole, '####', boxed or last-number")
     ] = "whole",
 ) -> None:
-    """Convert published datasets (ShareGPT, OpenAI messages, Alpaca, CSV) to Hone's columns."""
+    """Convert published datasets (ShareGPT, OpenAI messages, Alpaca, TRL, CSV) to Hone's columns."""
     from hone.data.convert import Conversion
     from hone.data.convert import convert as run
 

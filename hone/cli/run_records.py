@@ -82,6 +82,9 @@ def samples(
         if record["ground_truth"] is not None:
             notes.append(f"right: {record['ground_truth']}")
         typer.echo(trace(record) + f"({', '.join(notes)})\n")
+    if not result.matching:
+        typer.echo(f"step {result.step}: none of {result.total} samples matches; --step N looks at another step")
+        return
     chosen = "" if result.matching == result.total else f" that match, of {result.total}"
     typer.echo(f"step {result.step}: {len(result.shown)} of {result.matching} samples{chosen}")
 

@@ -4,6 +4,7 @@
     sharegpt   a list of {"from": ..., "value": ...}              conversation
     openai     a list of {"role": ..., "content": ...}            conversation
     alpaca     instruction, input (may be empty), output          one question and its answer
+    trl        prompt and completion, texts or messages           conversation
     csv        named columns                                      one question and its answer
 
     to          prompt
@@ -39,11 +40,22 @@ from hone.data.row_images import part_image
 from hone.data.sharegpt import SYSTEM, Messages, is_sharegpt, messages_of_turns, schemas_in_full, unknown_turn
 from hone.errors import ConfigError, DataError, did_you_mean
 
-SOURCES = ("auto", "sharegpt", "openai", "alpaca", "csv")
+SOURCES = ("auto", "sharegpt", "openai", "alpaca", "trl", "csv")
 TARGETS = ("chat", "string", "multi-turn", "multimodal", "messages")
 _CONVERSATIONS = ("conversations", "conversation", "messages", "chat", "dialogue", "dialog")
 _CONSUMED = {
-    *(*_CONVERSATIONS, SYSTEM, "system", "instruction", "input", "output", "answer", "tools", "extra_info"),
+    *(
+        *_CONVERSATIONS,
+        SYSTEM,
+        "system",
+        "instruction",
+        "input",
+        "output",
+        "completion",
+        "answer",
+        "tools",
+        "extra_info",
+    ),
     *(name for names in MEDIA_COLUMNS.values() for name in names),
 }
 """Columns whose content the converted row has elsewhere."""
@@ -180,8 +192,8 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion, a
 def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Messages | str:
     """Return the messages of a record, or the reason for leaving it out."""
     source = options.source if options.source != "auto" else _source_of(record, file, options)
-    if source in ("sharegpt", "openai"):
-        turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list)), None)
+    if source in ("sharegpt", "openai", "trl"):
+        turns = _turns_of_trl(record) if source == "trl" else _turns(record)
         if not turns:
             return "without a conversation"
         if unknown_turn(turns) is not None:
@@ -202,18 +214,33 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
     return [*first, {"role": "user", "content": str(question)}, {"role": "assistant", "content": str(answer)}]
 
 
+def _turns(record: dict[str, Any]) -> list[Any] | None:
+    return next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list) and record[name]), None)
+
+
+def _turns_of_trl(record: dict[str, Any]) -> list[Any]:
+    """Return the turns of a prompt and its completion; texts are what the user and the assistant say."""
+    turns: list[Any] = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        said = record.get(name)
+        turns += said if isinstance(said, list) else [{"role": role, "content": said}]
+    return turns
+
+
 def _source_of(record: dict[str, Any], file: Path, options: Conversion) -> str:
-    turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list) and record[name]), None)
+    turns = _turns(record)
     if turns and isinstance(turns[0], dict):
         return "sharegpt" if is_sharegpt(turns) else "openai"
     if "instruction" in record and "output" in record:
         return "alpaca"
+    if "prompt" in record and "completion" in record:
+        return "trl"
     if all(name in record or column_of(record, name) is not None for name in (options.question, options.answer)):
         return "csv"
     raise DataError(
         f"the format is not recognized; the columns are {', '.join(record) or '(none)'}",
         where=str(file),
-        fix="--question NAME --answer NAME for columns with other names, or --from sharegpt, openai or alpaca",
+        fix="--question NAME --answer NAME for columns with other names, or --from sharegpt, openai, alpaca or trl",
     )
 
 

@@ -456,7 +456,7 @@ def _check_columns(path: Path, columns: Iterable[str], required: Sequence[str], 
 
 
 def _column_fix(path: Path, name: str, columns: Sequence[str]) -> str:
-    convertible = {"messages", "conversations", "conversation", "instruction", "question"} & {*columns}
+    convertible = {"messages", "conversations", "conversation", "instruction", "question", "completion"} & {*columns}
     key = {"prompt": "data.prompt_key", "messages": "data.messages_key"}.get(name)
     if key is None:
         return did_you_mean(name, columns)

@@ -117,6 +117,11 @@ class PreferenceDataset:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         self.paired = holds_pairs(rows[0], columns)
         sides = [[side.placed(images, row) for side in sides_of_row(row, columns, self.paired)] for row in rows]
+        if tokenizer.chat_template and (strings := sum(isinstance(row_sides[0].prompt, str) for row_sides in sides)):
+            log.info(
+                "%d prompts are plain strings: they and their responses stay as they are, without the chat template",
+                strings,
+            )
         rendered = iter(render_sides([s for row in sides for s in row], tokenizer, chat_template_kwargs, images))
         preferences = [
             Preference([(side.label, next(rendered)) for side in row_sides], _margin(row, columns), row.uid)

@@ -181,7 +181,8 @@ def tool_results_fit(config: RLConfig) -> Findings:
                 f"max_tool_response_length={longest} tokens for one tool result, but calls, results and the answer together have "
                 f"data.max_response_length={response_length}",
                 why="an episode ends at the first long result, before the model can answer",
-                fix=f"{MULTI_TURN}.max_tool_response_length={max(1, response_length // 4)}, or a longer data.max_response_length",
+                fix=f"data.max_response_length={2 * longest}; or {MULTI_TURN}.max_tool_response_length={max(1, response_length // 4)} "
+                "if results are that short, to which errors of calls are cut, too",
                 where=f"{MULTI_TURN}.max_tool_response_length",
             )
 

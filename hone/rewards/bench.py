@@ -250,12 +250,12 @@ def _golden(bench: Bench) -> Iterator[Finding]:
     every = bench.totals(*ORDINARY, "episode")
     if len(every) > 1 and len(set(every)) == 1:
         untried = not bench.of_kinds("golden")
-        fix = "run `hone reward test`, which shows every answer given to the function"
+        fix = "`hone reward test --show 3` prints answers of each kind with their scores"
         if untried:
             fix = "data.answer_key=COLUMN if a column holds the right answers, else preflight.allow=[R49]"
         yield _finding(
             "R49",
-            f"the reward is {every[0]:g} for all {len(every)} answers to {bench.rows} rows"
+            f"the reward is {every[0]:g} for all {len(every)} trial answers to {bench.rows} rows"
             + (f": correct ones in {len(FORMS)} forms, wrong ones, garbage, empty ones" if golden else "")
             + (", and episodes that went badly" if bench.of_kinds("episode") else "")
             + ("; no ground truth is known, so no right answer could be tried" if untried else ""),

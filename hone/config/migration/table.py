@@ -441,7 +441,7 @@ def _entry(kind: str, row: Mapping[str, Any]) -> Entry:
         case "settled":
             return Settled(row["says"], tuple(row["only"]) if "only" in row else None, row.get("instead", ""))
         case "unsupported":
-            return Unsupported(row["what"], row["instead"], tuple(row["off"]) if "off" in row else OFF)
+            return Unsupported(row["what"], row["instead"], tuple(row["unset"]) if "unset" in row else OFF)
         case "foreign":
             return Foreign(row["reason"])
     to = tuple(row["to"]) if isinstance(row.get("to"), list) else (row["to"],) if "to" in row else ()

@@ -253,7 +253,7 @@ DIRECTORIES = [
         "R39 files.chat_template",
         breaks=lambda world: (world.model / "chat_template.jinja").unlink(),
         says=("TMP/model", "chat template"),
-        advice=f"{MODEL}.custom_chat_template=PATH.jinja",
+        advice=f"{MODEL}.custom_chat_template=PATH",
         then=f"{MODEL}.custom_chat_template=TMP/original.jinja",
     ),
     Case(

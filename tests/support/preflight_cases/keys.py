@@ -225,7 +225,7 @@ METHODS = [
         "R37 agents.tool_results_fit",
         "data.max_response_length=256",
         ("max_tool_response_length=256", "data.max_response_length=256"),
-        fix=f"{MULTI}.max_tool_response_length=64",
+        fix="data.max_response_length=512",
         given=f"{TOOLS} {SHOWN}",
         warns=True,
     ),

@@ -67,7 +67,7 @@ MACHINE_CASES = [
         given=f"{MODEL}.lora_rank=8 {ACTOR}.optim.lr=1e-4",
         breaks=broken_peft,
         says=("'peft'", "libcudart.so.12"),
-        advice="pip install --force-reinstall hone-rl",
+        advice="pip install --force-reinstall",
         repairs=lambda world: world.monkeypatch.undo(),
     ),
     Case(

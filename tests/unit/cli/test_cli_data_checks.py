@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from hone.apps.lab.data.inspection import histogram
 from hone.cli.data import app
 from hone.data.checks import check_calls, overlong_prompts, prompt_lengths, tool_schemas
+from hone.data.conversations import ConversationDataset
 from hone.data.convert import GROUND_TRUTHS
 from hone.data.files import Row, read_all
 from hone.data.messages import check_messages
@@ -288,6 +289,21 @@ def test_alpaca_and_csv(tmp_path):
     assert (
         row.values["reward_model"]["ground_truth"] == "1200" and row.values["extra_info"]["answer"] == "so\n#### 1,200"
     )
+
+
+def test_prompts_and_completions_of_trl(tmp_path):
+    user, said = [{"role": "user", "content": "Hi"}], [{"role": "assistant", "content": "HI"}]
+    rows = [{"prompt": "Hi", "completion": "HI", "level": 1}, {"prompt": user, "completion": said, "level": 2}]
+    file = write_rows(tmp_path / "t.jsonl", [*rows, {"prompt": "Hi", "completion": None, "level": 3}])
+    with raises(DataError, "hone data convert", "--to messages"):
+        ConversationDataset(file, None, messages_key="messages", max_length=9, truncation="error")
+    made = run("convert", file, "--to", "messages", "--out", tmp_path / "m.jsonl")
+    assert "2 rows, 1 left out" in made.output
+    assert [row.values["messages"] for row in read_all(tmp_path / "m.jsonl")] == [user + said] * 2
+    run("convert", file, "--out", tmp_path / "p.jsonl")
+    (first, second) = (row.values for row in read_all(tmp_path / "p.jsonl"))
+    assert first["prompt"] == second["prompt"] == user and first["level"] == 1 and "completion" not in first
+    assert first["reward_model"]["ground_truth"] == "HI"
 
 
 def test_multimodal(tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,13 @@ from support.messages import raises
 from hone.config import RLConfig, SFTConfig, documentation, load_config
 from hone.config.keys import blocks, leaf_of
 from hone.config.migration import DEFAULTS, TABLES, VALUES, Outcome, read_setting
+from hone.config.migration import table as tables
 from hone.config.migration.entries import OFF, Changed, Foreign, Renamed, Settled, Table, Unsupported, expand
+from hone.config.migration.reading import trl_setting
 from hone.errors import ConfigError
+from hone.text import read_yaml
+
+FOLDER = Path(tables.__file__).parent
 
 TREE_KEYS = {tree: {key.path: key for key in documentation(tree)} for tree in TABLES}
 KEYS, TABLE = TREE_KEYS[RLConfig], TABLES[RLConfig]
@@ -127,6 +135,35 @@ def test_entries_speak() -> None:
             assert entry.says and (entry.only is None or entry.instead), path
         elif isinstance(entry, Foreign):
             assert entry.reason, path
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+def test_rows_of_the_tables_have_words_that_are_read(file: Path) -> None:
+    """A word that YAML reads as a boolean (``off``) would be a key that nothing reads."""
+
+    def rows(value: Any) -> Iterator[dict[Any, Any]]:
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from rows(item)
+        if isinstance(value, dict) and "keys" in value:
+            yield value
+
+    known = {
+        *("keys", "says", "what", "reason", "instead", "only", "unset", "to", "by"),
+        *inspect.signature(tables.Words).parameters,
+    }
+    read = read_yaml(file.read_text(encoding="utf-8"))
+    assert [*rows(read)]
+    assert {key for row in rows(read) for key in row} <= known
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_iterations", 1), ("adam_beta2", 0.999), ("top_entropy_quantile", 1.0)]
+)
+def test_a_default_of_trl_asks_for_nothing(name: str, value: Any) -> None:
+    settled = trl_setting(name, value, {}, RLConfig)
+    refused = trl_setting(name, value * 2, {}, RLConfig)
+    assert settled is not None and settled.outcome is Outcome.SETTLED
+    assert refused is not None and refused.outcome is Outcome.UNSUPPORTED
 
 
 def test_what_is_off_passes_and_what_is_on_is_refused() -> None:

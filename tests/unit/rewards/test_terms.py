@@ -239,6 +239,13 @@ def test_functions_of_python_are_terms_with_weights() -> None:
         [1.2, 0.1]
     )
     assert [term.name for term in read_terms(keys["reward.terms"])] == ["länge", "first", "exact"]
+    constants: list[Any] = [
+        lambda completions, **k: [1.0] * len(completions),
+        lambda completions, **k: [2.0] * len(completions),
+    ]
+    keys = reward_keys(constants, GivenObjects())
+    assert [term.name for term in read_terms(keys["reward.terms"])] == ["lambda", "lambda_2"]
+    assert [score.total for score in scored(RewardConfig(terms=keys["reward.terms"]), rows)] == [3.0, 3.0]
     with raises(ConfigError, "2 weights for 1", where="reward_weights"):
         reward_keys(länge, GivenObjects(), [1.0, 2.0])
     with raises(ConfigError, "int", "reward_weights"):

@@ -248,7 +248,7 @@ def _texts(files: Sequence[str | Path], form: ChatFormat) -> Iterator[str]:
             raise DataError(
                 "the columns 'messages', 'prompt' and 'text' have no text",
                 where=row.where,
-                fix="name files with one of these columns",
+                fix="name files with one of these columns; `hone data convert` makes them of questions and answers",
             )
 
 
