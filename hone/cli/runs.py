@@ -192,7 +192,10 @@ def _duration(seconds: float | None) -> str:
 @app.command()
 def compare(
     runs: Annotated[list[str], typer.Argument(help="two or more runs: directories, or names below the root")],
-    metrics: Annotated[str | None, typer.Option("--metrics", help="metrics to compare, separated by commas")] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option("--metric", "--metrics", help="metric to compare; repeat for several, or separate them by commas"),
+    ] = None,
     level: Annotated[float, typer.Option("--level", help="level of the intervals", min=0.5, max=0.999)] = 0.95,
     effect: Annotated[
         float | None,
@@ -212,7 +215,7 @@ def compare(
     if len(runs) < 2:
         raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")
     compared = [find_run(name, root) for name in runs]
-    chosen = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else []
+    chosen = [name.strip() for names in metrics or () for name in names.split(",") if name.strip()]
     names = require_metrics(chosen, compared) or headline_metrics(compared)
     differences = config_differences(compared)
     measured = [scores_in_common(compared, metric) for metric in chosen or [None]]

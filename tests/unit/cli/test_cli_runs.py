@@ -107,7 +107,7 @@ def test_bad_input(root):
     with raises(HoneError, "hone runs compare A B", code="E-runs"):
         invoke("compare", "fast", "--root", root)
     with raises(HoneError, "'critic/reward/mean'") as caught:
-        invoke("compare", "slow", "fast", "--root", root, "--metrics", "critic/reward/mean")
+        invoke("compare", "slow", "fast", "--root", root, "--metric", "timing_s/step", "--metric", "critic/reward/mean")
     assert "critic/rewards/mean" in caught.value.fix
     (root / "file").write_text("")
     with raises(HoneError, "x.png"):
