@@ -459,7 +459,7 @@ def _column_fix(path: Path, name: str, columns: Sequence[str]) -> str:
     convertible = {"messages", "conversations", "conversation", "instruction", "question", "completion"} & {*columns}
     key = {"prompt": "data.prompt_key", "messages": "data.messages_key"}.get(name)
     if key is None:
-        return did_you_mean(name, columns)
+        return f"{did_you_mean(name, columns)} Keys such as data.prompt_key and data.answer_key name columns."
     if convertible:
         target = " --to messages" if name == "messages" else ""
         return (

@@ -351,7 +351,8 @@ def adapters(value: Any, others: Others) -> Settings:
     more = [name for name in others_of_it if getattr(value, name, None)]
     if more or None in wanted.values():
         what = f"its {', '.join(more)}" if more else "target_modules=None, the usual layers of peft"
-        raise Refused(what, "lora_rank=16, lora_alpha=32, target_modules=all-linear or a list")
+        without = f"an object without {', '.join(more)}, or " if more else ""
+        raise Refused(what, f"{without}lora_rank=16, lora_alpha=32, target_modules=all-linear or a list")
     targets: Any = wanted["target_modules"]
     return {
         "model.lora_rank": wanted["r"],

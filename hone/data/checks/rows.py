@@ -312,11 +312,11 @@ def duplicates(rows: Sequence[Row], key: str, image_key: str) -> Iterator[Findin
     counts = Counter(_same(row, key, image_key) for row in rows)
     repeated = len(rows) - len(counts)
     if repeated > MANY_DUPLICATES * len(rows):
-        often = max(counts.values())
+        often, what = max(counts.values()), "conversations" if key == "messages" else "prompts"
         yield _warning(
-            f"{repeated} of {len(rows)} training prompts ({repeated / len(rows):.0%}) repeat an earlier one "
+            f"{repeated} of {len(rows)} training {what} ({repeated / len(rows):.0%}) repeat an earlier one "
             f"(one occurs {often} times)",
-            why="repeated prompts weigh more than others, and a pass over the data visits them several times",
+            why="repeated rows weigh more than others, and a pass over the data visits them several times",
             fix="remove the repetitions",
         )
 
