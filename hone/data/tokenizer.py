@@ -80,7 +80,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, named: str) -> None:
             f"the chat template '{named}' needs the tokens {', '.join(lacking)}",
             where=str(tokenizer.name_or_path),
             why="the model would spell them in pieces, and no turn would end",
-            fix="custom_chat_template=PATH of a template for this model",
+            fix="model.custom_chat_template=PATH of a template for this model",
         )
 
 

@@ -118,7 +118,8 @@ def chat_template(config: AnyConfig) -> Findings:
         try:
             read_template(custom)
         except HoneError as problem:
-            yield error(problem.what, fix=problem.fix, where=f"{block}.custom_chat_template")
+            key = f"{block}.custom_chat_template"
+            yield error(problem.what, fix=problem.fix.replace("model.custom_chat_template", key), where=key)
     elif (
         tokenizer
         and _holds_any(tokenizer, TOKENIZER_FILES)

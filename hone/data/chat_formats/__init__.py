@@ -121,7 +121,7 @@ def read_template(named: str) -> str:
     if not Path(named).is_file():
         raise ModelError(
             f"chat template '{named}' is neither a name, nor an existing file, nor Jinja text",
-            fix=f"{did_you_mean(named, CHAT_FORMATS)} Or the path of a Jinja file.",
+            fix=f"{did_you_mean(named, CHAT_FORMATS)} Or model.custom_chat_template=PATH of a Jinja file",
         )
     return Path(named).read_text(encoding="utf-8")
 

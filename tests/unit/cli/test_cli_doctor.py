@@ -47,7 +47,7 @@ def checks(monkeypatch, tmp_path):
         ({"gpu_users": (GpuUser(0, 4711, "VLLM::EngineCore", 41.0),)}, "gpu process", "warning", ["PID 4711", "kill 4711"]),
         ({"gpus": (machine.Gpu(0, "H100", 80, 0),)}, "device", "error", ["1 GPUs", "trainer.device=cpu"]),
         ({"broken": {"torch": "undefined symbol: x"}}, "torch", "error", ["undefined symbol: x", "force-reinstall 'torch"]),
-        ({"broken": {"ray": "No module named 'y'"}}, "ray", "warning", ["No module named 'y'", "pip uninstall ray"]),
+        ({"broken": {"ray": "No module named 'y'"}}, "ray", "warning", ["No module named 'y'", "uninstall ray"]),
     ],
 )  # fmt: skip
 def test_problems_have_a_status_and_a_fix(checks, monkeypatch, facts, name, status, words):
