@@ -144,7 +144,7 @@ def _print_head(console: Console, run: Run) -> None:
         **{
             key: str(run.config[key])
             for key in _HIGHLIGHTS
-            if key in run.config and (run.config[key] or not key.endswith("lora_rank"))
+            if run.config.get(key) is not None and (run.config[key] or not key.endswith("lora_rank"))
         },
     }
     print_plain(console, run.name, style="bold")
@@ -219,12 +219,15 @@ def compare(
     names = require_metrics(chosen, compared) or headline_metrics(compared)
     differences = config_differences(compared)
     measured = [scores_in_common(compared, metric) for metric in chosen or [None]]
-    results = [
-        result
-        for scores in measured
-        if scores is not None
-        for result in compare_arms(compared, scores, level=level, effect=effect)
-    ]
+    results: list[ArmComparison] = []
+    unpaired = ""
+    for scores in measured:
+        try:
+            results += compare_arms(compared, scores, level=level, effect=effect) if scores is not None else []
+        except HoneError as problem:
+            if problem.code != "E-unpaired":
+                raise
+            unpaired = f"{problem.what}; {problem.fix}"
     if png is not None:
         draw_curves(png, compared, names)
     if as_json:
@@ -233,7 +236,7 @@ def compare(
         }
         record = {"runs": [overview(run) for run in compared], "config": differences, "metrics": summaries}
         confidence = [result.record() for result in results]
-        print_json(record | {"confidence": confidence, "png": str(png) if png else None})
+        print_json(record | {"confidence": confidence, "unpaired": unpaired, "png": str(png) if png else None})
         return
     console = new_console()
     labels = [run.name for run in compared]
@@ -247,6 +250,8 @@ def compare(
         table.add_row(name, *(_last_and_best(cell) if cell else "" for cell in cells))
     console.print(table if names else "no metrics in common to compare; name them with --metrics")
     print_confidence(console, results)
+    if unpaired:
+        print_plain(console, unpaired)
     for name in chosen or names[:CHARTS]:
         print_chart(console, name, compared)
     if png is not None:

@@ -185,6 +185,7 @@ def article(noun: str) -> str:
 
 
 _NEAR = 0.55
+_ALIKE = 0.7  # spelling of a name and that of a block, from which the block is meant
 _WORSE = 0.2  # largest difference in score from the best suggestion
 
 
@@ -205,7 +206,9 @@ def unknown_key(key: str, cls: type, *, origin: str = "") -> ConfigError:
     inside = next((leaf for leaf in documentation(cls) if key.startswith(f"{leaf.path}.")), None)
     siblings = [leaf for leaf in documentation(cls) if leaf.path.rpartition(".")[0] == key.rpartition(".")[0]]
     same_name = any(leaf.last == key.rpartition(".")[2] for leaf in near)
-    block = difflib.get_close_matches(key, blocks(cls), n=1, cutoff=0.8)
+    last = key.rpartition(".")[2]
+    alike = [b for b in blocks(cls) if difflib.SequenceMatcher(None, last, b.rpartition(".")[2]).ratio() > _ALIKE]
+    block = difflib.get_close_matches(key, alike, n=1, cutoff=0.8)
     if block and not same_name:
         fix = f"Did you mean the block {block[0]}?"
     elif inside:

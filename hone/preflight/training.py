@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ACTOR = "actor_rollout_ref.actor"
 _REF_BUDGET = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
 _SMALL_LR = 5e-6
+_LARGE_LR = 0.1
 _FORWARD_RATIO = 4
 _KL_PLACES = {"grpo": "loss", "reinforce_plus_plus": "reward"}
 _ACTOR, _CRITIC = "actor_rollout_ref.actor.optim", "critic.optim"
@@ -298,6 +299,19 @@ def adapter_learning_rate(config: AnyConfig) -> Findings:
             f"LoRA with lr={optim.lr:g}, which is a learning rate for full fine-tuning",
             why="adapters need about 10 times as much; at this rate the reward hardly changes",
             fix=f"{key}={10 * optim.lr:g} or more (1e-5 to 1e-4 are usual)",
+        )
+
+
+@rule("R60")
+def learning_rate_fits_adam(config: AnyConfig) -> Findings:
+    """A rate of Adam is far below the size of a weight."""
+    rl = isinstance(config, RLConfig)
+    optim, key = (config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim.lr") if rl else (config.optim, "optim.lr")
+    if optim.optimizer.startswith("Adam") and optim.lr >= _LARGE_LR:
+        yield warning(
+            f"lr={optim.lr:g} with {optim.optimizer}, whose steps move each weight by about lr, whatever the gradient",
+            why="weights are about 0.02, so a few steps replace the model",
+            fix=f"{key}=1e-6 for all weights, 1e-4 for an adapter",
         )
 
 

@@ -200,6 +200,6 @@ def _paired(
     except ValueError:
         raise HoneError(
             "the runs have no prompt in common, so nothing can be paired",
-            fix="compare runs that were validated on the same data.val_files",
-            code="E-runs",
+            fix="compare runs that were validated on the same data.val_files, with trainer.log_val_generations above 0",
+            code="E-unpaired",
         ) from None

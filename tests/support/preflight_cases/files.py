@@ -291,7 +291,7 @@ ROWS = [
         "R42 rows.prompts_are_sound",
         breaks=lambda world: world.rows(at={3: {"prompt": []}, 4: {"prompt": None}}),
         says=("row 3", "2 of 10 rows"),
-        advice="remove",
+        advice="hone data clean",
         repairs=valid_rows,
     ),
     Case(
@@ -367,7 +367,7 @@ ROWS = [
         "R44 rows.every_row_has_a_ground_truth",
         breaks=lambda world: world.rows(at={n: {"reward_model": {"ground_truth": ""}} for n in (1, 2)}),
         says=("row 1", "2 of 10 rows", "ground_truth"),
-        advice="remove",
+        advice="hone data clean",
         repairs=valid_rows,
     ),
     Case(

@@ -193,6 +193,14 @@ METHODS = [
         warns=True,
     ),
     Case(
+        "R60 training.learning_rate_fits_adam",
+        f"{ACTOR}.optim.lr=1",
+        ("lr=1", "AdamW"),
+        advice=f"{ACTOR}.optim.lr=1e-6",
+        then=f"{ACTOR}.optim.lr=1e-6",
+        warns=True,
+    ),
+    Case(
         "R62 methods.known_options",
         "algorithm.adv_kwargs={epsilom:0.1}",
         ("'grpo'", "'epsilom'"),

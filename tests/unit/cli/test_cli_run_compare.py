@@ -4,11 +4,9 @@ import json
 import random
 
 import pytest
-from support.messages import raises
 from typer.testing import CliRunner
 
 from hone.cli.runs import app
-from hone.errors import HoneError
 from hone.insight.run_directory import RunDirectory
 
 REST = {"part": 0, "error": None, "data_source": "sums", "extra": {}}
@@ -85,8 +83,9 @@ def test_runs_of_one_arm_are_compared_as_seeds(root):
 def test_runs_without_a_common_prompt(root):
     run = RunDirectory(root / "low1")
     run.write_validation(4, [REST | {"uid": "x", "index": 0, "score": 1.0, "terms": {}, "text": ""}])
-    with raises(HoneError, "no prompt in common", code="E-runs"):
-        confidence(root, "low1", "high1")
+    assert confidence(root, "low1", "high1") == []
+    shown = CliRunner().invoke(app, ["compare", "low1", "high1", "--root", str(root)], catch_exceptions=False).output
+    assert "trainer.log_val_generations" in shown and "optim.lr" in shown, "the rest is shown"
 
 
 def test_two_runs_of_one_seed_both_count(root):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 
 from hone.config import TREES, RLConfig, SFTConfig, documentation, load_config, load_with_provenance, to_yaml
 from hone.config.check import ConfigProblems, check_values, raise_together
@@ -358,3 +359,10 @@ def test_rows_of_a_refused_run_leave_no_folder(tmp_path: Path) -> None:
         (folder / "train.parquet").touch()
         raise ConfigError("no")
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_misspelt_key_is_not_taken_for_a_block() -> None:
+    with raises(ConfigError, "actor_rollout_ref.rollout.temperature", code="R09"):
+        load_config(RLConfig, ["actor_rollout_ref.rollout.temprature=0.7"])
+    with raises(ConfigError, "the block actor_rollout_ref.rollout.agent", code="R09"):
+        load_config(RLConfig, ["actor_rollout_ref.rollout.agnt=1"])
