@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import logging
 import sys
 
 _USUAL = gc.get_threshold()[0]
@@ -23,6 +25,22 @@ def collect_as_usual() -> None:
     """
     if gc.get_threshold()[0] == _RARELY:
         gc.set_threshold(_USUAL)
+
+
+_NOISE = {
+    "torchao": "Failed to load",
+    "torchao.kernel.intmm": "Detected no triton",
+    "bitsandbytes.backends.cpu.ops": "Failed to load",
+    "torch.utils._pytree": "is an Enum subclass",
+}
+"""Messages about kernels that nothing here uses: transformers and PEFT import these packages wherever they are installed."""
+
+
+@functools.cache
+def quiet_imports() -> None:
+    """Leave these messages out in this process, before the packages are imported."""
+    for name, text in _NOISE.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
 
 
 def interrupt(*_: object) -> None:

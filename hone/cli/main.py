@@ -28,7 +28,7 @@ from typer.main import get_command
 
 from hone import __version__
 from hone.errors import HoneError
-from hone.startup import collect_rarely, interrupt
+from hone.startup import collect_rarely, interrupt, quiet_imports
 
 
 class Entry(NamedTuple):
@@ -219,14 +219,6 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(f"{prefix}{self.format(record)}\n")
 
 
-_NOISE = {
-    "torchao": "Failed to load",
-    "bitsandbytes.backends.cpu.ops": "Failed to load",
-    "torch.utils._pytree": "is an Enum subclass",
-}
-"""Messages about kernels that nothing here uses: transformers and PEFT import these packages wherever they are installed."""
-
-
 def log_to_stderr() -> None:
     """Show the messages of the package on stderr, once."""
     logger = logging.getLogger("hone")
@@ -234,8 +226,7 @@ def log_to_stderr() -> None:
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
         logger.propagate = False
-        for name, text in _NOISE.items():
-            logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
+        quiet_imports()
 
 
 if __name__ == "__main__":

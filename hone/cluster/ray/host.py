@@ -30,6 +30,7 @@ from hone.data.batch import Batch
 from hone.errors import ProcessError
 from hone.insight import activity
 from hone.models.kernels.cpu.memory import MemoryUse
+from hone.startup import quiet_imports
 from hone.training.layout import build_meshes
 from hone.training.rendezvous import join_ranks, meeting_store
 from hone.user_objects import UserObject, receive_objects
@@ -122,6 +123,7 @@ class WorkerHost:
         sys.path += [entry for entry in place.modules if entry not in sys.path]
         receive_objects(place.objects)
         logging.getLogger("hone").setLevel(logging.INFO)
+        quiet_imports()
         logging.basicConfig(format=f"{place.pool}[{place.rank}] %(levelname)s %(message)s")
         activity.begin(Path(place.run) / activity.FOLDER, place.pool, place.rank)
         device = prepare_torch(config.trainer, threads=place.threads)
