@@ -111,7 +111,7 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     ("preset", "more"),
     [
         ("agent_grpo", ()),
-        ("agent_ppo", ("critic.optim.lr=2e-3", "critic.optim.lr_warmup_steps=0", "trainer.total_training_steps=25")),
+        ("agent_ppo", ("critic.optim.lr=2e-3", "critic.optim.lr_warmup_steps=0", "trainer.total_training_steps=22")),
     ],
 )
 def test_agent_presets_learn_a_game(game: Path, run, tmp_path: Path, preset: str, more: tuple[str, ...]):

@@ -133,13 +133,14 @@ class WorkerHost:
                 try:
                     store = meeting_store(place.meeting, place.rank, place.world)
                     join_ranks(device, store, place.rank, place.world)
+                    meshes = build_meshes(place.layout, device.type)
                 except torch.distributed.DistNetworkError as error:
                     raise ProcessError(
                         f"{place.pool}[{place.rank}] cannot connect to the others at {place.meeting}: {str(error).splitlines()[0]}",
-                        why="another process took the port, which was free a moment ago; or a firewall separates the nodes",
+                        why="one of them was lost; or another process took the port, which was free a moment ago; or a firewall "
+                        "separates the nodes",
                         fix="run the same command again; or open the ports between the nodes (docs/cluster.md)",
                     ) from error
-            meshes = build_meshes(place.layout, device.type)
         self._memory = MemoryUse()
         self._context = WorkerContext(
             config,
