@@ -210,7 +210,7 @@ def compare(
     Runs with equal configurations apart from the seed form an arm. Each arm is compared with the first, paired by seed and
     prompt.
     """
-    from hone.apps.lab.confidence import compare_arms, scores_in_common
+    from hone.apps.lab.confidence import Unpaired, compare_arms, scores_in_common
 
     if len(runs) < 2:
         raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")
@@ -224,9 +224,7 @@ def compare(
     for scores in measured:
         try:
             results += compare_arms(compared, scores, level=level, effect=effect) if scores is not None else []
-        except HoneError as problem:
-            if problem.code != "E-unpaired":
-                raise
+        except Unpaired as problem:
             unpaired = f"{problem.what}; {problem.fix}"
     if png is not None:
         draw_curves(png, compared, names)

@@ -157,6 +157,10 @@ class ArmComparison:
         return lines
 
 
+class Unpaired(HoneError):
+    """Two arms have no prompt in common."""
+
+
 def compare_arms(
     runs: Sequence[Run], scores: RunScores, *, level: float = 0.95, effect: float | None = None
 ) -> list[ArmComparison]:
@@ -198,8 +202,8 @@ def _paired(
     try:
         return pair_scores(*sides), by_seed
     except ValueError:
-        raise HoneError(
+        raise Unpaired(
             "the runs have no prompt in common, so nothing can be paired",
             fix="compare runs that were validated on the same data.val_files, with trainer.log_val_generations above 0",
-            code="E-unpaired",
+            code="E-runs",
         ) from None

@@ -1,6 +1,7 @@
 """The tool agent: tokens are exact, every call is answered, every limit ends the episode by its own name."""
 
 import asyncio
+import copy
 import json
 
 import pytest
@@ -411,6 +412,7 @@ def test_the_prompt_of_a_template_without_tools_is_the_renderer_s(loop, tmp_path
     from hone.data.prompts import PromptDataset
 
     made = setting([Calculator()], agent={"default_agent_loop": loop}, renderer="text_tools")
+    made.tokenizer = copy.deepcopy(made.tokenizer)  # other tests share it
     made.tokenizer.chat_template = CHAT_FORMATS["chatml"].template
     call = {"type": "function", "id": "a", "function": {"name": "calculator", "arguments": {"expression": "1+1"}}}
     question = [{"role": "user", "content": "What is 6*7?"}]

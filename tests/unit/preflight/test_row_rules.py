@@ -31,7 +31,7 @@ def assistant(text: str) -> dict[str, str]:
 
 
 CASES: list[tuple[dict[int, dict[str, Any]], str, bool, list[str]]] = [
-    ({3: {"prompt": []}, 4: {"prompt": None}}, "R42", True, ["row 3", "2 of 10 rows", "remove"]),
+    ({3: {"prompt": []}, 4: {"prompt": None}}, "R42", True, ["row 3", "2 of 10 rows", "hone data clean"]),
     ({7: {"prompt": 5}}, "R42", True, ["row 7", "1 of 10", "int"]),
     ({7: {"prompt": [{"role": "user"}]}}, "R42", True, ["row 7", "prompt[0]", "'content'"]),
     ({2: {"prompt": [{"role": "usr", "content": "a"}]}}, "R42", True, ["'usr'", "user"]),
