@@ -25,7 +25,7 @@ _TURN_MARKS = re.compile(
 )
 _HARMONY = re.compile(
     r"\A\s*(?:<\|start\|>assistant)?(?:(?:<\|channel\|>)?(?:analysis|commentary).*assistant\s*(?:<\|channel\|>)?final(?:<\|message\|>)?"
-    r"|<\|channel\|>final<\|message\|>)(?P<final>.*?)(?:<\|(?:return|end)\|>)?\s*\Z",
+    r"|<\|channel\|>final<\|message\|>)(?P<final>.*)",
     re.DOTALL,
 )
 
@@ -161,7 +161,9 @@ def _visible(text: str) -> str:
     if not inside:
         kept.append(text[begin:])
     said = "".join(kept if any(map(str.strip, kept)) else before).strip()
-    return match["final"].strip() if (match := _HARMONY.match(said)) else said
+    if (match := _HARMONY.match(said)) is None:
+        return said
+    return match["final"].strip().removesuffix("<|return|>").removesuffix("<|end|>").strip()
 
 
 # marks ----------------------------------------------------------------------------------------------------------------

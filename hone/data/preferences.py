@@ -119,7 +119,7 @@ class PreferenceDataset:
         sides = [[side.placed(images, row) for side in sides_of_row(row, columns, self.paired)] for row in rows]
         if tokenizer.chat_template and (strings := sum(isinstance(row_sides[0].prompt, str) for row_sides in sides)):
             log.info(
-                "%d prompts are plain strings: they and their responses stay as they are, without the chat template",
+                "%d prompts are plain strings: they and their responses are raw text, without the chat template",
                 strings,
             )
         rendered = iter(render_sides([s for row in sides for s in row], tokenizer, chat_template_kwargs, images))

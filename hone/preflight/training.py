@@ -288,12 +288,17 @@ def budget_for_two_sequences(config: RLConfig) -> Findings:
         )
 
 
+def _policy_rate(config: AnyConfig) -> tuple[OptimConfig, str]:
+    """Return the optimizer of the policy, or of the one model, and the key of its learning rate."""
+    block, optim = next(iter(optim_blocks(config).items()))
+    return optim, f"{block}.lr"
+
+
 @rule("R60")
 def adapter_learning_rate(config: AnyConfig) -> Findings:
     """An adapter gets a larger learning rate than full weights."""
     model = model_block(config)[1]
-    rl = isinstance(config, RLConfig)
-    optim, key = (config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim.lr") if rl else (config.optim, "optim.lr")
+    optim, key = _policy_rate(config)
     if (model.lora_rank > 0 or model.lora_adapter_path is not None) and 0 < optim.lr < _SMALL_LR:
         yield warning(
             f"LoRA with lr={optim.lr:g}, which is a learning rate for full fine-tuning",
@@ -305,8 +310,7 @@ def adapter_learning_rate(config: AnyConfig) -> Findings:
 @rule("R60")
 def learning_rate_fits_adam(config: AnyConfig) -> Findings:
     """A rate of Adam is far below the size of a weight."""
-    rl = isinstance(config, RLConfig)
-    optim, key = (config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim.lr") if rl else (config.optim, "optim.lr")
+    optim, key = _policy_rate(config)
     if optim.optimizer.startswith("Adam") and optim.lr >= _LARGE_LR:
         yield warning(
             f"lr={optim.lr:g} with {optim.optimizer}, whose steps move each weight by about lr, whatever the gradient",

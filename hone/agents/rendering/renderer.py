@@ -574,7 +574,7 @@ class Renderer:
     def as_shown(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
-        """Return the messages and tools that the template gets: as they are, or messages with tools, calls and results as text."""
+        """Return the messages and tools that the template gets: unchanged, or messages with tools, calls and results as text."""
         if not self.tools_as_text:
             return messages, tools
         special = self.template.special_text
