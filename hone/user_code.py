@@ -127,6 +127,22 @@ def load_class(path: str, name: str | None) -> type:
     return value
 
 
+def load_function(place: str) -> Callable[..., Any]:
+    """Load a function that is written as ``FILE.py:NAME`` or ``package.module:NAME``.
+
+    Raises:
+        UserCodeError: it is written otherwise, does not exist, or the file cannot be executed.
+    """
+    path, _, name = place.rpartition(":")
+    if not path or not name.isidentifier():
+        raise UserCodeError(f"{place!r} names no function", "write FILE.py:NAME")
+    module = _load(path)
+    if not callable(function := getattr(module, name, None)):
+        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserCodeError(f"{path} has no function '{name}'", did_you_mean(name, functions))
+    return function
+
+
 def build(cls: type, arguments: Mapping[str, Any]) -> Any:
     """Build an object with those of the arguments that its class takes.
 
@@ -158,7 +174,7 @@ def call(name: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:  # any error of the user's code is reported to the user
-        raise UserCodeError(f"'{name}' failed: {last_line(error)}", "fix the class", traceback.format_exc()) from error
+        raise UserCodeError(f"'{name}' failed: {last_line(error)}", "fix its code", traceback.format_exc()) from error
 
 
 def last_line(error: BaseException) -> str:

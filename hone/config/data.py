@@ -99,6 +99,9 @@ class DataConfig:
     """Seed of the order of rows; null means trainer.seed. Set it to use the same order in runs with several seeds."""
     sampler: SamplerConfig = block(SamplerConfig)
     """Order of the prompts."""
+    row_fn: str | None = None
+    """Function of the user, as FILE.py:NAME, that takes a record of a file (a dict of all its columns) and returns the row: a dict with
+    the columns that these keys name. null takes the record as it is."""
     custom_cls: CustomDatasetConfig = block(CustomDatasetConfig)
     """A dataset class of the user."""
     quarantine: str | None = texts(None, "path")

@@ -38,6 +38,9 @@ class OfflineData:
     """Use at most this many validation rows; -1 means all."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch."""
+    row_fn: str | None = None
+    """Function of the user, as FILE.py:NAME, that takes a record of a file (a dict of all its columns) and returns the row: a dict with
+    the columns that these keys name. null takes the record as it is."""
     custom_cls: CustomDatasetConfig = block(CustomDatasetConfig)
     """A dataset class of the user."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

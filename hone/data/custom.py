@@ -1,32 +1,38 @@
-"""Dataset and sampler classes of the user (``data.custom_cls``, ``data.sampler.class_path``)."""
+"""Rows and order by the user's code (``data.custom_cls``, ``data.row_fn``, ``data.sampler.class_path``)."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hone.config.data import CustomDatasetConfig, DataConfig
+from hone.config.data import DataConfig
 from hone.data.files import EVERY_COLUMN, Row, RowReader, answer_columns, read_rows, with_answer
 from hone.data.media import refuse_media
 from hone.data.messages import plain
 from hone.data.sampler import EpochSampler
 from hone.data.sharegpt import to_messages
 from hone.errors import CheckpointError, ConfigError, DataError
-from hone.user_code import UserCodeError, build, call, load_class
+from hone.user_code import UserCodeError, build, call, load_class, load_function
 
 PROMPT, VERL_PROMPT = "prompt", "raw_prompt"  # column of the messages, and its name in rows of verl's dataset classes
 
 
-def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowReader:
-    """Return the reader of a run's rows: the user's class, or :func:`~hone.data.files.read_rows`. ``data``: the block
-    ``data``, which the class receives as ``config``.
+def row_reader(data: Any, tokenizer: Any) -> RowReader:
+    """Return the reader of a run's rows, called as :func:`~hone.data.files.read_rows`: the user's class, their function, or that one.
+
+    Args:
+        data: the block ``data``, which the class receives as ``config``.
+        tokenizer: what the class receives; None where there is none yet.
     """
-    if custom.path is None:
+    if data.custom_cls.path is None and data.row_fn is None:
         return read_rows
+    records = _records_of_class if data.custom_cls.path is not None else _records_of_function
 
     def read(
         files: Sequence[str],
@@ -38,16 +44,11 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
         refused: Collection[str] = (),
         answer_key: str | None = None,
     ) -> list[Row]:
-        name = custom.name or str(custom.path)
-        arguments = {"data_files": files, "tokenizer": tokenizer, "config": data, "max_samples": max_rows}
-        dataset = _loaded(custom.path, custom.name, arguments, "data.custom_cls")
-        length = _guarded("data.custom_cls", name, lambda: len(dataset))
         named = {*required, *optional, *(defaults or {}), *answer_columns(answer_key)}
         wanted = None if tuple(optional) == EVERY_COLUMN else named
         rows = []
-        for number in range(length if max_rows < 0 else min(length, max_rows)):
-            where = f"{name}, row {number}"
-            values = plain(_guarded("data.custom_cls", name, lambda number=number: dataset[number]))
+        for row, make in records(data, files, tokenizer, max_rows):
+            values = plain(make())
             if isinstance(values, Mapping) and VERL_PROMPT in values:
                 values = {PROMPT: values[VERL_PROMPT], **values}
             columns = values if isinstance(values, Mapping) else {}
@@ -55,17 +56,38 @@ def row_reader(custom: CustomDatasetConfig, data: Any, tokenizer: Any) -> RowRea
             if missing or not columns:
                 raise DataError(
                     f"the row has no column '{', '.join(missing)}': {values!r:.100}",
-                    where=where,
+                    where=row.where,
                     fix="return a dict with the columns that a dataset file has",
                 )
             if refused:
-                refuse_media(columns, where, refused)
+                refuse_media(columns, row.where, refused)
             chosen = {name: value for name, value in values.items() if wanted is None or name in wanted}
-            chosen = with_answer({**(defaults or {}), **to_messages(chosen, where)}, answer_key)
-            rows.append(Row(f"row:{number}", where, chosen))
+            chosen = with_answer({**(defaults or {}), **to_messages(chosen, row.where)}, answer_key)
+            rows.append(replace(row, values=chosen))
         return rows
 
     return read
+
+
+_Records = Iterator[tuple[Row, Callable[[], Any]]]  # rows without columns, and what makes the columns of each
+
+
+def _records_of_class(data: Any, files: Sequence[str], tokenizer: Any, max_rows: int) -> _Records:
+    custom, key = data.custom_cls, "data.custom_cls"
+    name = custom.name or str(custom.path)
+    arguments = {"data_files": files, "tokenizer": tokenizer, "config": data, "max_samples": max_rows}
+    dataset = _loaded(lambda: build(load_class(str(custom.path), custom.name), arguments), key)
+    length = _guarded(key, name, lambda: len(dataset))
+    for number in range(length if max_rows < 0 else min(length, max_rows)):
+        row = Row(f"row:{number}", f"{name}, row {number}", {})
+        yield row, functools.partial(_guarded, key, name, functools.partial(dataset.__getitem__, number))
+
+
+def _records_of_function(data: Any, files: Sequence[str], tokenizer: Any, max_rows: int) -> _Records:
+    function = _loaded(lambda: load_function(data.row_fn), "data.row_fn")
+    for row in read_rows(files, required=(), optional=EVERY_COLUMN, max_rows=max_rows, as_stored=True):
+        name = f"{data.row_fn} ({row.where})"
+        yield row, functools.partial(_guarded, "data.row_fn", name, functools.partial(function, plain(row.values)))
 
 
 class CustomSampler(EpochSampler):
@@ -193,16 +215,17 @@ def custom_sampler(config: DataConfig, dataset: Any, seed: int) -> CustomSampler
     """
     size, batch_size = len(dataset), config.train_batch_size
     arguments = {"data_source": dataset, "data_config": config, "batch_size": batch_size, "seed": seed}
-    inner = _loaded(config.sampler.class_path, config.sampler.class_name, arguments, _KEY)
+    path, name = str(config.sampler.class_path), config.sampler.class_name
+    inner = _loaded(lambda: build(load_class(path, name), arguments), _KEY)
     return CustomSampler(inner, size, batch_size, seed=seed, shuffle=config.shuffle)
 
 
 _KEY = "data.sampler.class_path"
 
 
-def _loaded(path: str | None, name: str | None, arguments: Mapping[str, Any], key: str) -> Any:
+def _loaded(load: Callable[[], Any], key: str) -> Any:
     try:
-        return build(load_class(str(path), name), arguments)
+        return load()
     except UserCodeError as error:
         raise ConfigError(error.what, fix=error.fix, where=key) from error
 

@@ -128,6 +128,11 @@ def read_rows(
     return rows
 
 
+def file_list(files: Any) -> list[str]:
+    """Convert the value of a key of files to a list: None, a path or several."""
+    return [files] if isinstance(files, str) else list(files or ())
+
+
 def _may_have_media(path: Path) -> bool:
     """Return whether the types of a file's columns allow images, videos or sound."""
     if path.suffix != ".parquet":

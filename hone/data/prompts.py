@@ -229,12 +229,13 @@ def scored_rows(
     messages_key: str = "messages",
     prompt_key: str = "prompt",
     answer_key: str | None = None,
+    read: RowReader | None = None,
 ) -> list[ScoredRow]:
-    """Read up to ``limit`` rows among the first 2000, taking the data sources in turn.
+    """Read up to ``limit`` rows among the first 2000, taking the data sources in turn. ``read``: reader of the rows; None reads files.
 
     Raises DataError: a file cannot be read.
     """
-    rows = read_rows(
+    rows = (read or read_rows)(
         files,
         required=(),
         optional=EVERY_COLUMN,

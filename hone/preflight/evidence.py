@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
+from hone.data.files import file_list
 from hone.data.messages import plain
 from hone.data.model_settings import decoder_settings
 from hone.errors import ConfigError, DataError, Finding, HoneError, RewardError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
-from hone.preflight.reading import answer_key, columns, defaults, file_list, read_model, required
+from hone.preflight.reading import answer_key, columns, defaults, read_model, required
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hone.agents.base import AgentLoop, EpisodeContext
     from hone.agents.rendering import Renderer
     from hone.data.checks import PromptLengths
-    from hone.data.files import Row
+    from hone.data.files import Row, RowReader
     from hone.data.row_images import RowImages
     from hone.preflight.plan.model import ModelShape
     from hone.preflight.plan.work import Work
@@ -46,6 +47,30 @@ class Evidence:
     @functools.cached_property
     def machine(self) -> Machine:
         return machine.look()
+
+    @functools.cached_property
+    def read_rows(self) -> RowReader:
+        """What reads the rows of a run: a class or function of the user, or the reader of files."""
+        from hone.data.custom import row_reader
+
+        return row_reader(self.config.data, self.tokenizer if self.config.data.custom_cls.path else None)
+
+    def first_rows(self, **asked: Any) -> Iterator[tuple[str, Row | HoneError]]:
+        """Yield the name and the first row of every file, or of the user's class; the error in its place where there is none.
+
+        Args:
+            asked: arguments of :attr:`read_rows`.
+        """
+        data = self.config.data
+        train, val = file_list(data.train_files), file_list(data.val_files)
+        own = data.custom_cls.path is not None
+        for files in [train, *([val] if val else [])] if own else [[file] for file in (*train, *val)]:
+            name = data.custom_cls.name or str(data.custom_cls.path) if own else files[0]
+            try:
+                rows = self.read_rows(files, max_rows=1, **asked)
+                yield name, rows[0] if rows else DataError("there is no row", where=name)
+            except HoneError as problem:
+                yield name, problem
 
     @functools.cached_property
     def train_rows(self) -> list[Row]:
@@ -177,7 +202,7 @@ class Evidence:
         """Findings of trying the reward on a few rows, see :func:`try_reward`."""
         template = str(self.tokenizer.chat_template or "") if self.tokenizer is not None else ""
         thinks = any(mark in template for mark in ("<think>", "</think>", "[THINK]"))
-        return try_reward(self.config, thinks=thinks) if isinstance(self.config, RLConfig) else []
+        return try_reward(self.config, self.read_rows, thinks=thinks) if isinstance(self.config, RLConfig) else []
 
     @functools.cached_property
     def model_settings(self) -> dict[str, Any]:
@@ -214,18 +239,16 @@ class Evidence:
 
     def _read_rows(self, split: str, files: Any, most: int) -> list[Row]:
         from hone.data.chat import strings_to_messages
-        from hone.data.custom import row_reader
         from hone.data.media import COLUMNS, KINDS, MediaError
 
         paths, data = file_list(files), self.config.data
         others = tuple(kind for kind in KINDS if kind != "image")
         unknown = not self.model_settings  # R08 reports it
         refused = others if self._reads_images or unknown else KINDS
-        if not paths:
+        if not paths and data.custom_cls.path is None:
             return []
         try:
-            read = row_reader(data.custom_cls, data, self.tokenizer if data.custom_cls.path else None)
-            rows = read(
+            rows = self.read_rows(
                 paths,
                 required=(),
                 optional=(*columns(self.config), data.image_key, *(COLUMNS["image"] if self._reads_images else ())),
@@ -319,9 +342,13 @@ CALL_SECONDS = 10.0  # time limit of one call, chosen to keep preflight short
 ALL_SECONDS = 5.0  # time after which no further row is tried
 
 
-def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
-    """Return the findings about the reward of a run; none when a reward model alone gives the reward. ``thinks``: True
-    if the policy writes thoughts, as its chat template says.
+def try_reward(config: RLConfig, read: RowReader | None = None, *, thinks: bool = False) -> list[Finding]:
+    """Return the findings about the reward of a run; none when a reward model alone gives the reward.
+
+    Args:
+        config: of the run.
+        read: what reads its rows; None reads files.
+        thinks: True if the policy writes thoughts, as its chat template says.
     """
     from hone.data.checks.rows import is_missing
     from hone.data.prompts import scored_rows
@@ -337,6 +364,7 @@ def try_reward(config: RLConfig, *, thinks: bool = False) -> list[Finding]:
             prompt_key=config.data.prompt_key,
             answer_key=config.data.answer_key,
             limit=config.preflight.reward_rows,
+            read=read,
         )
     except HoneError:
         return []  # R42 reports it

@@ -11,22 +11,21 @@ from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.data.chat_formats import read_template
+from hone.data.files import Row, file_list
 from hone.data.model_settings import DEQUANTISED, decoder_settings, dequantised_by, read_settings
 from hone.errors import HoneError, ModelError, near_path
 from hone.hub.get import KNOWN_MODELS
 from hone.preflight.evidence import Evidence
 from hone.preflight.machine import write_problem
-from hone.preflight.reading import answer_key, file_list, read_json, read_model
+from hone.preflight.reading import answer_key, read_json, read_model
 from hone.preflight.rules import Finding, Findings, Stage, error, error_of, rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 @rule("R42", Stage.FILES)
-def datasets(config: AnyConfig) -> Findings:
+def datasets(config: AnyConfig, evidence: Evidence) -> Findings:
     """Training files are given, and the first row of every file can be read and has the needed columns."""
-    from hone.data.files import read_rows
-
     data = config.data
     if isinstance(config, RLConfig):
         columns = (config.data.prompt_key,)
@@ -34,16 +33,14 @@ def datasets(config: AnyConfig) -> Findings:
         columns = (config.data.messages_key,)
     else:
         columns = ()  # pairs or labels; the rules about preferences check them
-    if not file_list(data.train_files):
+    if not file_list(data.train_files) and data.custom_cls.path is None:
         yield error(
             "data.train_files is not set",
             fix="data.train_files=PATH.parquet; `hone data make arithmetic --out DIR` makes an example",
         )
-    for file in [*file_list(data.train_files), *file_list(data.val_files)]:
-        try:
-            read_rows(file, required=columns, max_rows=1, answer_key=answer_key(config))
-        except HoneError as problem:
-            yield Finding(problem, stops=True)
+    for _, row in evidence.first_rows(required=columns, answer_key=answer_key(config)):
+        if isinstance(row, HoneError):
+            yield Finding(row, stops=True)
 
 
 @rule("R08", Stage.FILES)
@@ -109,7 +106,7 @@ def critic_directory(config: RLConfig) -> Findings:
 
 
 @rule("R39", Stage.FILES)
-def chat_template(config: AnyConfig) -> Findings:
+def chat_template(config: AnyConfig, evidence: Evidence) -> Findings:
     """Rows of messages have a chat template."""
     block, model = model_block(config)
     tokenizer = model.tokenizer_path or model.path
@@ -124,7 +121,7 @@ def chat_template(config: AnyConfig) -> Findings:
         tokenizer
         and _holds_any(tokenizer, TOKENIZER_FILES)
         and not _has_template(Path(tokenizer))
-        and _rows_hold_messages(config)
+        and _rows_hold_messages(config, evidence)
     ):
         yield error(
             f"the tokenizer in '{tokenizer}' has no chat template, but the training rows are chat messages",
@@ -238,19 +235,14 @@ def _no_directory(key: str, path: str) -> Finding:
     )
 
 
-def _rows_hold_messages(config: AnyConfig) -> bool:
+def _rows_hold_messages(config: AnyConfig, evidence: Evidence) -> bool:
     """Return whether the first training row is a list of messages; False when it cannot be read (R42)."""
-    from hone.data.files import read_rows
-
     if isinstance(config, SFTConfig):
         return True
     if not isinstance(config, RLConfig):
         return False  # rows may hold text or token ids; loading the dataset reports a missing template
-    try:
-        (row,) = read_rows(config.data.train_files, required=(config.data.prompt_key,), max_rows=1)
-    except (HoneError, TypeError):
-        return False
-    prompt = row.values[config.data.prompt_key]
+    _, row = next(evidence.first_rows(required=(config.data.prompt_key,)), ("", None))
+    prompt = row.values[config.data.prompt_key] if isinstance(row, Row) else None
     return isinstance(prompt, list) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 

@@ -13,8 +13,9 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError, HoneError, did_you_mean
 from hone.extras import install_command
+from hone.preflight.evidence import Evidence
 from hone.preflight.files import weights
-from hone.preflight.reading import file_list, read_model
+from hone.preflight.reading import read_model
 from hone.preflight.rules import Finding, Findings, error, error_of, rule, warning
 
 ACTOR = "actor_rollout_ref.actor"
@@ -371,23 +372,19 @@ def trackers(config: AnyConfig) -> Findings:
 
 
 @rule("R42")
-def preference_columns_exist(config: PreferenceConfig | RewardModelConfig) -> Findings:
+def preference_columns_exist(config: PreferenceConfig | RewardModelConfig, evidence: Evidence) -> Findings:
     """The first row of every file holds a pair, or a labelled response if the loss supports labels."""
     from hone.algorithms import preference_losses
-    from hone.data.files import read_rows
     from hone.data.preferences import holds_pairs, preference_columns
 
     margin = config.loss.margin_key if isinstance(config, RewardModelConfig) else None
     columns = preference_columns(config.data, margin)
     name = config.loss.name if isinstance(config, PreferenceConfig) else None
-    for file in [*file_list(config.data.train_files), *file_list(config.data.val_files)]:
+    optional = list(filter(None, vars(columns).values()))
+    for file, row in evidence.first_rows(required=(margin,) if margin else (), optional=optional):
         try:
-            (row,) = read_rows(
-                file,
-                required=(margin,) if margin else (),
-                optional=list(filter(None, vars(columns).values())),
-                max_rows=1,
-            )
+            if isinstance(row, HoneError):
+                raise row
             paired = holds_pairs(row, columns)
         except HoneError as problem:
             yield Finding(problem, stops=True)

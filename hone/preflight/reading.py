@@ -52,12 +52,6 @@ def mini_batches(config: RLConfig) -> dict[str, int]:
     return sizes
 
 
-def file_list(files: Any) -> list[str]:
-    if files is None:
-        return []
-    return [files] if isinstance(files, str) else list(files)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty when the file is missing or holds no object."""
     try:

@@ -12,12 +12,11 @@ from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block, parallel_block
-from hone.data.files import ANSWER_COLUMNS, Row, read_rows
+from hone.data.files import ANSWER_COLUMNS, Row, file_list
 from hone.errors import ConfigError, DataError, Finding, HoneError
 from hone.generation.options import sends_adapter
 from hone.preflight.evidence import Evidence
 from hone.preflight.layouts import actor_processes
-from hone.preflight.reading import file_list
 from hone.preflight.rules import Check, Findings, Stage, error, rule
 from hone.training.backends.registry import BACKENDS, backend_of
 
@@ -136,14 +135,15 @@ def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Findin
             built_in,
             _ground_truth_problem(config) if built_in else lambda row, truth: None,
             answer_key=config.data.answer_key,
-            others=lambda: _answer_columns(config),
+            others=lambda: _answer_columns(evidence),
         )
 
 
-def _answer_columns(config: RLConfig) -> Collection[str]:
+def _answer_columns(evidence: Evidence) -> Collection[str]:
     """Return the columns of the training files' first row that may hold the right answer."""
     try:
-        (row,) = read_rows(file_list(config.data.train_files), required=(), optional=ANSWER_COLUMNS, max_rows=1)
+        files = file_list(evidence.config.data.train_files)
+        (row,) = evidence.read_rows(files, required=(), optional=ANSWER_COLUMNS, max_rows=1)
     except HoneError:
         return ()
     return row.values

@@ -18,6 +18,7 @@ from hone.config.limits import MAX_SUPPORT
 from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
 from hone.data.custom import row_reader
+from hone.data.files import file_list
 from hone.data.prompts import PromptDataset, ShownOf
 from hone.data.tokenizer import decoded, stop_tokens
 from hone.data.types import Sample
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHOWN = 400  # characters of the first prompt
-
-
-def file_list(files: Any) -> list[str]:
-    """Convert a path or a list of paths to a list."""
-    return [files] if isinstance(files, str) else list(files)
 
 
 def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int) -> PromptDataset:
@@ -75,7 +71,7 @@ def _prompt_dataset(
         chat_template_kwargs=data.apply_chat_template_kwargs,
         shown_of=shown,
         all_columns=reads_columns(config.reward),
-        read=row_reader(data.custom_cls, data, tokenizer),
+        read=row_reader(data, tokenizer),
         image_key=data.image_key,
         image_processor=run_image_processor(config, tokenizer),
         answer_key=data.answer_key,

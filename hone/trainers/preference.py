@@ -16,11 +16,11 @@ from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.specs import OfflineSpec
 from hone.data.batch import Batch
 from hone.data.custom import row_reader
+from hone.data.files import file_list
 from hone.data.preferences import PreferenceDataset, preference_batch, preference_columns
 from hone.errors import DataError
 from hone.insight.metrics import MetricStore
 from hone.trainers.attempts import supervised
-from hone.trainers.inputs import file_list
 from hone.trainers.offline import OfflineTrainer
 from hone.training.preferences import bradley_terry, last_scores, loss_and_options, measure, mismatched_rows
 
@@ -69,7 +69,7 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
             truncation=data.truncation,
             max_samples=max_samples,
             chat_template_kwargs=data.apply_chat_template_kwargs,
-            read=row_reader(data.custom_cls, data, self.tokenizer),
+            read=row_reader(data, self.tokenizer),
             image_key=data.image_key,
             image_processor=self.image_processor,
         )

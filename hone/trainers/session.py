@@ -427,7 +427,7 @@ ENVIRONMENT = "environment"
 """Key of a checkpoint's state: digests of values from environment variables, which its configuration does not have."""
 ORIGIN_KEYS = (
     "actor_rollout_ref.model.", "model.", "ref.model_path", "critic.model.path", "critic.enable", "algorithm.adv_estimator",
-    "data.train_files", "data.train_max_samples", "data.train_batch_size", "data.shuffle", "data.sampler.", "data.custom_cls.",
+    "data.train_files", "data.train_max_samples", "data.train_batch_size", "data.shuffle", "data.sampler.", "data.custom_cls.", "data.row_fn",
     "trainer.seed",
 )  # fmt: skip
 """Prefixes of keys that determine a checkpoint's state."""

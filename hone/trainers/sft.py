@@ -16,13 +16,13 @@ from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
 from hone.data.custom import row_reader
+from hone.data.files import file_list
 from hone.data.images import images_column
 from hone.data.ragged import Ragged
 from hone.insight.metrics import MetricStore
 from hone.models.loading import saved_settings
 from hone.models.teacher import LOG_PROBS
 from hone.trainers.attempts import supervised
-from hone.trainers.inputs import file_list
 from hone.trainers.offline import OfflineTrainer
 from hone.training.served_teacher import ServedTeachers
 
@@ -48,7 +48,7 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             max_samples=max_samples,
             chat_template_kwargs=data.apply_chat_template_kwargs,
             drop_bad_calls=data.tool_call_errors == "drop",
-            read=row_reader(data.custom_cls, data, self.tokenizer),
+            read=row_reader(data, self.tokenizer),
             image_key=data.image_key,
             image_processor=self.image_processor,
         )

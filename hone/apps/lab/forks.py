@@ -19,6 +19,7 @@ from hone.apps.lab.compare import find_run
 from hone.apps.lab.rewards.comparison import stored_episodes
 from hone.config import RLConfig
 from hone.config.trust import run_config
+from hone.data.files import file_list
 from hone.data.image_processor import load_image_processor
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample, Trajectory, row_of
@@ -28,7 +29,7 @@ from hone.insight.archive.read import images_of
 from hone.rewards.manager import RewardManager, share_rewards
 from hone.rewards.score import Score
 from hone.trainers.evaluation import open_model, weights_of
-from hone.trainers.inputs import file_list, prompt_dataset, training_sampling
+from hone.trainers.inputs import prompt_dataset, training_sampling
 from hone.training.export import find_actor
 
 

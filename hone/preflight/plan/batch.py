@@ -10,7 +10,6 @@ from hone.config.run import RunConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.preflight.reading import file_list
 
 
 def batch_plan(config: AnyConfig, rows: int, *, on_cpu: bool) -> str:
@@ -22,9 +21,13 @@ def batch_plan(config: AnyConfig, rows: int, *, on_cpu: bool) -> str:
 
 def training_rows(config: AnyConfig) -> int:
     """Count the training rows in the files, before any is dropped for its length."""
-    from hone.data.files import count_rows
+    from hone.data.custom import row_reader
+    from hone.data.files import count_rows, file_list
 
-    return count_rows(file_list(config.data.train_files), config.data.train_max_samples)
+    files, most = file_list(config.data.train_files), config.data.train_max_samples
+    if config.data.custom_cls.path is not None:
+        return len(row_reader(config.data, None)(files, required=(), max_rows=most))
+    return count_rows(files, most)
 
 
 def _rl_plan(config: RLConfig, rows: int, *, on_cpu: bool) -> str:

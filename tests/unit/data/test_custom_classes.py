@@ -126,7 +126,8 @@ class Squares:
 
 def prompts_of(custom, files, tokenizer, **more):
     keys = {"prompt_key": "prompt", "reward_fn_key": "data_source", "max_prompt_length": 99, "truncation": "error"}
-    read = row_reader(custom, DataConfig(), tokenizer)
+    data = DataConfig(row_fn=custom) if isinstance(custom, str) else DataConfig(custom_cls=custom)
+    read = row_reader(data, tokenizer)
     return PromptDataset(files, tokenizer, **keys, read=read, **more)
 
 
@@ -165,6 +166,56 @@ def test_a_wrong_dataset_class_is_one_message(write_code, tokenizer, code, name,
         prompts_of(CustomDatasetConfig(write_code(code), name), ["unused"], tokenizer)
     with raises(ConfigError, "does not exist"):
         prompts_of(CustomDatasetConfig("nowhere.py"), ["unused"], tokenizer)
+
+
+RECORD = """
+def row(record):
+    steps, _, answer = record["answer"].partition("####")
+    return {"prompt": record["question"], "reward_model": {"ground_truth": answer.strip().replace(",", "")}}
+
+def keeps(record):
+    return {"prompt": str(sorted(record)), "images": record["picture"]}
+
+def broken(record):
+    return record["question"]
+
+number = 3
+"""
+
+
+def test_a_function_makes_each_row_of_a_record(write_code, write_rows, tokenizer):
+    records = [{"question": f"{i} thousands?", "answer": f"So {i}.\n#### {i},000"} for i in range(4)]
+    code, path = write_code(RECORD), write_rows(records)
+    dataset = prompts_of(f"{code}:row", [path], tokenizer, max_samples=3)
+    assert [dataset[i].ground_truth for i in range(len(dataset))] == ["0000", "1000", "2000"]
+    plain = PromptDataset(
+        [path], tokenizer, prompt_key="question", reward_fn_key="d", max_prompt_length=99, truncation="error"
+    )
+    assert [dataset[i].uid for i in range(3)] == [plain[i].uid for i in range(3)], "a row keeps its number"
+
+
+def test_the_rows_of_a_function_are_read_in_the_folder_of_their_file(write_code, write_rows, tokenizer):
+    path = write_rows([{"system": "s", "picture": "a.png", "conversations": [{"from": "human", "value": "x"}]}])
+    read = row_reader(DataConfig(row_fn=f"{write_code(RECORD)}:keeps"), tokenizer)
+    (row,) = read([path], required=("prompt",), optional=("images",))
+    assert row.folder == path.parent and row.values["images"] == "a.png"
+    assert row.values["prompt"] == "['conversations', 'picture', 'system']", "the record is as the file has it"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("rows", ConfigError, ("'rows'", "row")),
+        ("number", ConfigError, ("number",)),
+        ("", ConfigError, ("FILE.py:NAME",)),
+        ("broken", DataError, ("row 0",)),
+        ("row", DataError, ("KeyError", "row 1")),
+    ],
+)
+def test_a_wrong_row_function_is_one_message(write_code, write_rows, tokenizer, name, error, words):
+    path = write_rows([{"question": "a", "answer": "#### 1"}, {"question": "b"}])
+    with raises(error, *words):
+        prompts_of(f"{write_code(RECORD)}:{name}", [path], tokenizer)
 
 
 # sampler classes -----------------------------------------------------------------------------------------------------

@@ -127,6 +127,52 @@ def test_a_custom_function_does_not_need_ground_truths(rl: RLConfig, data: Path,
     assert len(some) == 1 and not some[0].stops and "4 of 10 rows" in some[0].error.what
 
 
+OWN = """
+from xml.etree import ElementTree
+
+class Items:
+    def __init__(self, data_files):
+        roots = [ElementTree.parse(file).getroot() for file in data_files]
+        self.items = [item for root in roots for item in root] or [ElementTree.fromstring(f"<i a='{n}'>{n}?</i>") for n in range(10)]
+    def __len__(self):
+        return len(self.items)
+    def __getitem__(self, number):
+        item = self.items[number]
+        return row({"question": item.text, "answer": item.get("a")})
+
+def row(record):
+    return {
+        "prompt": [{"role": "user", "content": record["question"]}], "data_source": "exact_match",
+        "reward_model": {"ground_truth": record["answer"]},
+    }
+"""
+
+
+@pytest.mark.parametrize("files", ["items.xml", "unknown.xml", None])
+def test_rows_of_a_class_are_checked_in_place_of_its_files(rl: RLConfig, tmp_path: Path, files: str | None) -> None:
+    """A class reads what it likes, also nothing."""
+    (tmp_path / "own.py").write_text(OWN)
+    items = "".join(f"<i a='{n}'>{n} + 0?</i>" for n in range(10))
+    (tmp_path / "items.xml").write_text(f"<all>{items}</all>")
+    change(rl, {"data.custom_cls.path": str(tmp_path / "own.py")})
+    rl.data.train_files = files and str(tmp_path / files)
+    found = [f for f in findings(rl) if f.stops]
+    assert [f.error.code for f in found] == ["R42"] * (files == "unknown.xml")
+    (tmp_path / "items.xml").write_text(f"<all><i/>{items}</all>")
+    codes = {f.error.code for f in findings(rl)}
+    assert ({"R42", "R44"} <= codes) == (files == "items.xml"), "a row without a question and an answer"
+
+
+def test_rows_of_a_function_are_checked_in_place_of_its_records(rl: RLConfig, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    write_rows(data, [{"question": f"{n} + 0?", "answer": str(n)} for n in range(10)])
+    assert [f.error.code for f in findings(rl) if f.stops] == ["R42"]
+    change(rl, {"data.row_fn": f"{tmp_path}/own.py:row"})
+    assert [f.error.render() for f in findings(rl)] == []
+    change(rl, {"data.row_fn": f"{tmp_path}/own.py:rows"})
+    assert {(f.error.code, f.error.where) for f in findings(rl) if f.stops} == {("R42", "data.row_fn")}
+
+
 def test_a_batch_that_the_rows_do_not_fill(rl: RLConfig) -> None:
     change(rl, {"data.train_batch_size": 16})
     (finding,) = findings(rl)
