@@ -50,24 +50,24 @@ class Evidence:
 
     @functools.cached_property
     def read_rows(self) -> RowReader:
-        """What reads the rows of a run: a class or function of the user, or the reader of files."""
+        """Reader of the run's rows: a class or function of the user, or that of files."""
         from hone.data.custom import row_reader
 
         return row_reader(self.config.data, self.tokenizer if self.config.data.custom_cls.path else None)
 
-    def first_rows(self, **asked: Any) -> Iterator[tuple[str, Row | HoneError]]:
+    def first_rows(self, **wanted: Any) -> Iterator[tuple[str, Row | HoneError]]:
         """Yield the name and the first row of every file, or of the user's class; the error in its place where there is none.
 
         Args:
-            asked: arguments of :attr:`read_rows`.
+            wanted: arguments of :attr:`read_rows`.
         """
         data = self.config.data
         train, val = file_list(data.train_files), file_list(data.val_files)
-        own = data.custom_cls.path is not None
-        for files in [train, *([val] if val else [])] if own else [[file] for file in (*train, *val)]:
-            name = data.custom_cls.name or str(data.custom_cls.path) if own else files[0]
+        by_class = data.custom_cls.path is not None
+        for files in [train, *([val] if val else [])] if by_class else [[file] for file in (*train, *val)]:
+            name = data.custom_cls.name or str(data.custom_cls.path) if by_class else files[0]
             try:
-                rows = self.read_rows(files, max_rows=1, **asked)
+                rows = self.read_rows(files, max_rows=1, **wanted)
                 yield name, rows[0] if rows else DataError("there is no row", where=name)
             except HoneError as problem:
                 yield name, problem
