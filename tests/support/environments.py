@@ -7,7 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support.patience import LONG
@@ -16,49 +19,88 @@ INSTALL = Path(__file__).parents[2] / "hone" / "installer.py"
 FOLDER = Path(os.environ.get("HONE_TEST_ENVIRONMENTS", str(Path.home() / ".cache" / "hone" / "environments")))
 
 
-def foreign_python(name: str, *requirements: str) -> str:
-    """The Python of the environment ``name``, made when it is first asked for and kept; skips the test where it cannot be.
+def foreign_python(name: str, *requirements: str, beside: bool = False) -> str:
+    """The Python of the environment ``name``, made when it is first asked for and kept; see :func:`missing` where it cannot be.
 
     Args:
         name: of the environment, a folder below :data:`FOLDER`.
-        requirements: what is installed in it.
+        requirements: what is installed in it; options of pip may come first.
+        beside: whether it also has the packages of the Python that runs the tests, such as torch. Its own come first.
     """
-    folder = FOLDER / name
-    python, made = folder / "bin" / "python", folder / "installed.txt"
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.is_file() or made.read_text() != "\n".join(requirements):
-            install = [str(python), "-P", str(INSTALL), *requirements]
-            for command in ([sys.executable, "-m", "venv", str(folder)], install):
-                try:
-                    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
-                except subprocess.TimeoutExpired:
-                    pytest.skip(f"no environment for {', '.join(requirements)} within {LONG:.0f} s")
-                if ended.returncode:
-                    pytest.skip(f"no environment for {', '.join(requirements)}: {ended.stderr.strip()[-300:]}")
-            made.write_text("\n".join(requirements))
-    return str(python)
+
+    def make(folder: Path) -> None:
+        _run([sys.executable, "-m", "venv", str(folder)], name)
+        _run([str(folder / "bin" / "python"), "-P", str(INSTALL), *requirements], name)
+
+    folder = _made(name, "\n".join(requirements), make)
+    if beside:
+        own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+        (own / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    return str(folder / "bin" / "python")
 
 
 def npm_folder(name: str, package: str) -> Path:
-    """The folder below :data:`FOLDER` with a package of npm, installed when it is first asked for; skips the test where it cannot be.
+    """The folder below :data:`FOLDER` with a package of npm, installed when it is first asked for; see :func:`missing`.
 
     Args:
         name: of the folder.
         package: the package with its version, like ``left-pad@1.3.0``.
     """
-    npm, folder = shutil.which("npm"), FOLDER / name
+    npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("npm is missing")
+        missing("npm is missing")
+    install = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", package, "--prefix"]
+    return _made(name, package, lambda folder: _run([*install, str(folder)], package))
+
+
+def source_folder(requirement: str) -> Path:
+    """The unpacked source distribution of a package like ``left-pad==1.3.0``, which may have what no wheel has; see :func:`missing`."""
+    package = requirement.partition("==")[0]
+    fetch = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-binary",
+        package,
+        requirement,
+        "--dest",
+    ]
+
+    def make(folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([*fetch, str(folder)], requirement)
+        (archive,) = folder.glob("*.tar.gz")
+        shutil.unpack_archive(archive, folder, filter="data")
+
+    (unpacked,) = (path for path in _made(f"{package}-source", requirement, make).iterdir() if path.is_dir())
+    return unpacked
+
+
+def missing(why: str) -> NoReturn:
+    """Skip the test that needs something of the network, or fail it where HONE_TEST_FOREIGN is 1."""
+    (pytest.fail if os.environ.get("HONE_TEST_FOREIGN") == "1" else pytest.skip)(why)
+
+
+def _made(name: str, wanted: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder ``name``, made by one process if what it holds is not what is wanted."""
+    folder = FOLDER / name
     made = folder / "installed.txt"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.is_file() or made.read_text() != package:
-            install = [npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", package]
-            ended = subprocess.run(install, capture_output=True, text=True, timeout=LONG)
-            if ended.returncode:
-                pytest.skip(f"npm cannot install {package}: {ended.stderr.strip()[-300:]}")
-            made.write_text(package)
+        if not made.is_file() or made.read_text() != wanted:
+            make(folder)
+            made.write_text(wanted)
     return folder
+
+
+def _run(command: list[str], what: str) -> None:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+    except subprocess.TimeoutExpired:
+        missing(f"{what} cannot be installed within {LONG:.0f} s")
+    if ended.returncode:
+        missing(f"{what} cannot be installed: {ended.stderr.strip()[-300:]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.environments import missing
 from support.once import made_once
 
 
@@ -21,4 +22,4 @@ def smollm2(factory: pytest.TempPathFactory) -> Path:
     except HoneError as error:
         if error.code not in ("E-download", "E-extra"):
             raise
-        pytest.skip(f"no pretrained model: {error.what}")
+        missing(f"no pretrained model: {error.what}")
