@@ -79,6 +79,13 @@ def source_folder(requirement: str) -> Path:
     return unpacked
 
 
+def wheel_folder(requirement: str) -> Path:
+    """The unpacked wheel of a package like ``left-pad==1.3.0``, without what it depends on; see :func:`missing`."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    name = f"{requirement.partition('==')[0]}-wheel"
+    return _made(name, requirement, lambda folder: _run([*install, str(folder), requirement], requirement))
+
+
 def missing(why: str) -> NoReturn:
     """Skip the test that needs something of the network, or fail it where HONE_TEST_FOREIGN is 1."""
     (pytest.fail if os.environ.get("HONE_TEST_FOREIGN") == "1" else pytest.skip)(why)
