@@ -53,7 +53,7 @@ ESTIMATOR_INPUTS: Mapping[str, EstimatorInputs] = {
 
 COMPARES_ACROSS_MINI_BATCH: Mapping[str, bool] = {
     **dict.fromkeys(("bypass_mode", "cispo", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo"), False),
-    **dict.fromkeys(("sapo", "topr", "vanilla"), False),
+    **dict.fromkeys(("sapo", "topr", "vanilla", "vespo"), False),
     **dict.fromkeys(("clip_cov", "kl_cov", "m2po"), True),
 }
 """True for built-in policy losses that compare tokens across the whole mini-batch before the update, by registered name."""

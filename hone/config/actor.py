@@ -32,6 +32,14 @@ class PolicyLossConfig:
     """kl_cov: weight of that penalty."""
     dro_beta: float = number(0.05, above=0)
     """dro: weight of the squared log-ratio."""
+    vespo_k_pos: float = number(2.0, low=0)
+    """vespo: power of a sequence's ratio in its weight, for advantages of at least 0; larger fades ratios below 1 faster."""
+    vespo_lambda_pos: float = number(3.0, low=0)
+    """vespo: decay of that weight; larger fades ratios above 1 faster."""
+    vespo_k_neg: float = number(3.0, low=0)
+    """vespo: the power for negative advantages."""
+    vespo_lambda_neg: float = number(2.0, low=0)
+    """vespo: the decay for negative advantages."""
     m2_threshold: float = number(0.04, above=0)
     """m2po: largest mean squared log-ratio; tokens with the largest log-ratios are masked until it holds."""
     loss_kwargs: dict[str, Any] = field(default_factory=dict)

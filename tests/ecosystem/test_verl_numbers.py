@@ -7,15 +7,11 @@ meant to differ, with the reason; those must differ, or their line is out of dat
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from support.environments import wheel_folder
+from support.peer_numbers import GROUPS, ROWS, WIDTH, Case, batch, gaps_of, loss_and_gradient, numbers_of
 from torch import Tensor
 
 from hone.algorithms import (
@@ -25,7 +21,6 @@ from hone.algorithms import (
     aggregate_loss,
     entropy_from_logits,
     kl_penalty,
-    policy_losses,
     rollout_correction,
     sum_pi_squared_from_logits,
     token_log_probs,
@@ -34,47 +29,7 @@ from hone.algorithms import (
 
 pytestmark = pytest.mark.long("hone/algorithms")
 VERL = "verl==0.9.1"
-PROGRAM = Path(__file__).parents[1] / "support" / "foreign" / "verl_numbers.py"
-GROUPS = [name for name, size in zip("abcd", (4, 4, 3, 1), strict=True) for _ in range(size)]
-ROWS, WIDTH = len(GROUPS), 9
 SEEDS = range(4)
-
-
-class Case(NamedTuple):
-    """A call of verl, and the same of Hone."""
-
-    kind: str  # function of the foreign program
-    name: str  # of the method
-    tensors: dict[str, Any]  # arguments of verl's function
-    options: dict[str, Any]
-    ours: Callable[[], Sequence[Tensor]]
-
-
-def batch(seed: int, *, holes: bool) -> dict[str, Tensor]:
-    """Columns ``[B, T]`` that are finite everywhere; the mask is a prefix of each row, or has holes."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(scale: float = 1.0) -> Tensor:
-        return scale * torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64)
-
-    mask = torch.arange(WIDTH) < torch.randint(1, WIDTH + 1, (ROWS, 1), generator=draw)
-    if holes:
-        mask &= torch.rand(ROWS, WIDTH, generator=draw) < 0.7
-        mask[:, 0] = True
-    last = WIDTH - 1 - mask.flip(-1).int().argmax(-1, keepdim=True)
-    rewards = torch.zeros_like(normal()).scatter(1, last, torch.randint(0, 3, (ROWS, 1), generator=draw).double())
-    old = -normal().abs() - 0.01
-    return {
-        "response_mask": mask.double(),
-        "token_level_rewards": rewards,
-        "values": normal(),
-        "returns": normal(),
-        "advantages": normal() * mask,
-        "old_log_probs": old,
-        "log_probs": (old + normal(0.4)).clamp(max=-1e-3),
-        "sum_pi_squared": old.exp() ** 2 + (1 - old.exp()) ** 2 * normal().sigmoid(),
-        "rollout_is_weights": normal(0.3).exp(),
-    }
 
 
 def estimates(seed: int, *, holes: bool) -> list[Case]:
@@ -140,12 +95,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dro": {"dro_beta": 0.3},
     "cispo": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3},
 }
-
-
-def loss_and_gradient(name: str, tensors: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
-    columns = {**tensors, "log_probs": tensors["log_probs"].clone().requires_grad_()}
-    value, _ = policy_losses.get(name)(**columns, **options)
-    return [value.detach(), torch.autograd.grad(value, columns["log_probs"])[0]]
 
 
 def losses(seed: int, *, holes: bool) -> list[Case]:
@@ -257,29 +206,18 @@ DIFFERENT = {
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What verl computes for every case; the text of an error where it raises."""
-    folder = tmp_path_factory.mktemp("verl")
-    fields = ("kind", "name", "tensors", "options")
-    torch.save([{field: getattr(case, field) for field in fields} for case, _ in CASES], folder / "cases")
-    command = [sys.executable, str(PROGRAM), str(wheel_folder(VERL)), str(folder / "cases"), str(folder / "results")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return torch.load(folder / "results", weights_only=True)
+    """What verl computes for every case."""
+    return numbers_of("verl_numbers.py", VERL, [case for case, _ in CASES], tmp_path_factory.mktemp("verl"))
 
 
 @pytest.mark.parametrize(("kind", "name"), sorted({(case.kind, case.name) for case, _ in CASES}))
 def test_the_numbers_are_those_of_verl(theirs: list[Any], kind: str, name: str) -> None:
-    gaps = []
-    for (case, holes), found in zip(CASES, theirs, strict=True):
-        if (case.kind, case.name) == (kind, name):
-            assert not isinstance(found, str), f"{case.options}: {found}"
-            mask = (
-                case.tensors["response_mask"] if kind == "estimator" else torch.tensor(1.0)
-            )  # nothing reads what is outside
-            for number, values in enumerate(zip(case.ours(), found, strict=True)):
-                mine, their = (mask * torch.as_tensor(value, dtype=torch.float64) for value in values)
-                if not torch.allclose(mine.expand_as(their), their, rtol=2e-5, atol=2e-6):
-                    gaps.append((holes, f"{case.options}, output {number}: {float((mine - their).abs().max()):.3g}"))
+    gaps = [
+        (holes, gap)
+        for (case, holes), found in zip(CASES, theirs, strict=True)
+        if (case.kind, case.name) == (kind, name)
+        for gap in gaps_of(case, found, case.tensors["response_mask"] if kind == "estimator" else torch.tensor(1.0))
+    ]
     assert bool(gaps) == ((kind, name) in DIFFERENT), gaps[:4]
     if kind == "estimator":
         assert all(holes for holes, _ in gaps), gaps[:4]

@@ -163,6 +163,23 @@ def topr(old, new, frozen, advantages):
     return result
 
 
+def vespo(
+    old, new, frozen, advantages, *, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0
+):
+    result = []
+    for o, n, f, a in zip(old, new, frozen, advantages, strict=True):
+        w = math.exp(
+            clamp(math.fsum(clamp(y - x, -20.0, 20.0) for x, y in zip(o, f, strict=True)), math.log(1e-8), 20.0)
+        )
+        row = []
+        for t, adv in enumerate(a):
+            k, decay = (vespo_k_pos, vespo_lambda_pos) if adv >= 0 else (vespo_k_neg, vespo_lambda_neg)
+            weight = w**k * math.exp(max(decay * (1 - w), -745.0))
+            row.append((-weight * adv * n[t], stats(o[t], n[t], ratio(o[t], f[t]), vespo_weight=weight)))
+        result.append(row)
+    return result
+
+
 # ---------------------------------------------------------------------------------------------------- across the batch
 
 
@@ -307,6 +324,6 @@ def bypass_mode(
 POLICY_LOSSES: dict[str, Callable[..., Result]] = {
     function.__name__: function
     for function in (
-        vanilla, sapo, gpg, cispo, dro, dppo_tv, dppo_kl, gspo, geo_mean, topr, clip_cov, kl_cov, m2po, bypass_mode,
+        vanilla, sapo, gpg, cispo, dro, dppo_tv, dppo_kl, gspo, geo_mean, topr, vespo, clip_cov, kl_cov, m2po, bypass_mode,
     )
 }  # fmt: skip

@@ -3,7 +3,7 @@
 ==============  ===========================================================================
 ``base``        masking, weights, aggregation and metric names; the mini-batch contract; ratios and clip rules;
                 vanilla, sapo; gspo and geo_mean, of the ratio of a sequence
-``reinforce``   gpg, cispo, topr, dro
+``reinforce``   gpg, cispo, topr, vespo, dro
 ``divergence``  dppo_tv, dppo_kl, m2po
 ``covariance``  clip_cov, kl_cov; selection of tokens of a batch, independent of its order
 ``bypass``      bypass_mode

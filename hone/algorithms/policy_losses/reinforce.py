@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss, require, token_ratio
+from hone.algorithms.policy_losses.base import (
+    LOG_RATIO_LIMIT,
+    TokenLoss,
+    clamped_log_ratio,
+    register_policy_loss,
+    require,
+    token_ratio,
+)
 
 
 @register_policy_loss(
@@ -56,6 +65,38 @@ def topr(old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, response_
     weight = torch.where(advantages < 0, taper, 1.0)
     ratio = token_ratio(old_log_probs, log_probs.detach())
     return TokenLoss(-advantages * weight * log_probs, ratio, {"topr_weight": weight})
+
+
+@register_policy_loss(
+    "vespo",
+    formula="-A phi log pi, phi = w^k exp(lambda (1 - w)), a constant; w = product of the sequence's r; k and lambda by the sign of A",
+    paper="Shen et al. 2026, arXiv:2602.10693",
+)
+def vespo(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> TokenLoss:
+    """Weigh whole responses by a smooth bump of their ratio, for samples of much older policies.
+
+    The weight is 1 where policy and old policy agree, largest at a ratio of k / lambda (2/3 for good responses, 3/2 for bad ones), and
+    0 far from it. Unlike in GSPO the ratio is the product of the token ratios. Weights of a rollout correction multiply the loss here;
+    the authors multiply ``w`` by them.
+    """
+    good = advantages >= 0
+    k = torch.where(good, vespo_k_pos, vespo_k_neg)
+    decay = torch.where(good, vespo_lambda_pos, vespo_lambda_neg)
+    log_w = clamped_log_ratio(old_log_probs, log_probs.detach()).sum(dim=-1, keepdim=True)
+    log_w = log_w.clamp(math.log(1e-8), LOG_RATIO_LIMIT)
+    weight = torch.exp(k * log_w + decay * (1 - log_w.exp()))
+    ratio = token_ratio(old_log_probs, log_probs.detach())
+    return TokenLoss(-advantages * weight * log_probs, ratio, {"vespo_weight": weight.expand_as(ratio)})
 
 
 @register_policy_loss(

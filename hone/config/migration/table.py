@@ -317,7 +317,10 @@ def clip_range(value: Any, others: Others) -> Settings:
     return {"actor.clip_ratio": value, **dict.fromkeys(sides)}
 
 
-_AVERAGES = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
+_AVERAGES = {
+    "dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm",
+    "sapo": "seq-mean-token-mean", "vespo": "token-mean",
+}  # fmt: skip
 
 
 def grpo_loss(value: Any, others: Others) -> Settings:
@@ -325,7 +328,8 @@ def grpo_loss(value: Any, others: Others) -> Settings:
         return {"rollout_correction.loss_type": value}
     if value not in _AVERAGES:
         raise Refused(f"the loss {value}", "policy_loss.loss_mode, see `hone algorithms list`, and loss_agg_mode")
-    return {"actor.loss_agg_mode": _AVERAGES[value]}
+    form = {"actor.policy_loss.loss_mode": value} if value in ("sapo", "vespo") else {}
+    return {"actor.loss_agg_mode": _AVERAGES[value], **form}
 
 
 def kl_weight(value: Any, others: Others) -> Settings:

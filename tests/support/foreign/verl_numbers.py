@@ -10,12 +10,11 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-
-UNUSED = tuple(name for name in ("tensordict", "codetiming", "torchdata") if importlib.util.find_spec(name) is None)
 
 
 class Empty(types.ModuleType):
@@ -30,10 +29,13 @@ class Empty(types.ModuleType):
 
 
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds :data:`UNUSED`."""
+    """Finds packages that are not installed."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = [name for name in names if importlib.util.find_spec(name) is None]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in UNUSED:
+        if name.partition(".")[0] not in self.names:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -149,17 +151,18 @@ def logits(name: str, tensors: dict[str, Any], options: dict[str, Any]) -> list[
             torch_functional.calculate_sum_pi_squared_from_logits(scores)]  # fmt: skip
 
 
-def main(folder: str, cases: str, results: str) -> None:
+def main(folder: str, cases: str, results: str, functions: Mapping[str, Any], unused: Sequence[str]) -> None:
+    """Call the function of each case, by its kind; an error is a text in place of its values."""
     sys.path.insert(0, folder)
-    sys.meta_path.append(EmptyModules())
+    sys.meta_path.append(EmptyModules(unused))
     found: list[Any] = []
     for case in torch.load(cases, weights_only=True):
         try:
-            found.append(globals()[case["kind"]](case["name"], case["tensors"], case["options"]))
-        except Exception as error:  # noqa: BLE001 -- the test shows it
+            found.append(functions[case["kind"]](case["name"], case["tensors"], case["options"]))
+        except Exception as error:  # noqa: BLE001  the test shows it
             found.append(f"{type(error).__name__}: {error}")
     torch.save(found, results)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:], functions=globals(), unused=("tensordict", "codetiming"))

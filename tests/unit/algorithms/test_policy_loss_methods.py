@@ -51,6 +51,9 @@ def token(name: str, ratio: float, advantage: float, log_prob: float = -1.0, **o
         ("topr", 0.1, -1.0, 0.1),
         ("topr", 0.1, 1.0, -1.0),
         ("sapo", 1.0, 2.0, -2.0),
+        ("vespo", 1.0, 2.0, -2.0),
+        ("vespo", 2.0, 1.0, -4 * math.exp(-3)),
+        ("vespo", 0.5, -1.0, 0.125 * math.e),
         ("dro", math.exp(0.1), 1.0, -1.0 + 0.05 * 0.1),
         ("gspo", 1.3, 1.0, 0.0),
         ("geo_mean", math.exp(0.21), 1.0, 0.0),  # the clip is in log space: e^0.2

@@ -26,6 +26,7 @@ quick = examples(50)
 CHOICES: dict[str, list] = {
     "clip_ratio_low": [0.2, 0.1], "clip_ratio_high": [0.2, 0.28], "clip_ratio_c": [3.0, 1.5],
     "tau_pos": [1.0, 2.0], "tau_neg": [1.05, 0.5], "dro_beta": [0.05, 1.0],
+    "vespo_k_pos": [2.0, 0.0], "vespo_lambda_pos": [3.0, 0.5], "vespo_k_neg": [3.0, 1.0], "vespo_lambda_neg": [2.0, 0.0],
     "clip_cov_ratio": [2e-4, 0.3, 1.0], "clip_cov_lb": [1.0, -1.0], "clip_cov_ub": [5.0, 2.0],
     "kl_cov_ratio": [2e-4, 0.4, 1.0], "ppo_kl_coef": [0.1, 1.0], "m2_threshold": [0.04, 0.5, 5.0],
 }  # fmt: skip

@@ -139,6 +139,7 @@ def test_a_name_that_means_something_else_names_the_key_and_the_difference(
         ("beta=0.04", "use_kl_loss=true kl_loss_coef=0.04"),
         ("logging_steps=1", "leave it out"),
         ("loss_type=dapo", "token-mean"),
+        ("loss_type=vespo", "vespo"),
     ],
 )
 def test_on_the_command_line_the_error_has_the_key_to_write(word: str, fix: str) -> None:
