@@ -168,6 +168,13 @@ def clean(
     allow: Annotated[
         list[str] | None, typer.Option(help="kind of defect that does not reject a row; may be repeated")
     ] = None,
+    drop_duplicates: Annotated[
+        str | None, typer.Option(help="exact or near (case, blanks, marks at the end): leave out repeated prompts")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="file whose prompts are left out, as of validation; may be repeated")
+    ] = None,
+    max_answer_characters: Annotated[int | None, typer.Option(help="longest right answer or last message")] = None,
     prompt_key: PromptKey = "prompt",
     answer_key: AnswerKey = None,
     messages_key: MessagesKey = "messages",
@@ -175,7 +182,7 @@ def clean(
 ) -> None:
     """Write the rows with sound prompts, answers and tool calls, and a list of the others with the reasons.
 
-    Example: hone data clean train.jsonl --out clean.jsonl --rejected rejected.jsonl
+    Example: hone data clean train.jsonl --drop-duplicates exact --out clean.jsonl --rejected rejected.jsonl
     """
     from hone.apps.lab.data.inspection import clean_files
 
@@ -189,6 +196,9 @@ def clean(
             allowed=allow or (),
             prompt_key=prompt_key,
             answer_key=answer_key,
+            repeated=drop_duplicates,
+            against=against or (),
+            longest=max_answer_characters,
         )
     if as_json:
         print_json(counts.as_json())

@@ -17,7 +17,9 @@ from hone.data.checks.rows import (
     prompt_lengths,
     prompts,
     rare_sources,
+    same_prompt,
     source_names,
+    text_of,
     unknown_sources,
 )
 from hone.data.checks.tools import (
@@ -53,7 +55,9 @@ __all__ = [
     "prompts",
     "read_gates",
     "rare_sources",
+    "same_prompt",
     "source_names",
+    "text_of",
     "is_unsound",
     "tool_names",
     "tool_result_lengths",

@@ -9,6 +9,8 @@ do not exceed the limit is therefore not too long. Only the others are rendered 
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -309,7 +311,7 @@ MANY_DUPLICATES = 0.05  # share of repeated prompts above which a warning is giv
 
 def duplicates(rows: Sequence[Row], key: str, image_key: str) -> Iterator[Finding]:
     """Warn when more than 5 % of the prompts in column ``key``, with their images, repeat an earlier row."""
-    counts = Counter(_same(row, key, image_key) for row in rows)
+    counts = Counter(same_prompt(row, key, image_key) for row in rows)
     repeated = len(rows) - len(counts)
     if repeated > MANY_DUPLICATES * len(rows):
         often, what = max(counts.values()), "conversations" if key == "messages" else "prompts"
@@ -317,19 +319,19 @@ def duplicates(rows: Sequence[Row], key: str, image_key: str) -> Iterator[Findin
             f"{repeated} of {len(rows)} training {what} ({repeated / len(rows):.0%}) repeat an earlier one "
             f"(one occurs {often} times)",
             why="repeated rows weigh more than others, and a pass over the data visits them several times",
-            fix="remove the repetitions",
+            fix="`hone data clean FILE --drop-duplicates exact --out NEW.jsonl --rejected REST.jsonl`",
         )
 
 
 def overlap(train: Sequence[Row], val: Sequence[Row], key: str, image_key: str) -> Iterator[Finding]:
     """Warn when prompts of the validation rows, with their images, occur in the training rows."""
-    train_keys = {_same(row, key, image_key) for row in train} if val else set()
-    repeated = [row for row in val if _same(row, key, image_key) in train_keys]
+    train_keys = {same_prompt(row, key, image_key) for row in train} if val else set()
+    repeated = [row for row in val if same_prompt(row, key, image_key) in train_keys]
     if repeated:
         yield _warning(
             f"{len(repeated)} of {len(val)} validation prompts ({len(repeated) / len(val):.0%}) occur in the training data",
             why="validation would also measure memorization",
-            fix="remove them from one of the two",
+            fix="`hone data clean TRAIN --against VAL --out NEW.jsonl --rejected REST.jsonl`",
             where=repeated[0].where,
         )
 
@@ -352,16 +354,25 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(plain(value), sort_keys=True, default=str)
 
 
-def _same(row: Row, key: str, image_key: str) -> int:
-    """Return a number that is equal for equal prompts with equal images; for messages, role and content count."""
+def same_prompt(row: Row, key: str, image_key: str, *, near: bool = False) -> int:
+    """Return a number that is equal for equal prompts with equal images; for messages, role and content count.
+
+    ``near``: also for prompts that differ in case, in blanks that part no words, or in the marks at their end.
+    """
     value, images = row.values.get(key), plain(row.values.get(image_key))
+    as_read = _without_form if near else str
     if isinstance(value, list) and all(
         isinstance(item, dict) and isinstance(item.get("content"), str) for item in value
     ):
-        text = hash(tuple((item.get("role"), item["content"]) for item in value))
+        text = hash(tuple((item.get("role"), as_read(item["content"])) for item in value))
     else:
-        text = hash(text_of(value))
+        text = hash(as_read(text_of(value)))
     return hash((text, _image_hash(images))) if images else text
+
+
+def _without_form(text: str) -> str:
+    text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return re.sub(r" (?=\W)|(?<=\W) ", "", text).rstrip(".!?。！？")
 
 
 def _image_hash(value: Any) -> int:

@@ -178,6 +178,42 @@ def test_clean_rejects_rows_without_a_prompt(tmp_path):
     assert "column 'prompt'" in rejected.read_text() and '"n": "1"' in out.read_text()
 
 
+@pytest.mark.parametrize(
+    ("prompts", "exact", "near"),
+    [
+        (["a b", "a b"], 1, 1),
+        (["What is 3 + 4?", "what  is 3+4 ?", "What is 3 - 4?"], 0, 1),
+        (["1 2", "12", "1  2."], 0, 1),
+        (["ﬁve", "FIVE!"], 0, 1),
+        (["-x", "x", "(x)"], 0, 0),
+        (["您好。", "您好"], 0, 1),
+    ],
+)
+def test_clean_leaves_out_repeated_prompts(tmp_path, prompts, exact, near):
+    lines = [json.dumps({"prompt": asked(prompt), "reward_model": {"ground_truth": "1"}}) for prompt in prompts]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    out, rejected = tmp_path / "c.jsonl", tmp_path / "r.jsonl"
+    for form, count in (((), 0), (("--drop-duplicates", "exact"), exact), (("--drop-duplicates", "near"), near)):
+        shown = run("clean", tmp_path / "a.jsonl", "--out", out, "--rejected", rejected, "--json", *form)
+        counts = json.loads(shown.output)
+        assert (counts["kept"], counts["reasons"].get("duplicate", 0)) == (len(prompts) - count, count)
+        assert json.loads(out.read_text().splitlines()[0]) == json.loads(lines[0]), "the first one stays"
+
+
+def test_clean_leaves_out_what_validation_has_and_long_answers(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,city\nx,1\nX,2\ny,3\nz,12345\n")
+    (tmp_path / "v.csv").write_text("prompt,city\nx,1\n")
+    out, rejected = tmp_path / "c.jsonl", tmp_path / "r.jsonl"
+    words = ("--answer-key", "city", "--against", tmp_path / "v.csv", "--max-answer-characters", 4)
+    for form, kept in (((), ["X", "y"]), (("--drop-duplicates", "near"), ["y"])):
+        run("clean", tmp_path / "a.csv", "--out", out, "--rejected", rejected, *words, *form)
+        assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == kept
+    kinds = [one["kind"] for line in rejected.read_text().splitlines() for one in json.loads(line)["reasons"]]
+    assert kinds == ["overlap", "overlap", "long_answer"]
+    with raises(ConfigError, "'all'", "exact"):
+        run("clean", tmp_path / "a.csv", "--out", out, "--rejected", rejected, "--drop-duplicates", "all")
+
+
 def test_a_plain_answer_column_is_named_and_not_taken(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,solution\nx,1\ny,2\n")
     shown = run("check", tmp_path / "a.csv")

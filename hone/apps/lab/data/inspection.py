@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import re
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import Messages, render_prompt, render_texts, special_tokens, strings_to_messages
 from hone.data.chat_formats import ChatFormat, chat_format
-from hone.data.checks import check_calls, conversations, ground_truths, prompts
+from hone.data.checks import check_calls, conversations, ground_truths, prompts, same_prompt, text_of
 from hone.data.checks.tools import PROBLEMS
 from hone.data.files import Row, read_all, read_rows
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, is_image, place_of
@@ -49,11 +50,27 @@ def clean_files(
     allowed: Sequence[str] = (),
     prompt_key: str = "prompt",
     answer_key: str | None = None,
+    repeated: str | None = None,
+    against: Sequence[str] = (),
+    longest: int | None = None,
 ) -> CleanCounts:
     """Divide the rows of files by the soundness of prompts, answers and tool calls; columns are written as the files have them.
 
-    Rejected rows have their uid, place and reasons; a tool result longer than ``limit`` characters is a reason. Kinds of defects in
-    ``allowed`` reject no row. A prompt or conversation that no run takes is of kind R42, a missing answer of kind R44.
+    Rejected rows have their uid, place and reasons. A prompt or conversation that no run takes is of kind R42, a missing answer of
+    kind R44.
+
+    Args:
+        files: what is read, in this order.
+        out: file of the rows that pass.
+        rejected: file of the others.
+        messages_key: column of conversations.
+        limit: characters of the longest tool result.
+        allowed: kinds of defects that reject no row.
+        prompt_key: column of the prompt.
+        answer_key: column of the right answer.
+        repeated: ``exact`` or ``near`` (:func:`~hone.data.checks.same_prompt`) rejects a prompt that an earlier row has (``duplicate``).
+        against: files whose prompts are rejected (``overlap``), such as those of validation.
+        longest: characters of the longest right answer or last message (``long_answer``).
 
     Raises:
         OSError: a file cannot be written.
@@ -65,18 +82,32 @@ def clean_files(
         raise ConfigError(
             f"{out} is neither .jsonl nor .parquet", fix=f"--out {out.with_suffix('.jsonl')}", where="--out"
         )
+    if repeated not in (None, "exact", "near"):
+        raise ConfigError(
+            f"'{repeated}' is not exact or near", fix="--drop-duplicates exact", where="--drop-duplicates"
+        )
     rows = read_all(list(files), answer_key=answer_key)
     columns = {name for row in rows for name in row.values}
     form = (prompts, prompt_key) if prompt_key in columns else (conversations, messages_key)
     check = check_calls(rows, messages_key=messages_key, limit=limit)
     stored = read_all(list(files), as_stored=True)
-    counts, kept, lines = CleanCounts(), [], []
+    same = functools.partial(same_prompt, key=form[1], image_key="images", near=repeated == "near")
+    held_out = {same(row) for row in read_all(list(against))} if against else set[int]()
+    counts, kept, lines, earlier = CleanCounts(), [], [], set[int]()
     for number, row in enumerate(stored):
         bad = [(d.kind, d.detail) for d in check.defects.get(number, ()) if PROBLEMS[d.kind].stops]
         problems = [*form[0]([rows[number]], form[1])] if form[1] in columns else []
         problems += ground_truths([rows[number]], required=True, answer_key=answer_key) if answer_key else ()
         bad += [(one.error.code, one.error.what.removeprefix("1 of 1 rows: ")) for one in problems if one.stops]
         bad = [(kind, detail) for kind, detail in bad if kind not in allowed]
+        if (prompt := same(rows[number])) in held_out:
+            bad.append(("overlap", f"the prompt occurs in {', '.join(against)}"))
+        if repeated and prompt in earlier:
+            bad.append(("duplicate", "an earlier row has this prompt"))
+        elif not bad:
+            earlier.add(prompt)
+        if longest is not None and (length := len(_answer(rows[number], messages_key))) > longest:
+            bad.append(("long_answer", f"the answer has {length} characters"))
         if not bad:
             kept.append(row.values)
             continue
@@ -87,6 +118,15 @@ def clean_files(
     _write(kept, out)
     rejected.write_text(_json_lines(lines), encoding="utf-8")
     return counts
+
+
+def _answer(row: Row, messages_key: str) -> str:
+    """Return the right answer of a row, else the last message of its conversation, as text."""
+    truth, messages = plain(row.values.get("reward_model")), plain(row.values.get(messages_key))
+    answer = truth.get("ground_truth") if isinstance(truth, dict) else None
+    if answer is None and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        answer = messages[-1].get("content")
+    return "" if answer is None else text_of(answer)
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:
