@@ -87,6 +87,23 @@ def test_a_tool_conversation_is_recorded_with_the_log_probs_of_the_model(url: st
     assert (expected - torch.tensor(told["log_probs"]))[mask].abs().max() < 1e-4
 
 
+def test_echo_gives_the_log_probs_of_transformers(url: str, model: Path) -> None:
+    prompts = [TOKENIZER(text)["input_ids"] for text in ("It is sunny in Rome, and the sky is clear.", "Is it?")]
+    arguments: Any = {"model": "weather", "prompt": prompts, "echo": True, "logprobs": 2, "temperature": 0}
+    one, none = (client(url).completions.create(max_tokens=most, **arguments).choices for most in (1, 0))
+    network = AutoModelForCausalLM.from_pretrained(model)
+    for ids, more, told in zip(prompts, one, none, strict=True):
+        with torch.no_grad():
+            every = network(torch.tensor([ids])).logits[0].log_softmax(-1)
+        own = every[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+        for entry in (more.logprobs, told.logprobs):
+            assert entry.token_logprobs[1 : len(ids)] == pytest.approx(own.tolist(), abs=1e-4)
+            best = [max(top.values()) for top in entry.top_logprobs[1 : len(ids)]]
+            assert best == pytest.approx(every[:-1].amax(-1).tolist(), abs=1e-4)
+        assert (len(told.logprobs.tokens), len(more.logprobs.tokens)) == (len(ids), len(ids) + 1)
+        assert more.logprobs.token_logprobs[-1] == pytest.approx(every[-1].max().item(), abs=1e-4)
+
+
 def test_streams_come_in_pieces_and_seeds_repeat(url: str) -> None:
     arguments: Any = {
         "model": "weather",

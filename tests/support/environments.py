@@ -39,18 +39,18 @@ def foreign_python(name: str, *requirements: str, beside: bool = False) -> str:
     return str(folder / "bin" / "python")
 
 
-def npm_folder(name: str, package: str) -> Path:
-    """The folder below :data:`FOLDER` with a package of npm, installed when it is first asked for; see :func:`missing`.
+def npm_folder(name: str, *packages: str) -> Path:
+    """The folder below :data:`FOLDER` with packages of npm, installed when it is first asked for; see :func:`missing`.
 
     Args:
         name: of the folder.
-        package: the package with its version, like ``left-pad@1.3.0``.
+        packages: with their versions, like ``left-pad@1.3.0``.
     """
     npm = shutil.which("npm")
     if npm is None:
         missing("npm is missing")
-    install = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", package, "--prefix"]
-    return _made(name, package, lambda folder: _run([*install, str(folder)], package))
+    install = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", *packages, "--prefix"]
+    return _made(name, "\n".join(packages), lambda folder: _run([*install, str(folder)], ", ".join(packages)))
 
 
 def source_folder(requirement: str) -> Path:

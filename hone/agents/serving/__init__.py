@@ -7,7 +7,7 @@
 ``gateway``       access to the engine from the endpoint's thread; counters and histograms for Prometheus
 ``chat``          ``/v1/chat/completions``: messages, tools and template arguments to tokens, tokens to messages
 ``translated``    what the two APIs share that are answered as a chat
-``text``          ``/v1/completions``, ``/tokenize`` and ``/detokenize``
+``text``          ``/v1/completions``, ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``
 ``responses``     ``/v1/responses``, as a chat
 ``messages``      ``/v1/messages``, as a chat
 ``replies``       the JSON of answers, complete or streamed in chunks

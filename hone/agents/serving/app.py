@@ -28,7 +28,7 @@ from hone.agents.serving.responses import ResponsesBody, ResponsesCall, Response
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session, Sessions
 from hone.agents.serving.swapping import SCOPE, Opened, ReleaseRoutes, ServedApp, Services
-from hone.agents.serving.text import DetokenizeBody, TextCall, TokenizeBody, detokenize, tokenize
+from hone.agents.serving.text import DetokenizeBody, TextCall, TokenizeBody, detokenize, tokenize, tokenizer_info
 from hone.agents.serving.wire import (
     ChatBody,
     TextBody,
@@ -172,8 +172,8 @@ class ReplicaRoutes:
 
 
 SERVED = (
-    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize, /metrics, /version, "
-    "/health and /sessions/<id>"
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize, /tokenizer_info, /metrics, "
+    "/version, /health and /sessions/<id>"
 )
 ANOTHER_KIND = {
     "/v1/embeddings": "embeddings",
@@ -228,6 +228,7 @@ class Endpoint:
     ``GET  /version``                       version of Hone
     ``GET  /metrics``                       counters in the format of Prometheus
     ``POST /tokenize``, ``/detokenize``     tokens of a prompt, text of tokens
+    ``GET  /tokenizer_info``                special tokens and chat template
     ``     /replicas``                      replicas of the engine (:class:`ReplicaRoutes`)
     ``     /release``                       release that is served (:mod:`hone.agents.serving.swapping`)
     ``GET  /v1/models``
@@ -273,6 +274,7 @@ class Endpoint:
                 Route("/metrics", self.metrics, methods=["GET"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
                 *ReplicaRoutes(lambda: self.services.current.gateway, self._check_caller).routes,
                 *ReleaseRoutes(self.services, self._check_caller, open_release, close).routes,
                 Route("/sessions/{session}", self.show, methods=["GET"]),
@@ -305,6 +307,10 @@ class Endpoint:
 
     async def detokenize(self, request: Request) -> Response:
         return await self._convert(request, DetokenizeBody, detokenize)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        self._session_of(request)
+        return JSONResponse(tokenizer_info(_service(request)))
 
     async def models(self, request: Request) -> Response:
         self._session_of(request)

@@ -33,6 +33,7 @@ PATHS = frozenset(
         "/metrics",
         "/tokenize",
         "/detokenize",
+        "/tokenizer_info",
         "/v1/models",
         "/v1/chat/completions",
         "/v1/completions",

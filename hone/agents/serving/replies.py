@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,19 +80,40 @@ def text_log_probs(
     *,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return the log-prob of every sampled token under the policy, and its alternatives, in the form of completions."""
+    """Return the log-prob of every token under the policy, and its alternatives, in the form of completions.
+
+    Of tokens with the same text the later ones have names like ``token_id:17``.
+    """
     tokens = [str(tokenizer.decode([index])) for index in ids]
-    offsets = [offset + sum(map(len, tokens[:number])) for number in range(len(tokens))]
+    offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset)
     others: list[dict[str, float]] = []
-    for token, log_prob, likeliest in zip(tokens, log_probs, alternatives, strict=bool(alternatives)):
-        named = {str(tokenizer.decode([index])): value for index, value in reversed(likeliest)}
-        others.append(dict(sorted({**named, token: log_prob}.items(), key=lambda entry: -entry[1])))
+    for index, token, log_prob, likeliest in zip(ids, tokens, log_probs, alternatives, strict=bool(alternatives)):
+        named = {token: log_prob}
+        for other, value in likeliest:
+            text = str(tokenizer.decode([other]))
+            if other != index:
+                named[f"token_id:{other}" if text in named else text] = value
+        others.append(dict(sorted(named.items(), key=lambda entry: -entry[1])))
     return {
         "tokens": tokens,
         "token_logprobs": list(log_probs),
         "top_logprobs": others or None,
-        "text_offset": offsets,
+        "text_offset": list(offsets) if tokens else [],
     }
+
+
+def echoed_log_probs(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], scores: Sequence[Alternatives], top: int
+) -> dict[str, Any]:
+    """Return the log-probs of a prompt's tokens in the form of completions: null for the first token.
+
+    ``scores`` are as for :func:`prompt_log_probs`, with at least ``top`` likeliest tokens.
+    """
+    others = [[], *(place[1 : 1 + top] for place in scores)] if top else []
+    entry = text_log_probs(tokenizer, ids, [0.0, *(place[0][1] for place in scores)], others)
+    for name in ("token_logprobs", "top_logprobs"):
+        entry[name] = entry[name] and [None, *entry[name][1:]]
+    return entry
 
 
 def prompt_log_probs(

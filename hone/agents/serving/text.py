@@ -1,9 +1,9 @@
-"""Calls to ``/v1/completions``, ``/tokenize`` and ``/detokenize``: text or token ids, without a chat."""
+"""Calls to ``/v1/completions``, ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``: text or token ids, without a chat."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict
@@ -15,7 +15,9 @@ from hone.agents.serving.forcing import constraint_of
 from hone.agents.serving.service import Sampled, Service
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import Objects, TextBody
-from hone.generation.protocol import Completion, GenerationRequest
+from hone.data.chat import template_of
+from hone.data.types import StopReason
+from hone.generation.protocol import Alternatives, Completion, GenerationRequest
 
 
 class TokenizeBody(BaseModel):
@@ -60,6 +62,18 @@ def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     return {"prompt": service.decode(body.tokens, special_tokens=True)}
 
 
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return what a client needs that writes chats as text itself, with the names of a Hugging Face ``tokenizer_config.json``."""
+    tokenizer = service.tokenizer
+    marks = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": service.max_model_len,
+        **marks,
+        "chat_template": template_of(tokenizer) if tokenizer.chat_template else None,
+    }
+
+
 def _ids(service: Service, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (not body.messages):
         raise bad_request("send either 'prompt' or 'messages'", "prompt")
@@ -82,15 +96,19 @@ def _ids(service: Service, body: TokenizeBody) -> list[int]:
 
 MAX_REPLIES = 4096
 """Maximum of replies to one call, over all its prompts."""
+_NOTHING = Completion("", [], [], [], StopReason.LENGTH, (0, 0), 0.0)
+"""Reply to a request for no tokens."""
 
 
 @dataclass
 class _Reply:
-    """State of a reply; ``echo`` is the text before it, until it is sent."""
+    """State of a reply; ``echo`` is the text before it, until it is sent, and ``scores`` the log-probs of its prompt."""
 
     prompt: Prompt
     stream: replies.TextStream
     echo: str = ""
+    scores: list[Alternatives] = field(default_factory=list)
+    is_begun: bool = False
     seen: int = 0
     characters: int = 0
 
@@ -106,17 +124,16 @@ class TextCall:
         self.heading = replies.Heading.start(number, service.model, chat=False)
         if len(body.prompts) * body.n > MAX_REPLIES:
             raise bad_request(f"{len(body.prompts)} prompts with n={body.n} replies; at most {MAX_REPLIES}", "prompt")
-        if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs is not None and body.stream:
+            raise bad_request("prompt_logprobs needs a complete answer, not stream=true", "prompt_logprobs")
+        self._echoes = body.echo and body.logprobs is not None
+        tops = [body.prompt_logprobs, body.logprobs if self._echoes else None]
+        self._top = max((top for top in tops if top is not None), default=None)  # likeliest tokens of a prompt's tokens
+        if self._top is not None and service.prompt_log_probs is None:
             raise bad_request(
-                "echo with logprobs is not supported; prompt_logprobs gives the log-probs of the prompt's tokens",
-                "echo",
-            )
-        if body.prompt_logprobs is not None and (service.prompt_log_probs is None or body.stream):
-            obstacle = "stream=true" if body.stream else "an engine in another process"
-            raise bad_request(
-                f"prompt_logprobs does not work with {obstacle}; it needs a complete answer of `hone serve` without --engine and "
+                "log-probs of a prompt do not work with an engine in another process; they need `hone serve` without --engine and "
                 "--replicas",
-                "prompt_logprobs",
+                "echo" if self._echoes else "prompt_logprobs",
             )
         self.prompts = [self.session.text_prompt(self._ids(prompt)) for prompt in body.prompts]
         self.requests: list[GenerationRequest] = []
@@ -124,26 +141,28 @@ class TextCall:
         constraint = constraint_of(body)
         for place, prompt in enumerate(self.prompts):
             requests = service.requests(body, prompt, session, f"{number}.{place}", (), constraint)
-            self.requests += requests
+            self.requests += requests if body.max_tokens != 0 else []
             echo = self._text(body.prompts[place]) if body.echo else ""
             self._replies += [_Reply(prompt, replies.TextStream(body.stop), echo) for _ in requests]
 
     async def whole(self) -> dict[str, Any]:
-        completions = await self.service.completions(self.requests)
+        await self._score()
+        completions = await self.service.completions(self.requests) or [_NOTHING] * len(self._replies)
         choices = []
         for index, completion in enumerate(completions):
             text = self._record(index, completion)
             sampled = Sampled(index, completion.token_ids, completion.log_probs, completion.alternatives)
             choices.append(self._choice(sampled, text, slice(None), replies.finish_reason(completion)))
         if self.body.prompt_logprobs is not None:
-            for prompt, choice in zip(self.requests, choices, strict=True):
-                scores = await self.service.prompt_scores(prompt.prompt_ids, self.body.prompt_logprobs)
-                choice["prompt_logprobs"] = replies.prompt_log_probs(self.service.tokenizer, scores)
+            for reply, choice in zip(self._replies, choices, strict=True):
+                places = [place[: 1 + self.body.prompt_logprobs] for place in reply.scores]
+                choice["prompt_logprobs"] = replies.prompt_log_probs(self.service.tokenizer, places)
         return self.heading.whole(choices, self._usage(completions))
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         completions: list[Completion] = []
-        async for sampled in self.service.stream(self.requests):
+        await self._score()
+        async for sampled in self._stream():
             yield self.heading.chunk([self._chunk(sampled)])
             if sampled.completion is not None:
                 completions.append(sampled.completion)
@@ -152,6 +171,19 @@ class TextCall:
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         return error.body()
+
+    async def _score(self) -> None:
+        """Compute the log-probs of each prompt, if the request asks for them."""
+        for place, prompt in enumerate(self.prompts if self._top is not None else ()):
+            scores = await self.service.prompt_scores(prompt.ids, self._top or 0)
+            for reply in self._replies[place * self.body.n : (place + 1) * self.body.n]:
+                reply.scores = scores
+
+    async def _stream(self) -> AsyncIterator[Sampled]:
+        for choice in range(len(self._replies) if not self.requests else 0):
+            yield Sampled(choice, [], [], [], _NOTHING)
+        async for sampled in self.service.stream(self.requests):
+            yield sampled
 
     def _chunk(self, sampled: Sampled) -> dict[str, Any]:
         reply, index = self._replies[sampled.choice], sampled.choice
@@ -163,7 +195,8 @@ class TextCall:
 
     def _record(self, index: int, completion: Completion) -> str:
         text = replies.cut(self._decode(completion.token_ids), self.body.stop)
-        self.session.record(self._replies[index].prompt, completion, {"role": "assistant", "content": text})
+        if self.requests:
+            self.session.record(self._replies[index].prompt, completion, {"role": "assistant", "content": text})
         return text
 
     def _choice(self, sampled: Sampled, text: str, fresh: slice, reason: str | None) -> dict[str, Any]:
@@ -172,19 +205,21 @@ class TextCall:
         echo, self._replies[index].echo = self._replies[index].echo, ""
         choice: dict[str, Any] = {"index": index, "text": echo + text, "finish_reason": reason, "logprobs": None}
         if self.body.logprobs is not None:
-            reply = self._replies[index]
-            log_prob_entry = replies.text_log_probs(
-                self.service.tokenizer,
-                ids,
-                sampled.log_probs[fresh],
-                sampled.alternatives[fresh],
-                offset=reply.characters,
-            )
-            reply.characters += sum(map(len, log_prob_entry["tokens"]))
-            choice["logprobs"] = log_prob_entry
+            choice["logprobs"] = self._log_probs(self._replies[index], sampled, fresh)
         if self.body.return_token_ids:
             choice |= {"token_ids": ids, "prompt_token_ids": self._replies[index].prompt.ids}
         return choice
+
+    def _log_probs(self, reply: _Reply, sampled: Sampled, fresh: slice) -> dict[str, Any]:
+        """Return the log-probs of a reply's fresh tokens, after those of its prompt if that is echoed now."""
+        words, echoed = self.service.tokenizer, dict[str, Any]()
+        if self._echoes and not reply.is_begun:
+            echoed = replies.echoed_log_probs(words, reply.prompt.ids, reply.scores, self.body.top_log_probs)
+            reply.is_begun, reply.characters = True, sum(map(len, echoed["tokens"]))
+        parts = sampled.ids[fresh], sampled.log_probs[fresh], sampled.alternatives[fresh]
+        entry = replies.text_log_probs(words, *parts, offset=reply.characters)
+        reply.characters += sum(map(len, entry["tokens"]))
+        return {name: values and [*values, *(entry[name] or ())] for name, values in echoed.items()} or entry
 
     def _usage(self, completions: list[Completion]) -> dict[str, int]:
         return replies.usage([token for prompt in self.prompts for token in prompt.ids], completions)

@@ -10,7 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from hone.agents.serving.errors import ApiError, bad_request
@@ -198,6 +207,12 @@ Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Fields that are null count as missing, in objects of a request too."""
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+
 
 class StreamOptions(_Strict):
     include_usage: bool = False
@@ -324,6 +339,8 @@ class TextBody(Body):
     """Text, token ids, or a list of such prompts: see :meth:`prompts`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOG_PROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    """0 samples nothing, for the log-probs of the prompt."""
     echo: bool = False
     best_of: Literal[1] = 1
 

@@ -114,6 +114,7 @@ SERVE: Routes = {
     "GET /metrics": [{}],
     "POST /tokenize": [{"prompt": "a b", "return_token_strs": True}, {"messages": CALLED, "model": "tiny"}],
     "POST /detokenize": [{"tokens": [5, 6, 7]}],
+    "GET /tokenizer_info": [{}],
     "GET /replicas": [{}],
     "POST /replicas/{index:int}/drain": [{"{index}": 0}],
     "POST /replicas/{index:int}/admit": [{"{index}": 0}],

@@ -299,6 +299,158 @@ class OpenAiAgents:
         return Runner.run_sync(self.agent(output_type=Report), QUESTION).final_output.model_dump()
 
 
+class LlamaIndex:
+    """llama-index-llms-openai-like."""
+
+    def __init__(self):
+        from llama_index.core.llms import ChatMessage
+        from llama_index.llms.openai_like import OpenAILike
+
+        options = {"model": MODEL, "api_base": URL, "api_key": "none", "is_chat_model": True, "max_retries": 0}
+        self.short = OpenAILike(**options, **CHAT)
+        self.long = OpenAILike(**options, is_function_calling_model=True, temperature=0, max_tokens=64)
+        self.formatted = OpenAILike(**options, should_use_structured_outputs=True, temperature=0, max_tokens=64)
+        self.messages = [ChatMessage(role="user", content=QUESTION)]
+
+    def chat(self):
+        return self.short.chat(self.messages).message.content
+
+    def stream(self):
+        return [piece.delta or "" for piece in self.short.stream_chat(self.messages)]
+
+    def tools(self):
+        from llama_index.core.llms import ChatMessage
+        from llama_index.core.tools import FunctionTool
+
+        known = [FunctionTool.from_defaults(get_weather)]
+        first = self.long.chat_with_tools(known, chat_history=self.messages, tool_required=True)
+        calls = self.long.get_tool_calls_from_response(first)
+        results = [
+            ChatMessage(
+                role="tool",
+                content=get_weather(**call.tool_kwargs),
+                additional_kwargs={"tool_call_id": call.tool_id},
+            )
+            for call in calls
+        ]
+        history = [*self.messages, first.message, *results]
+        answer = self.long.chat_with_tools(known, chat_history=history, tool_choice="none")
+        return {"city": calls[0].tool_kwargs["city"], "answer": answer.message.content}
+
+    def structure(self):
+        from llama_index.core.prompts import PromptTemplate
+
+        by_tool = self.long.structured_predict(Report, PromptTemplate(QUESTION))
+        formatted = self.formatted.structured_predict(Report, PromptTemplate(QUESTION))
+        assert isinstance(formatted, Report), formatted
+        return by_tool.model_dump()
+
+
+class DsPy:
+    """dspy, once by its own client and once by litellm."""
+
+    def __init__(self):
+        import dspy
+        from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition, register_provider
+
+        access = AccessPolicy(provider="hone", env_keys=("HONE_API_KEY",), base_url=URL)
+        supports = ModelSupport(function_calling=True, response_schema=True)
+        register_provider(ProviderDefinition.chat(access, compat=OpenAIChatCompat()), supports=supports)
+        options = {"api_base": URL, "api_key": "none", "cache": False, "num_retries": 0, "temperature": 0}
+        self.dspy = dspy
+        self.short = dspy.LM(f"hone/{MODEL}", max_tokens=16, **options)
+        self.long = dspy.LM(f"hone/{MODEL}", max_tokens=64, **options)
+        self.litellm = dspy.LM(f"openai/{MODEL}", max_tokens=16, engine="litellm", **options)
+
+    def chat(self):
+        (answer,), (same,) = self.short(QUESTION), self.litellm(QUESTION)
+        assert answer == same, (answer, same)
+        return answer
+
+    def stream(self):
+        dspy = self.dspy
+
+        class Echo(dspy.Adapter):
+            """The question as it is, and the answer as it comes."""
+
+            def format(self, signature, demos, inputs):
+                return [{"role": "user", "content": inputs["question"]}]
+
+            def parse(self, signature, completion):
+                return {"answer": completion}
+
+        async def pieces():
+            with dspy.context(lm=self.short, adapter=Echo()):
+                running = dspy.streamify(dspy.Predict("question -> answer"))(question=QUESTION)
+                return [
+                    piece.choices[0].delta.content or ""
+                    async for piece in running
+                    if not isinstance(piece, dspy.Prediction)
+                ]
+
+        return asyncio.run(pieces())
+
+    def tools(self):
+        dspy = self.dspy
+        signature = dspy.Signature("question: str, tools: list[dspy.Tool] -> calls: dspy.ToolCalls")
+        with dspy.context(lm=self.long, adapter=dspy.ChatAdapter(use_native_function_calling=True)):
+            program = dspy.Predict(signature, tool_choice="required")
+            (call,) = program(question=QUESTION, tools=[dspy.Tool(get_weather)]).calls.tool_calls
+        return {"city": call.args["city"], "answer": get_weather(**call.args)}
+
+    def structure(self):
+        dspy = self.dspy
+        signature = dspy.Signature({"question": (str, dspy.InputField()), "report": (Report, dspy.OutputField())})
+        with dspy.context(lm=self.long, adapter=dspy.JSONAdapter()):
+            return dspy.Predict(signature)(question=QUESTION).report.model_dump()
+
+
+class Instructor:
+    """instructor, by tools and by formats."""
+
+    def __init__(self):
+        import instructor
+        import openai
+
+        self.messages = [{"role": "user", "content": QUESTION}]
+        self.modes = instructor.Mode
+        self.client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
+        self.instructor = instructor
+
+    def create(self, mode, response_model, messages=None, method="create", **options):
+        client = self.instructor.from_openai(self.client, mode=mode)
+        options = {"model": MODEL, "messages": messages or self.messages, "max_retries": 0, **CHAT, **options}
+        return getattr(client.chat.completions, method)(response_model=response_model, **options)
+
+    def chat(self):
+        return self.create(self.modes.TOOLS, None).choices[0].message.content
+
+    def stream(self):
+        partial = self.create(self.modes.JSON_SCHEMA, Report, method="create_partial", max_tokens=64)
+        assert Report(**list(partial)[-1].model_dump())
+        pieces = self.create(self.modes.TOOLS, None, stream=True)
+        return [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+
+    def tools(self):
+        class Weather(BaseModel):
+            city: Literal["Rome", "Paris"]
+
+        options = {"max_tokens": 64, "method": "create_with_completion"}
+        found, first = self.create(self.modes.TOOLS, Weather, **options)
+        message = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": get_weather(found.city)}
+        answer = self.create(self.modes.TOOLS, None, [*self.messages, message, result])
+        return {"city": found.city, "answer": answer.choices[0].message.content}
+
+    def structure(self):
+        reports = [
+            self.create(mode, Report, max_tokens=64)
+            for mode in (self.modes.TOOLS, self.modes.TOOLS_STRICT, self.modes.JSON_SCHEMA)
+        ]
+        assert all(isinstance(report, Report) for report in reports), reports
+        return reports[0].model_dump()
+
+
 CLIENTS = {
     "openai": OpenAi,
     "litellm": LiteLlm,
@@ -306,6 +458,9 @@ CLIENTS = {
     "pydantic-ai": PydanticAi,
     "openai-agents": OpenAiAgents,
     "anthropic": Anthropic,
+    "llama-index": LlamaIndex,
+    "dspy": DsPy,
+    "instructor": Instructor,
 }
 
 if __name__ == "__main__":

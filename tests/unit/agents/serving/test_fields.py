@@ -13,7 +13,9 @@ from support.templates import tokenizer
 
 from hone.agents.rendering import Ending, renderer_for
 from hone.agents.serving.chat import ReplyText
+from hone.agents.serving.replies import text_log_probs
 from hone.agents.serving.session import Prompt
+from hone.agents.serving.wire import ChatBody, parse
 
 TOKENIZER = tokenizer("qwen2_5")
 RENDERER = renderer_for(TOKENIZER)
@@ -150,6 +152,76 @@ def test_echo_begins_with_the_prompt_once(prompt: Any) -> None:
     assert [choice.text for choice in whole.choices] == [said, said]
     assert "".join(piece.text for piece in pieces if piece.index == 1) == said
     assert caught.value.param == "echo"
+
+
+def scores(prompt: Any, top: int) -> list[list[tuple[int, float]]]:
+    """Each token is likeliest where the next id is even, and second where it is odd."""
+    return [
+        [(token, -1.0 - token % 2), (token + 1, -1.5), (token, -1.0 - token % 2)][: 1 + top] for token in prompt[1:]
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_has_those_of_the_prompt_before_the_answers(stream: bool) -> None:
+    prompt, answer = ids("Once upon a time"), ids(" there was a king.")
+    with served(ScriptedEngine(lambda request: answer), TOKENIZER, prompt_log_probs=scores) as (url, _):
+        arguments: Any = {"model": "tiny", "prompt": [prompt], "echo": True, "logprobs": 0, "seed": 1, "stream": stream}
+        told = client(url).completions.create(**arguments)
+        parts = [piece.choices[0].logprobs for piece in told] if stream else [told.choices[0].logprobs]
+    tokens = [TOKENIZER.decode([token]) for token in prompt + answer]
+    assert [token for part in parts for token in part.tokens] == tokens
+    assert [place for part in parts for place in part.text_offset] == [
+        len("".join(tokens[:n])) for n in range(len(tokens))
+    ]
+    said = [-(1 % 97 + place + 1) / 100 for place in range(len(answer))]
+    expected = [None, *(-1.0 - token % 2 for token in prompt[1:]), *said]
+    assert [value for part in parts for value in part.token_logprobs] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_are_sampled_for_a_text_that_is_only_scored(stream: bool) -> None:
+    engine, texts = ScriptedEngine(lambda request: ids("Yes.")), ["Once upon a time", "It is"]
+    with served(engine, TOKENIZER, prompt_log_probs=scores) as (url, endpoint):
+        asking = openai.OpenAI(base_url=f"{url}/sessions/a/v1", api_key="none", max_retries=0, timeout=SOON)
+        options: Any = {"stream_options": {"include_usage": True}} if stream else {}
+        arguments: Any = {"model": "tiny", "prompt": texts, "max_tokens": 0, "echo": True, "logprobs": 2, "n": 2}
+        told = asking.completions.create(**arguments, stream=stream, **options)
+        pieces = list(told) if stream else [told]
+        session = endpoint.sessions.find("a")
+    choices = [choice for piece in pieces for choice in piece.choices]
+    assert engine.asked == [] and session.ledgers() == []
+    assert [(choice.text, choice.finish_reason) for choice in choices] == [
+        (text, "length") for text in texts for _ in "ab"
+    ]
+    assert (pieces[-1].usage.completion_tokens, pieces[-1].usage.prompt_tokens) == (
+        0,
+        sum(len(ids(text)) for text in texts),
+    )
+    for choice, text in zip(choices[::2], texts, strict=True):
+        values, tops = choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:]
+        assert (choice.logprobs.token_logprobs[0], choice.logprobs.top_logprobs[0]) == (None, None)
+        assert [value == max(top.values()) for value, top in zip(values, tops, strict=True)] == [
+            token % 2 == 0 for token in ids(text)[1:]
+        ]
+
+
+def test_fields_that_are_null_are_missing_at_every_level() -> None:
+    """As inspect-ai sends them."""
+    schema = {"name": "city", "schema": {"type": "object"}, "description": None, "strict": None}
+    body = {"model": "tiny", "messages": [QUESTION], "stream_options": {"include_usage": None}, "seed": None}
+    nulls = parse(ChatBody, {**body, "response_format": {"type": "json_schema", "json_schema": schema}})
+    assert nulls.response_format.json_schema is not None
+    assert (nulls.response_format.json_schema.description, nulls.stream_options.include_usage) == ("", False)
+
+
+def test_tokens_of_the_same_text_keep_their_own_log_probs() -> None:
+    class Bytes:
+        def decode(self, ids: list[int]) -> str:
+            return "?" if ids[0] < 10 else str(ids[0])
+
+    stand_in: Any = Bytes()
+    entry = text_log_probs(stand_in, [3], [-2.0], [[(4, -0.5), (12, -1.5), (3, -2.0)]])
+    assert entry["top_logprobs"] == [{"token_id:4": -0.5, "12": -1.5, "?": -2.0}]
 
 
 def test_a_request_whose_texts_the_template_leaves_out_is_refused() -> None:

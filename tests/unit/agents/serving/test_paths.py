@@ -82,6 +82,17 @@ def test_what_has_no_tokens_is_refused(url: str, path: str, body: Any, param: st
     assert status == (404 if param == "model" else 400) and error["param"] == param
 
 
+def test_a_client_can_write_a_chat_as_the_server_does(url: str) -> None:
+    status, answer = ask(url, "/tokenizer_info")
+    assert status == 200 and (answer["eos_token"], answer["bos_token"]) == (TOKENIZER.eos_token, TOKENIZER.bos_token)
+    text = TOKENIZER.apply_chat_template(
+        [QUESTION], chat_template=answer["chat_template"], tokenize=False, add_generation_prompt=True
+    )
+    assert ask(url, "/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"] == RENDERER.prompt(
+        [QUESTION]
+    )
+
+
 def test_the_version_is_hones(url: str) -> None:
     assert ask(url, "/version") == (200, {"version": __version__})
 
@@ -90,6 +101,7 @@ def test_all_but_health_needs_the_token(url: str) -> None:
     for path, body in (
         ("/version", None),
         ("/metrics", None),
+        ("/tokenizer_info", None),
         ("/tokenize", {"prompt": "x"}),
         ("/detokenize", {"tokens": []}),
     ):
