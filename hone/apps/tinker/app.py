@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from hone.apps.tinker import wire
 from hone.apps.tinker.adapters import AdapterShape, adam_settings
-from hone.apps.tinker.service import Failure, TrainingService
+from hone.apps.tinker.service import SCHEME, Failure, TrainingService
 from hone.errors import HoneError, RequestError
 from hone.generation.limits import MAX_SEED, MAX_STOPS, MAX_TEMPERATURE, MAX_TOP_K, MAX_TOP_LOG_PROBS, MIN_SEED
 
@@ -40,7 +40,8 @@ _Name = _bounded(str, max_length=512)
 _Number = _bounded(int, ge=0, lt=2**31)
 _Seed = _bounded(int, ge=MIN_SEED, le=MAX_SEED)
 _OPERATION = {"model_id": _Name, "seq_id": _Number}
-_CREATION = {"session_id": _Name, "model_seq_id": int}
+_ABOUT = _bounded(dict[_Name, Any], max_length=64)
+_CREATION = {"session_id": _Name, "model_seq_id": int, "user_metadata": _ABOUT | None}
 _WEIGHTS = {"base_model": _Name | None, "model_path": _Name | None}
 _SHAPE = _object(rank=int, train_attn=bool, train_mlp=bool, train_unembed=bool, seed=_Seed | None)
 _PROMPT = _object(chunks=list[_object(tokens=list[_Number] | None)])  # type: ignore[misc]
@@ -158,7 +159,17 @@ class TrainingEndpoint:
                         "healthz": lambda request, body: {"status": "ok"},
                         "get_server_capabilities": lambda request, body: self._capabilities(),
                         "samplers/{name}": self._sampler,
+                        "training_runs/{model}": lambda request, body: service.training_run(
+                            request.path_params["model"]
+                        ),
                     }.items()
+                ),
+                Route(
+                    "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}",
+                    self._route(
+                        "checkpoints", lambda request, body: service.delete(_PATH.format(**request.path_params))
+                    ),
+                    methods=["DELETE"],
                 ),
                 Route("/api/v1/forward_backward", self.forward_backward, methods=["POST"]),
                 Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
@@ -272,14 +283,21 @@ class TrainingEndpoint:
             raise RequestError("this server trains adapters", fix="create_lora_training_client", field="lora_config")
         shape = AdapterShape(config["rank"], config["train_attn"], config["train_mlp"], config["train_unembed"])
         seed = config.get("seed")
-        name = self._service.create_model(body["session_id"], body["model_seq_id"], body["base_model"], shape, seed)
+        name = self._service.create_model(
+            body["session_id"], body["model_seq_id"], body["base_model"], shape, seed, body.get("user_metadata")
+        )
         return _future(name, name)
 
     def _load(self, body: Json) -> Json:
         optimizer = bool(body.get("optimizer"))
         if body.get("session_id") is not None:
             name = self._service.create_from(
-                body["session_id"], body["model_seq_id"], body["path"], body.get("base_model"), optimizer=optimizer
+                body["session_id"],
+                body["model_seq_id"],
+                body["path"],
+                body.get("base_model"),
+                optimizer=optimizer,
+                about=body.get("user_metadata"),
             )
             return _future(name, name)
         return _future(self._service.load(body["model_id"], body["seq_id"], body["path"], optimizer=optimizer))
@@ -326,6 +344,7 @@ class TrainingEndpoint:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
 
 
+_PATH = SCHEME + "{model}/{kind}/{name}"
 _UNAUTHORIZED, _BUSY = "E-unauthorized", "E-busy"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ class TrainedModel:
     arrived: dict[int, asyncio.Event] = field(default_factory=dict)
     # numbers of requests that were refused; the client may repeat one, or send the next
     refused: set[int] = field(default_factory=set)
+    about: Mapping[str, Any] = field(default_factory=dict)  # metadata of the client
 
     def pass_refused(self) -> None:
         """Give the turn to the next operation that was not refused."""
@@ -145,7 +148,7 @@ SCHEME = "tinker://"
 MODEL = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,9}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _KINDS = ("weights", "sampler_weights")
-_NEW, _OLD, _UNSAVED = ".new", ".old", "unsaved"
+_NEW, _OLD, _UNSAVED, _ABOUT = ".new", ".old", "unsaved", "run.json"
 
 
 class SavedWeights:
@@ -183,7 +186,9 @@ class SavedWeights:
         except OSError as error:
             raise _unwritable(error) from error
 
-    def write(self, adapters: AdapterSet, adapter: str, model: str, kind: str, name: str, *, overwrite: bool) -> Path:
+    def write(
+        self, adapters: AdapterSet, trained: TrainedModel, model: str, kind: str, name: str, *, overwrite: bool
+    ) -> Path:
         """Save an adapter under another name, and rename its folder when it is whole; return the folder.
 
         Raises:
@@ -194,7 +199,8 @@ class SavedWeights:
         if folder.exists() and not overwrite:
             raise RequestError(f"{kind} '{name}' of this model exist already", field="path")
         try:
-            adapters.save(adapter, new, optimizer=kind == "weights")
+            adapters.save(trained.adapter, new, optimizer=kind == "weights")
+            (new / _ABOUT).write_text(json.dumps(trained.about))
             for file in new.iterdir():
                 with file.open("rb") as written:
                     os.fsync(written.fileno())
@@ -223,6 +229,26 @@ class SavedWeights:
         if not folder.exists():
             raise RequestError(f"there are no weights at '{path}'", field="path")
         return folder
+
+    def remove(self, path: str) -> Path:
+        """Delete saved weights; return the folder that they were in."""
+        folder = self.find(path)
+        unfinished = folder.with_name(f"{_NEW}-{folder.name}")  # what a kill leaves of it is removed at the next start
+        try:
+            folder.rename(unfinished)
+            shutil.rmtree(unfinished)
+        except OSError as error:
+            raise _unwritable(error) from error
+        return folder
+
+    def about(self, model: str) -> tuple[float, dict[str, Any]]:
+        """Return the time of the newest weights of a model, and the metadata of its client."""
+        files = self._folder.glob(f"{model}/*/*/{_ABOUT}") if MODEL.fullmatch(model) else ()
+        newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        if newest is None:
+            raise RequestError(f"there are no weights of a model '{model[:80]}'", field="training_run_id")
+        file = self._place(model, *newest.parts[-3:-1]) / _ABOUT
+        return file.stat().st_mtime, json.loads(file.read_text())
 
     def _place(self, model: str, kind: str, name: str) -> Path:
         """Return the folder of weights, from names that a client gave: below the service's own, and through no link."""
@@ -298,16 +324,25 @@ class TrainingService:
         """Return the name of a new session of a client."""
         return f"session-{secrets.token_hex(8)}"
 
-    def create_model(self, session: str, number: int, base: str, shape: AdapterShape, seed: int | None) -> str:
+    def create_model(
+        self,
+        session: str,
+        number: int,
+        base: str,
+        shape: AdapterShape,
+        seed: int | None,
+        about: Mapping[str, Any] | None = None,
+    ) -> str:
         """Begin to create an adapter; return the model's name, which is also that of the future.
 
-        ``number`` is that of the model within the session. A ``seed`` of None derives one from the model's name.
+        ``number`` is that of the model within the session. A ``seed`` of None derives one from the model's name. ``about`` is
+        metadata that is kept with saved weights.
         """
         model = _model_name(session, number)
 
         async def create() -> Result:
             self._check_base(base)
-            self._add(model, shape, derive_seed(0, model) if seed is None else seed)
+            self._add(model, shape, derive_seed(0, model) if seed is None else seed, about)
             return Result({"model_id": model, "type": "create_model"})
 
         self.futures.start(model, create())
@@ -319,7 +354,7 @@ class TrainingService:
                 f"this server has no model '{base}'", fix=f"base_model='{self.name}'", field="base_model"
             )
 
-    def _add(self, model: str, shape: AdapterShape, seed: int) -> None:
+    def _add(self, model: str, shape: AdapterShape, seed: int, about: Mapping[str, Any] | None) -> None:
         if not 1 <= shape.rank <= self.limits.max_rank:
             raise RequestError(f"rank {shape.rank} is not in 1 to {self.limits.max_rank}", field="lora_config.rank")
         self._drop_abandoned()
@@ -331,7 +366,7 @@ class TrainingService:
         self._numbers += 1
         adapter = f"hone_training_{self._numbers}"
         self._adapters.add(adapter, shape, seed=seed % 2**63)
-        self._models[model] = TrainedModel(adapter, shape.rank, time.monotonic())
+        self._models[model] = TrainedModel(adapter, shape.rank, time.monotonic(), about=about or {})
 
     def info(self, model: str) -> dict[str, Any]:
         data = {"arch": "causal_lm", "model_name": self.name, "tokenizer_id": self.tokenizer}
@@ -355,7 +390,7 @@ class TrainingService:
             if time.monotonic() - model.used > ABANDONED_SECONDS:
                 path = f"abandoned-{model.following}"
                 try:
-                    self._saved.write(self._adapters, model.adapter, name, "weights", path, overwrite=False)
+                    self._saved.write(self._adapters, model, name, "weights", path, overwrite=False)
                     log.warning("'%s' was not heard of for an hour: saved as '%s', and dropped", name, path)
                 except RequestError as error:  # weights that are not finite, or saved under this name
                     log.warning("'%s' was not heard of for an hour: dropped, not saved (%s)", name, error.what)
@@ -447,7 +482,7 @@ class TrainingService:
 
         def compute(trained: TrainedModel) -> Result:
             stored = name if name is not None else f"step-{number}"
-            folder = self._saved.write(self._adapters, trained.adapter, model, kind, stored, overwrite=overwrite)
+            folder = self._saved.write(self._adapters, trained, model, kind, stored, overwrite=overwrite)
             self._sampler.forget(folder)
             path = f"{SCHEME}{model}/{kind}/{stored}"
             if kind == "weights":
@@ -468,14 +503,23 @@ class TrainingService:
 
         return self.submit(model, number, compute)
 
-    def create_from(self, session: str, number: int, path: str, base: str | None, *, optimizer: bool) -> str:
+    def create_from(
+        self,
+        session: str,
+        number: int,
+        path: str,
+        base: str | None,
+        *,
+        optimizer: bool,
+        about: Mapping[str, Any] | None = None,
+    ) -> str:
         """Begin to create an adapter with saved weights; return the name of the future."""
         model = _model_name(session, number)
 
         async def create() -> Result:
             self._check_base(base)
             folder = self._saved.find(path)
-            self._add(model, shape_of(folder), 0)
+            self._add(model, shape_of(folder), 0, about)
             try:
                 self._adapters.load(self._models[model].adapter, folder, optimizer=optimizer)
             except BaseException:
@@ -518,6 +562,17 @@ class TrainingService:
         weights = self._weights_of(name)
         path = None if weights is None else SCHEME + "/".join(weights.parts[-3:])
         return {"sampler_id": name, "base_model": self.name, "model_path": path}
+
+    def training_run(self, model: str) -> dict[str, Any]:
+        """Describe a model with saved weights, which need not be in training."""
+        seconds, about = self._saved.about(model)
+        run = {"training_run_id": model, "base_model": self.name, "model_owner": "", "is_lora": True}
+        return {**run, "last_request_time": datetime.fromtimestamp(seconds, UTC).isoformat(), "user_metadata": about}
+
+    def delete(self, path: str) -> dict[str, Any]:
+        """Delete saved weights; requests under way still use them."""
+        self._sampler.forget(self._saved.remove(path))
+        return {}
 
     def weights_info(self, path: str) -> dict[str, Any]:
         shape = shape_of(self._saved.find(path))

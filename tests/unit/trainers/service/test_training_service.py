@@ -24,7 +24,7 @@ from support.patience import LONG
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from tinker.types import Datum as TinkerDatum
-from tinker.types import ForwardBackwardInput, ForwardBackwardRequest, ModelInput
+from tinker.types import ForwardBackwardInput, ForwardBackwardRequest, ModelInput, TrainingRun
 
 from hone.apps.tinker import app as service_app
 from hone.apps.tinker import service as service_module
@@ -818,6 +818,31 @@ def test_bodies_are_bounded_and_wrong_ones_are_the_client_s_mistake(
         monkeypatch.setattr(service_app, "MAX_HELD", 100)
         assert client.post("/api/v1/telemetry", content=b" " * 101).status_code == 429
         assert client.post("/api/v1/telemetry", content=b"{}").status_code == 200 and endpoint._held == 0
+
+
+def test_saved_weights_have_the_metadata_of_their_client_and_can_be_deleted(tmp_path: Path) -> None:
+    """A loop deletes the checkpoint before its last, and a later one asks with what renderer a checkpoint was trained."""
+    with engine_loop() as loop:
+        service = call_on_loop(loop, lambda: service_in(tmp_path))
+        client = TestClient(TrainingEndpoint(service, loop, token=None).app)
+        shape = {"rank": 2, "train_attn": True, "train_mlp": True, "train_unembed": False, "seed": 1}
+        creation = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": shape}
+        begun = [client.post("/api/v1/create_model", json={**creation, "user_metadata": {"renderer_name": "plain"}})]
+        names = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler"}
+        for number, route in enumerate(names.values(), 1):
+            body = {"model_id": "s:train:0", "seq_id": number, "path": "w"}
+            begun.append(client.post(f"/api/v1/{route}", json=body))
+        for answer in begun:
+            outcome = service.futures.wait(answer.json()["request_id"], LONG)
+            assert isinstance(asyncio.run_coroutine_threadsafe(outcome, loop).result(), Result)
+        run = TrainingRun.model_validate(client.get("/api/v1/training_runs/s:train:0").json())
+        assert (run.training_run_id, run.user_metadata) == ("s:train:0", {"renderer_name": "plain"})
+        for kind in names:
+            addresses = [f"/api/v1/training_runs/s:train:0/checkpoints/{kind}/{name}" for name in ("w", "w", "a%20b")]
+            assert [client.delete(address).status_code for address in addresses] == [200, 422, 422]
+            assert not list((tmp_path / "s:train:0" / kind).iterdir())
+        unknown = ("s:train:0", "s:train:1", "*:train:0")
+        assert {client.get(f"/api/v1/training_runs/{name}").status_code for name in unknown} == {422}
 
 
 OPERATION = {"model_id": "s:train:0", "seq_id": 1}
