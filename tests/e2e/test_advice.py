@@ -124,7 +124,7 @@ PLANTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "gradient_spike": (30, (reward("scale_changes"), "algorithm.norm_adv_by_std_in_grpo=false")),
     "advantage_shift": (30, (reward("scale_changes"), "algorithm.norm_adv_by_std_in_grpo=false")),
     "entropy_rise": (50, (reward("noise"), f"{ACTOR}.entropy_coeff=1.0", f"{ACTOR}.optim.lr=3e-4", f"{ROLLOUT}.temperature=0.2")),
-    "entropy_collapse": (60, (reward("noise"), f"{ACTOR}.optim.lr=5e-2")),
+    "entropy_collapse": (60, (reward("noise"), f"{ACTOR}.optim.lr=1e-1")),
     "engine_mismatch": (5, (f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.temperature=0.1")),
     "critic_lag": (40, (reward("noise"), "algorithm.adv_estimator=gae", "critic.optim.lr=3.0")),
     "flat_reward": (24, (reward("rare"), f"{ROLLOUT}.n=2", f"{ACTOR}.optim.lr=1e-6")),

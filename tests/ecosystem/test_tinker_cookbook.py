@@ -98,7 +98,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(forks: Forks, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     out = tmp_path_factory.mktemp("cookbook") / "weights"
-    options = ("--train", "--name", NAME, "--out", str(out))
+    options = ("--train", "--name", NAME, "--out", str(out), "--max-adapters", "64")
     with serving(forks, digits / "model", out.with_suffix(".log"), *options, token=TOKEN) as address:
         yield address, out
 
@@ -157,8 +157,9 @@ def test_rl_loop_is_resumed(cookbook: Cookbook) -> None:
 
 
 def test_sl_loop(cookbook: Cookbook) -> None:
-    rows = cookbook.train("recipes.sl_loop", 8, "batch_size=10", "learning_rate=1e-2", key="train_mean_nll")
-    assert rewards(rows, "train_mean_nll")[-1] < rows[0]["train_mean_nll"] / 2
+    rows = cookbook.train("recipes.sl_loop", 12, "batch_size=10", "learning_rate=3e-3", key="train_mean_nll")
+    nll = rewards(rows, "train_mean_nll")
+    assert statistics.mean(nll[-3:]) < 0.8 * nll[0], nll
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_sl_loop(cookbook: Cookbook) -> None:
     ids=["synchronous", "asynchronous", "minibatches"],
 )
 def test_math_rl(cookbook: Cookbook, words: tuple[str, ...]) -> None:
-    rows = cookbook.train("recipes.math_rl.train", 8, *MATH, *words, "save_every=4", key="progress/batch")
+    rows = cookbook.train("recipes.math_rl.train", 8, *MATH, *words, "save_every=4", key="env/all/reward/total")
     assert rises(rewards(rows, "env/all/reward/total")), rewards(rows, "env/all/reward/total")
     gaps = rewards(rows, "optim/kl_sample_train_v2")
     assert gaps[0] < 1e-8, "the weights that sampled are those that are trained"
@@ -226,7 +227,7 @@ def test_on_policy_distillation(cookbook: Cookbook) -> None:
     words = ("groups_per_batch=10", "group_size=4", "max_tokens=8", "learning_rate=5e-3", "lora_rank=16")
     rows = cookbook.train("recipes.distillation.on_policy_distillation", 8, *teacher, *words, key="teacher_kl")
     kl = rewards(rows, "teacher_kl")
-    assert kl[0] > 0.02 and statistics.mean(kl[-2:]) < kl[0] / 2, kl
+    assert kl[0] > 0.02 and statistics.mean(kl[-2:]) < 0.8 * kl[0], kl
 
 
 def test_log_probs_of_temperatures(cookbook: Cookbook) -> None:

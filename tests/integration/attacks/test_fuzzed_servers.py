@@ -168,6 +168,8 @@ TRAIN: Routes = {
     "GET /api/v1/healthz": [{}],
     "GET /api/v1/get_server_capabilities": [{}],
     "GET /api/v1/samplers/{name}": [{"{name}": "sampling-1-00000000"}],
+    "GET /api/v1/training_runs/{model}": [{"{model}": MODEL}],
+    "DELETE /api/v1/training_runs/{model}/checkpoints/{kind}/{name}": [{"{model}": MODEL, "{kind}": "sampler_weights", "{name}": "now"}],
     "POST /api/v1/client/config": [{}],
     "POST /api/v1/client/dynamic_config": [{}],
     "POST /api/v1/telemetry": [{"events": []}],
@@ -320,7 +322,7 @@ LIST = {
 VIEW: Routes = {
     "GET /": [{}, {"token": "wrong"}],
     "GET /{path:path}": [{"{path}": "app.js"}],
-    **{f"GET /api/{name}": [{"run": "run"}] for name in ("runs", "state", "overview", "alerts", "config", "metrics", "questions")},
+    **{f"GET /api/{name}": [{"run": "run"}] for name in ("runs", "summaries", "state", "overview", "alerts", "config", "metrics", "questions")},
     **{f"GET /api/{name}": [LIST, {**LIST, "q": "", "sort": "step"}] for name in ("groups", "answers", "prompts")},
     **{f"GET /api/{name}": [SEQUENCE] for name in ("group", "tokens", "factors", "episode")},
     "GET /api/timeline": [{"run": "run", "step": 1}],

@@ -94,8 +94,8 @@ def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample], arc
 
 
 def _episode(record: Mapping[str, Any]) -> EpisodeLog:
-    """Return the log of :meth:`EpisodeLog.record`."""
-    calls = [CallRecord(**{**call, "status": CallStatus(call["status"])}) for call in record["tool_calls"]]
+    """Return the log of :meth:`EpisodeLog.record`; what a record of another program lacks has the value of an empty log."""
+    calls = [CallRecord(**{**call, "status": CallStatus(call["status"])}) for call in record.get("tool_calls", ())]
     names = (
         "messages",
         "assistant_turns",
@@ -109,9 +109,12 @@ def _episode(record: Mapping[str, Any]) -> EpisodeLog:
         "generate_seconds",
         "tool_seconds",
     )
-    known = {name: record[name] for name in names}
+    known = {name: record[name] for name in names if name in record}
     return EpisodeLog(
-        end=EpisodeEnd(record["end"]), calls=calls, conversations=record.get("conversations", []), **known
+        end=EpisodeEnd(record.get("end", EpisodeEnd.ANSWER)),
+        calls=calls,
+        conversations=record.get("conversations", []),
+        **known,
     )
 
 
