@@ -67,7 +67,8 @@ def evaluate(url: str, tmp_path: Path) -> Evaluate:
 
 
 def said(sample: dict[str, Any]) -> str:
-    return sample["output"]["choices"][0]["message"]["content"]
+    content = sample["output"]["choices"][0]["message"]["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def accuracy(log: dict[str, Any]) -> float:

@@ -131,6 +131,7 @@ UNSUPPORTED = {
 }
 """Fields of the Responses API that cannot be served, unless false or empty, each with the reason."""
 LOG_PROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"  # clients ask for it by habit; reasoning is given as the model writes it
 _OF_CHAT_ALONE = {
     "messages",
     "n",
@@ -217,9 +218,11 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Message]) -> ChatBody:
 def _check(body: ResponsesBody) -> None:
     check_fields(body.model_extra or {}, UNSUPPORTED, ChatBody.model_fields.keys() - _OF_CHAT_ALONE, ResponsesBody)
     for name in body.include:
-        if name != LOG_PROBS:
+        if name not in (LOG_PROBS, _ENCRYPTED):
             raise bad_request(f"include={name[:80]!r} is not supported; supported is {LOG_PROBS}", "include")
-    summary = next((name for name, value in body.reasoning.items() if name != "effort" and value), None)
+    left_open = {("summary", "auto"), ("generate_summary", "auto")}  # the server may choose
+    more = (entry for entry in body.reasoning.items() if entry[0] != "effort" and entry[1])
+    summary = next((name for name, value in more if (name, value) not in left_open), None)
     if summary is not None:
         raise bad_request(
             f"reasoning.{summary[:40]} is not supported: reasoning is given as the model writes it",

@@ -395,7 +395,7 @@ class DsPy:
         signature = dspy.Signature("question: str, tools: list[dspy.Tool] -> calls: dspy.ToolCalls")
         with dspy.context(lm=self.long, adapter=dspy.ChatAdapter(use_native_function_calling=True)):
             program = dspy.Predict(signature, tool_choice="required")
-            (call,) = program(question=QUESTION, tools=[dspy.Tool(get_weather)]).calls.tool_calls
+            call, *_ = program(question=QUESTION, tools=[dspy.Tool(get_weather)]).calls.tool_calls
         return {"city": call.args["city"], "answer": get_weather(**call.args)}
 
     def structure(self):
@@ -439,7 +439,8 @@ class Instructor:
         found, first = self.create(self.modes.TOOLS, Weather, **options)
         message = first.choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": get_weather(found.city)}
-        answer = self.create(self.modes.TOOLS, None, [*self.messages, message, result])
+        history = [*self.messages, {"content": None, **message.model_dump(exclude_none=True)}, result]
+        answer = self.create(self.modes.TOOLS, None, history)
         return {"city": found.city, "answer": answer.choices[0].message.content}
 
     def structure(self):

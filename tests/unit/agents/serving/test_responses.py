@@ -150,9 +150,9 @@ def test_log_probs_and_sampling_fields_reach_the_reply() -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"background": True}, "background"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
