@@ -46,8 +46,9 @@ def announce(config: AnyConfig) -> None:
     """Print the plan of the run's batches, and the dtype that it computes in."""
     from hone.preflight import batch_plan, training_rows
     from hone.preflight.environment import describe_dtype, on_cpu
+    from hone.preflight.evidence import Evidence
 
-    typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
+    typer.echo(batch_plan(config, training_rows(config, Evidence(config).read_rows), on_cpu=on_cpu(config)))
     typer.echo(f"dtype: {describe_dtype(config)}")
 
 

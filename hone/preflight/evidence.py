@@ -245,7 +245,7 @@ class Evidence:
         others = tuple(kind for kind in KINDS if kind != "image")
         unknown = not self.model_settings  # R08 reports it
         refused = others if self._reads_images or unknown else KINDS
-        if not paths and data.custom_cls.path is None:
+        if not paths and (split == "val" or data.custom_cls.path is None):
             return []
         try:
             rows = self.read_rows(

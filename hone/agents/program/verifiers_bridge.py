@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -41,10 +40,8 @@ class Environments:
         name, arguments = request["environment"], request["arguments"]
         key = json.dumps([name, arguments], sort_keys=True)
         if key not in self._loaded:
-            has_tasksets = importlib.util.find_spec("verifiers.v1") is not None
-            library = importlib.import_module("verifiers")
-            old = hasattr(library, "load_environment")
-            self._loaded[key] = (_Environment if old or not has_tasksets else _Taskset)(name, arguments)
+            old = hasattr(importlib.import_module("verifiers"), "load_environment")
+            self._loaded[key] = (_Environment if old else _Taskset)(name, arguments)
         return self._loaded[key]
 
 

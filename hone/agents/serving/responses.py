@@ -220,9 +220,9 @@ def _check(body: ResponsesBody) -> None:
     for name in body.include:
         if name not in (LOG_PROBS, _ENCRYPTED):
             raise bad_request(f"include={name[:80]!r} is not supported; supported is {LOG_PROBS}", "include")
-    left_open = {("summary", "auto"), ("generate_summary", "auto")}  # the server may choose
-    more = (entry for entry in body.reasoning.items() if entry[0] != "effort" and entry[1])
-    summary = next((name for name, value in more if (name, value) not in left_open), None)
+    served = (("summary", "auto"),)  # left to the server
+    refused = (one for one in body.reasoning.items() if one[0] != "effort" and one[1] and one not in served)
+    summary = next((name for name, _ in refused), None)
     if summary is not None:
         raise bad_request(
             f"reasoning.{summary[:40]} is not supported: reasoning is given as the model writes it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sized
 from typing import Any
 
 from hone.config.derived import RunSpec
@@ -19,14 +20,13 @@ def batch_plan(config: AnyConfig, rows: int, *, on_cpu: bool) -> str:
     return _update_plan(config, rows, "conversation" if isinstance(config, SFTConfig) else "preference", on_cpu=on_cpu)
 
 
-def training_rows(config: AnyConfig) -> int:
-    """Count the training rows in the files, before any is dropped for its length."""
-    from hone.data.custom import row_reader
+def training_rows(config: AnyConfig, read: Callable[..., Sized] | None = None) -> int:
+    """Count the training rows, before any is dropped for its length; ``read``: the run's reader, for rows of a class."""
     from hone.data.files import count_rows, file_list
 
     files, most = file_list(config.data.train_files), config.data.train_max_samples
-    if config.data.custom_cls.path is not None:
-        return len(row_reader(config.data, None)(files, required=(), max_rows=most))
+    if read is not None and config.data.custom_cls.path is not None:
+        return len(read(files, required=(), max_rows=most))
     return count_rows(files, most)
 
 

@@ -47,7 +47,7 @@ class Sums(vf.Taskset[Sum, Config]):
 
 
 class GameConfig(vf.EnvConfig):
-    """A player who is told whether to try again."""
+    """A player with two tries."""
 
     player: vf.AgentConfig = vf.AgentConfig()
 

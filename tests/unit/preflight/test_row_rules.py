@@ -12,6 +12,8 @@ from support.preflight import change, rows, write_rows
 
 from hone.config import RLConfig, SFTConfig
 from hone.preflight import findings
+from hone.preflight.evidence import Evidence
+from hone.preflight.plan.batch import training_rows
 
 
 def broken(at: dict[int, dict[str, Any]], count: int = 10) -> list[dict[str, Any]]:
@@ -131,7 +133,8 @@ OWN = """
 from xml.etree import ElementTree
 
 class Items:
-    def __init__(self, data_files):
+    def __init__(self, data_files, tokenizer):
+        tokenizer("a class may use it")
         roots = [ElementTree.parse(file).getroot() for file in data_files]
         self.items = [item for root in roots for item in root] or [ElementTree.fromstring(f"<i a='{n}'>{n}?</i>") for n in range(10)]
     def __len__(self):
@@ -156,8 +159,11 @@ def test_rows_of_a_class_are_checked_in_place_of_its_files(rl: RLConfig, tmp_pat
     (tmp_path / "items.xml").write_text(f"<all>{items}</all>")
     change(rl, {"data.custom_cls.path": str(tmp_path / "own.py")})
     rl.data.train_files = files and str(tmp_path / files)
-    found = [f for f in findings(rl) if f.stops]
-    assert [f.error.code for f in found] == ["R42"] * (files == "unknown.xml")
+    assert [f.error.code for f in findings(rl)] == ["R42"] * (files == "unknown.xml"), (
+        "without files of validation, none is read"
+    )
+    if files != "unknown.xml":
+        assert training_rows(rl, Evidence(rl).read_rows) == 10
     (tmp_path / "items.xml").write_text(f"<all><i/>{items}</all>")
     codes = {f.error.code for f in findings(rl)}
     assert ({"R42", "R44"} <= codes) == (files == "items.xml"), "a row without a question and an answer"
