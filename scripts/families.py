@@ -1,6 +1,6 @@
 """Try every family of the installed Transformers and write tests/families.json: `python scripts/families.py [KIND ...]`.
 
-Each family has a process of its own, as many at a time as there are cores, and three minutes. With names, the others keep their verdicts.
+Each family has a process of its own, as many at a time as there are cores, and three minutes; all of them take about twelve minutes on two cores. With names, the others keep their verdicts.
 `scripts/make_docs` then writes the table of docs/models.md.
 """
 

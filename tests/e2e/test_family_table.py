@@ -17,7 +17,7 @@ def test_a_family_does_what_the_table_says(kind: str) -> None:
     assert kind in KNOWN, f"python scripts/families.py {kind}"
     found, known = probe(kind), KNOWN[kind]
     assert (found.verdict, found.adapter == "yes") == (known["verdict"], known["adapter"] == "yes"), found
-    assert (found.gap or 0) <= max(1e-5, 3 * (known["gap"] or 0))
+    assert (found.gap or 0) <= max(5e-5, 3 * (known["gap"] or 0))  # processors differ by a few times
 
 
 def test_no_family_ends_without_a_message() -> None:

@@ -178,7 +178,7 @@ def test_train_checks_then_trains(
         return 143
 
     monkeypatch.setattr(f"{module}.train", train)
-    monkeypatch.setattr("hone.preflight.training_rows", lambda config: 640)
+    monkeypatch.setattr("hone.preflight.training_rows", lambda config, read_rows=None: 640)
     code, out, _ = run(capsys, name, "trainer.seed=7")
     assert code == 143
     assert ("plan: 32 " if name == "train" else "plan: 64 ") in out
