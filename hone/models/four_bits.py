@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hone.config.limits import PACKED_BLOCK
 from hone.errors import ConfigError, ModelError
 from hone.extras import install_command
+from hone.models.recurrent import bypassed_linears
 
 METHOD = "nf4"
 
@@ -105,7 +106,12 @@ def pack_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     Raises ModelError: there are none, or a mixture of experts has its matrices elsewhere.
     """
     inside = {id(module) for layer in layers for module in layer.modules()}
-    linears = [name for name, module in model.named_modules() if id(module) in inside and type(module) is nn.Linear]
+    bypassed = set(bypassed_linears(model))
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in inside and type(module) is nn.Linear and name not in bypassed
+    ]
     held = sum(model.get_submodule(name).weight.numel() for name in linears)  # type: ignore[union-attr]
     matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1)
     if 2 * held < matrices or not linears:

@@ -39,6 +39,7 @@ from hone.models.dropout import set_dropout
 from hone.models.four_bits import pack_layers, require_package
 from hone.models.images import attach_processor, vision_tower
 from hone.models.kernels.cpu.memory import trim_memory
+from hone.models.recurrent import bypassed_linears
 from hone.models.registry import family_of, is_registered
 from hone.models.routing import use_hone_attention
 from hone.models.streaming import WeightFiles, empty_model, fill, local_part, materialise, standing_in
@@ -117,13 +118,21 @@ def _tower_of(model: nn.Module) -> nn.Module:
     return tower
 
 
-def _frozen_modules(model: nn.Module, config: ModelConfig) -> str | None:
-    """Return the pattern of the modules that get no adapter: those of a frozen vision tower."""
-    if not config.freeze_vision_tower:
-        return None
-    tower = _tower_of(model)
-    name = next(name for name, module in model.named_modules() if module is tower)
-    return rf"{re.escape(name)}\..*"
+def _without_adapter(model: nn.Module, config: ModelConfig) -> str | None:
+    """Return the pattern of the modules that get no adapter: a frozen vision tower, and layers whose weight others read."""
+    patterns = [re.escape(name) for name in bypassed_linears(model)]
+    chosen = () if isinstance(config.target_modules, str) else config.target_modules
+    if named := {name for name in chosen if any(pattern.endswith(name) for pattern in patterns)}:
+        raise ModelError(
+            f"model.target_modules has {', '.join(sorted(named))}, whose weight a recurrent layer of this model reads itself",
+            why="an adapter there would be passed over in some passes, so engine and trainer would differ",
+            where="model.target_modules",
+            fix="model.target_modules=all-linear leaves it out",
+        )
+    if config.freeze_vision_tower:
+        tower = _tower_of(model)
+        patterns.append(re.escape(next(name for name, module in model.named_modules() if module is tower)) + r"\..*")
+    return "|".join(patterns) or None
 
 
 def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
@@ -443,7 +452,7 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: s
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT scales by alpha / r, any number does
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type=task,
-        exclude_modules=_frozen_modules(model, config),
+        exclude_modules=_without_adapter(model, config),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora-init"))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hone.models.attention.cache import Entries, NewTokens
@@ -21,6 +23,8 @@ from hone.models.attention.context import NAME, require_context
 STATES = -2
 """Layer of the caches of states: that of layer ``i`` is ``STATES - i``, because a layer may have attention besides."""
 _PARAMETERS = ("cache_params", "past_key_values")
+_KEPT = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
+"""Calls by which a module keeps its states: those of Transformers' caches, and that of MiniMax."""
 
 
 def route(module: nn.Module, config: Any) -> bool:
@@ -39,7 +43,32 @@ def _parameter(kind: type[nn.Module]) -> str | None:
     """Return the parameter by which a recurrent module gets its states."""
     name = next((name for name in _PARAMETERS if name in inspect.signature(kind.forward).parameters), None)
     source = inspect.getsource(kind.forward) if name else ""
-    return name if "update_conv_state(" in source or "update_recurrent_state(" in source else None
+    return name if any(f"{call}(" in source for call in _KEPT) else None
+
+
+@functools.cache
+def _needed(kind: type[nn.Module]) -> list[str]:
+    """Return the arguments besides the hidden states that a module requires; its tokens meet without them."""
+    parameters = [*inspect.signature(kind.forward).parameters.values()][2:]
+    return [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+@functools.cache
+def _continues(kind: type[nn.Module]) -> bool:
+    """Return whether a module computes several tokens after a state; that of Mamba 1 starts them from an empty one."""
+    source = inspect.getsource(kind.forward)
+    return "initial_state" in source or "update_recurrent_state(" not in source
+
+
+def bypassed_linears(model: nn.Module) -> list[str]:
+    """Return the names of linear layers whose weight a recurrent module gives to a kernel: an adapter would be passed over."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        kind = getattr(module, "_hone_kind", type(module))
+        if _parameter(kind) is not None:
+            read = set(re.findall(r"self\.(\w+)\.weight\b", inspect.getsource(kind.forward)))
+            names += [f"{name}.{child}" for child in sorted(read) if isinstance(getattr(module, child), nn.Linear)]
+    return names
 
 
 class _Routed:
@@ -48,12 +77,34 @@ class _Routed:
 
 @functools.cache
 def _routed(kind: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, hidden_states: Tensor, *args: Any, context: Any = None, **kwargs: Any) -> Tensor:
+    pair = "return attn_output, " in inspect.getsource(kind.forward)
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, context: Any = None, **kwargs: Any) -> Any:
         if context is None and self._hone_config._attn_implementation != NAME:
             return kind.forward(self, hidden_states, *args, **kwargs)
-        return require_context(self, context).mix(STATES - self.layer_idx, Mixer(self), hidden_states)
+        if context is None and not isinstance(given := kwargs.get(str(_parameter(kind))), Cache | None):
+            context = given  # see `hand_on`
+        mixed = require_context(self, context).mix(STATES - self.layer_idx, Mixer(self), hidden_states)
+        return (mixed, None) if pair else mixed
 
     return type(kind.__name__, (_Routed, kind), {"forward": forward, "_hone_kind": kind, "__module__": kind.__module__})
+
+
+def hand_on(model: PreTrainedModel) -> None:
+    """Let a model of states alone pass the context on as its cache, the only argument that its blocks hand to their mixers."""
+    names = inspect.signature(type(model).forward).parameters
+    if "cache_params" in names and "position_ids" not in names and _as_cache not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_as_cache, with_kwargs=True)
+
+
+def _as_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    del module
+    if (context := kwargs.pop("context", None)) is not None:
+        kwargs.pop("position_ids", None)  # a recurrence has no positions
+        kwargs["cache_params"] = context
+    return args, kwargs
 
 
 class Mixer:
@@ -64,10 +115,24 @@ class Mixer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Whole sequences ``[rows, width, H]``, padded on the right."""
-        return self._kind.forward(self._module, hidden)
+        return self._compute(hidden)
+
+    def _compute(self, hidden: Tensor, **cache: Any) -> Tensor:
+        output = self._kind.forward(self._module, hidden, **dict.fromkeys(_needed(self._kind)), **cache)
+        return output[0] if isinstance(output, tuple) else output
 
     def advance(self, hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """New tokens ``[rows, width, H]`` after the states of their rows, none for new sequences; also return the new states."""
+        if hidden.shape[1] > 1 and not _continues(self._kind) and any(bool(state.any()) for state in states):
+            parts = list[Tensor]()
+            for token in hidden.split(1, dim=1):
+                part, states = self.advance(token, states)
+                parts.append(part)
+            return torch.cat(parts, dim=1), list(states)
+        name = str(_parameter(self._kind))
+        if hasattr(self._module, "slope_rate"):  # lightning attention has a cache of its own
+            lightning = _LightningCache(states)
+            return self._compute(hidden, **{name: lightning}), lightning.states
         layer: Any = LinearAttentionLayer(getattr(self._module._hone_config, "number_of_conv_states", 1))
         for number in range(len(states) // 2):
             layer.has_previous_state[number] = True
@@ -80,12 +145,27 @@ class Mixer:
                 layer.is_recurrent_states_initialized[number] = True
         cache: Any = Cache(layers=[layer])
         cache.layers = [None] * self._module.layer_idx + [layer]
-        output = self._kind.forward(self._module, hidden, **{str(_parameter(self._kind)): cache})
+        output = self._compute(hidden, **{name: cache})
         after: list[Tensor] = []
         for number in range(layer.number_of_states):
             for part in (layer.conv_states[number], layer.recurrent_states[number]):
                 after.append(hidden.new_empty(len(hidden), 0) if part is None else part)
         return output, after
+
+
+class _LightningCache:
+    """The state of one layer of lightning attention, as its module reads and writes it."""
+
+    def __init__(self, states: Sequence[Tensor]) -> None:
+        self.states = list(states)
+
+    def get_linear_cache(self, layer: int) -> Tensor | None:
+        del layer
+        return self.states[0] if self.states else None
+
+    def set_linear_cache(self, layer: int, state: Tensor) -> None:
+        del layer
+        self.states = [state]
 
 
 class StateCache:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hone.errors import ModelError
-from hone.models.attention.context import NAME
-from hone.models.recurrent import recurrent_layers, route
+from hone.models.attention.context import GIVEN, NAME
+from hone.models.recurrent import hand_on, recurrent_layers, route
 from hone.models.registry import STATE_KINDS, family_of, layer_kinds
 
 _VISION = "vision_config"
@@ -21,10 +23,10 @@ _PACKED = (
     "sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS keeps them separate"
 )
 _LEFT_TO_RIGHT = "a policy generates from left to right"
+_SILENT = ("jamba", "nemotron", "stablelm")
+"""Families by ``model_type`` whose layers get the context, and do not hand it on to attention or recurrence."""
 _OTHER_PROBABILITIES = {
-    **dict.fromkeys(("nemotron", "stablelm"), "its layers do not hand the context on to their attention"),
     "phimoe": "its routers draw experts at random while it trains",
-    "jamba": "its recurrent layers do not get what separates packed sequences",
     "diffllama": "each of its layers attends twice, and the cache keeps keys and values once",
     **dict.fromkeys(
         ("inkling_text", "inkling2_text"),
@@ -45,6 +47,9 @@ def use_hone_attention(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             for part in module.modules():
                 route(part, module.config.get_text_config(decoder=True))
+            if module.config.model_type in _SILENT:
+                _hand_down(module)
+            hand_on(module)
         problem, why = _obstacle(module) if isinstance(module, PreTrainedModel) else ("", "")
         if problem:
             raise ModelError(
@@ -56,6 +61,27 @@ def use_hone_attention(model: nn.Module) -> None:
             )
     for config in _configs(model):
         _set_attention(config, NAME)
+
+
+def _hand_down(model: PreTrainedModel) -> None:
+    layer: Any
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and not hasattr(layer, "_hone_handing"):
+            layer.__class__ = _handing(type(layer))
+
+
+@functools.cache
+def _handing(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for child in self.children():
+            vars(child)[GIVEN] = kwargs.get("context")
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            for child in self.children():
+                vars(child).pop(GIVEN, None)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "_hone_handing": True, "__module__": kind.__module__})
 
 
 @contextlib.contextmanager
@@ -102,7 +128,7 @@ def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
     other = sorted({kind for kind, known in zip(layer_kinds(config), known, strict=True) if kind not in known})
     if other or (type(model)._is_stateful and not recurrent):
         return f"it has layers of kind {', '.join(other) or 'recurrent'}", _PACKED
-    if "position_ids" not in inspect.signature(type(model.get_decoder()).forward).parameters:
+    if attention and "position_ids" not in inspect.signature(type(model.get_decoder()).forward).parameters:
         return "its decoder takes no position_ids", "sequences are packed end to end, and each begins at position 0"
     return "", ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -136,16 +137,51 @@ def empty_model(factory: Any, settings: Any, *, trust_remote_code: bool) -> PreT
         model = factory.from_config(
             settings, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
-    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    owners: dict[nn.Module, PreTrainedModel] = {module: owner for owner in inner for module in owner.modules()}
-    for module in model.modules():
-        buffers = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for name in buffers:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-        if buffers:
-            with torch.no_grad():
-                owners[module]._init_weights(module)
+    places = {
+        (path, name): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta
+    }
+    for (path, name), buffer in places.items():
+        unknown = torch.empty_like(buffer, device="cpu")
+        model.get_submodule(path)._buffers[name] = unknown.fill_(math.nan) if buffer.is_floating_point() else unknown
+    owners = {
+        part: owner for owner in model.modules() if isinstance(owner, PreTrainedModel) for part in owner.modules()
+    }
+    holders = {path[:end] for path, _ in places for end in _ends(path)}
+    with torch.no_grad():
+        for path in sorted(holders, key=len, reverse=True):  # a module may compute the buffers of those within it
+            module = model.get_submodule(path)
+            owners[module]._init_weights(module)
+    for path, name in places:
+        module = model.get_submodule(path)
+        if name in module._non_persistent_buffers_set and _unknown(module._buffers[name]):
+            raise ModelError(
+                f"{type(model).__name__} does not compute its buffer {path}.{name} without the weights",
+                why="no file holds it, so a sharded model would begin with other values",
+                where="strategy",
+                fix="strategy=local",
+            )
     return model
+
+
+def _unknown(buffer: Tensor | None) -> bool:
+    """Return whether neither the model's code nor a file has given a buffer of :func:`empty_model` its values."""
+    return buffer is not None and bool(buffer.isnan().any())
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that files hold."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
+
+
+def _ends(path: str) -> list[int]:
+    """Return the lengths of the paths of a module and of all modules around it."""
+    return [0, *(place for place, letter in enumerate(path) if letter == "."), len(path)]
 
 
 @contextlib.contextmanager
@@ -181,17 +217,23 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, files: WeightFiles, *, fresh: tuple[str, ...] = ()) -> None:
-    """Copy this rank's part of the files into every parameter; those with a prefix in ``fresh`` become zero if no file has them.
+    """Copy this rank's part of the files into every parameter, and into the buffers that files hold (the bias of a router).
+
+    Parameters with a prefix in ``fresh`` become zero if no file has them.
 
     Raises:
         ModelError: parameters are missing in the files, or have another shape.
     """
     parameters = {
-        name.replace(".base_layer.", "."): parameter
-        for name, parameter in model.named_parameters()
+        name.replace(".base_layer.", "."): value
+        for name, value in (*model.named_parameters(), *_saved_buffers(model))
         if ".lora_" not in name
     }
-    waiting, packed = set(parameters), {f"{name}.weight": layer for name, layer in packed_layers(model)}
+    packed = {f"{name}.weight": layer for name, layer in packed_layers(model)}
+    computed = {
+        name for name, value in parameters.items() if not isinstance(value, nn.Parameter) and not _unknown(value)
+    }
+    waiting = parameters.keys() - computed
     for name, value in files.tensors():
         parameter = parameters.get(name)
         if parameter is None:

@@ -35,10 +35,12 @@ def four_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories by name: tied and untied embeddings, experts of two kinds."""
+    """Directories by name: tied and untied embeddings, experts of two kinds, layers with states."""
     from support.backend_cases import save_model
+    from support.families import RECURRENT, ROUTED
 
     root = tmp_path_factory.mktemp("models")
+    recurrent = ("qwen3_5_moe_text", "falcon_h1", "mamba2", "jamba", "minimax")
     return {
         "tied": save_model(root / "tied", "qwen3", tie_word_embeddings=True),
         "untied": save_model(root / "untied", "llama", tie_word_embeddings=False),
@@ -49,6 +51,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deep": save_model(root / "deep", "qwen3", tie_word_embeddings=True, num_hidden_layers=5),
         "three heads": save_model(root / "three", "qwen3", num_attention_heads=3, num_key_value_heads=1),
         "gpt_oss": save_model(root / "gpt_oss", "gpt_oss", tie_word_embeddings=False),
+        "biased router": save_model(root / "biased", "glm4_moe", **ROUTED),
+        **{arch: save_model(root / arch, arch, **RECURRENT[arch]) for arch in recurrent},
     }
 
 

@@ -57,6 +57,7 @@ class TestFsdp2(TrainBackendConformance):
     }
 
 
+CHECKPOINTING = {"enable_gradient_checkpointing": True}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, untied": ("untied", {"parallel": TENSOR}),
     "tensor, vocabulary that does not divide": ("odd", {"parallel": TENSOR}),
@@ -87,14 +88,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "ring, experts of the engine": ("experts", {"replayed": True, "parallel": RING, "trees": True}),
     "ring, three heads": ("three heads", {"parallel": RING, "trees": True, "optim": STEADY}),
     "expert, experts of the engine": ("gpt_oss", {"replayed": True, "parallel": EXPERT}),
+    "fsdp, a bias of the router": ("biased router", {}),
+    "expert, a bias of the router": ("biased router", {"parallel": EXPERT}),
+    "fsdp, gated delta nets": ("qwen3_5_moe_text", {}),
+    "fsdp, Mamba 2 beside attention": ("falcon_h1", {"optim": STEADY}),
+    "fsdp, Mamba 2 alone, gradient checkpointing": ("mamba2", {"model_settings": CHECKPOINTING}),
+    "fsdp, layers of Mamba, gradient checkpointing": ("jamba", {"model_settings": CHECKPOINTING}),
+    "fsdp, lightning attention, gradient checkpointing": ("minimax", {"model_settings": CHECKPOINTING}),
+    "fsdp, adapter of gated delta nets": ("qwen3_5_moe_text", {"model_settings": LORA, "optim": STEADY}),
     "experts of the engine, gradient checkpointing": (
         "experts",
-        {"replayed": True, "model_settings": {"enable_gradient_checkpointing": True}},
+        {"replayed": True, "model_settings": CHECKPOINTING},
     ),
-    "expert, gradient checkpointing": (
-        "experts",
-        {"parallel": EXPERT, "model_settings": {"enable_gradient_checkpointing": True}},
-    ),
+    "expert, gradient checkpointing": ("experts", {"parallel": EXPERT, "model_settings": CHECKPOINTING}),
 }
 
 

@@ -120,6 +120,9 @@ def save_model(directory: Path, arch: str, *, seed: int = 0, **changes: Any) -> 
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer)
     model.save_pretrained(directory)
     return directory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import torch
 import transformers
@@ -34,6 +35,52 @@ DELTA = {
 WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 
+_KINDS = ["linear_attention", "full_attention"]
+_DELTA_EXPERTS = {
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
+    "mamba_d_ssm": 64,
+}  # fmt: skip
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**DELTA, **_DELTA_EXPERTS},
+    "falcon_h1": _MAMBA,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**_DELTA_EXPERTS, "layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **_DELTA_EXPERTS},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
+        "n_groups": 1, "chunk_size": 8,
+    },
+    "mamba": {"state_size": 8},
+    "mamba2": {"head_dim": 16, "num_heads": 4, "expand": 2, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "minimax": {"layer_types": _KINDS, "block_size": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 4},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32
+    },
+    "olmo_hybrid": DELTA,
+    "kimi_linear": {
+        "layer_types": _KINDS, "linear_head_dim": 8, "linear_num_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "qk_nope_head_dim": 4, "qk_head_dim": 8, "num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2,
+        "num_key_value_heads": 4, "num_experts": 4, "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse"],
+    },
+}  # fmt: skip
+"""Families whose layers keep states, with settings of small ones besides `SIZES`."""
+
+
+ROUTED = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+"""Settings of small models whose routers add a bias to the scores of experts."""
+
+
 def tiny_config(name: str) -> PretrainedConfig:
     match name:
         case "qwen3":
@@ -50,6 +97,10 @@ def tiny_config(name: str) -> PretrainedConfig:
             return AutoConfig.for_model("qwen3_5_text", **SIZES, **DELTA)
         case "gpt_oss":
             return transformers.GptOssConfig(**SIZES, **WINDOWED, num_local_experts=4, num_experts_per_tok=2)
+        case "nemotron" | "stablelm":
+            return AutoConfig.for_model(name, **SIZES)
+    if name in RECURRENT:
+        return AutoConfig.for_model(name, **{**SIZES, **RECURRENT[name]})
     init = ARCHITECTURES.get(name)
     return AutoConfig.for_model(init.model_type, **SIZES, **(EXPERTS if name in ("mixtral", "qwen3_moe") else {}))
 

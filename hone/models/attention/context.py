@@ -18,6 +18,8 @@ from transformers import AttentionInterface
 from hone.errors import ModelError
 
 NAME = "hone"
+GIVEN = "_hone_given"
+"""Attribute of a module with the context of its layer, where the layer's own code does not hand it on."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def hone_attention(
 
 def require_context(module: nn.Module, context: AttentionContext | None) -> AttentionContext:
     """Return the context that an attention module received."""
+    context = vars(module).get(GIVEN) if context is None else context
     if context is None:
         raise ModelError(
             f"{type(module).__name__} computes attention without a context",

@@ -145,13 +145,8 @@ NARROW = {
     ("config", "reason"),
     [
         (transformers.BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2), "ALL_ATTENTION_FUNCTIONS"),
-        (transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1), "no position_ids"),
-        (transformers.JambaConfig(**NARROW, num_hidden_layers=2, intermediate_size=16, attn_layer_period=2, attn_layer_offset=1,
-                                  num_experts=2, mamba_d_state=8), "separates packed"),
         (transformers.Zamba2Config(**NARROW, num_hidden_layers=2, intermediate_size=16, n_mamba_heads=2, mamba_d_state=8,
                                    layers_block_type=["mamba", "hybrid"], hybrid_layer_ids=[1]), "belong to no layer"),
-        (transformers.MiniMaxConfig(**NARROW, num_hidden_layers=2, intermediate_size=16, num_local_experts=2,
-                                    layer_types=["linear_attention", "full_attention"]), "layers of kind linear_attention"),
         (transformers.BertConfig(**NARROW, intermediate_size=16), "see later ones"),
         (transformers.BartConfig(**NARROW, decoder_layers=1, decoder_ffn_dim=16), "no position_ids"),
         (transformers.ModernBertDecoderConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "no position_ids"),
@@ -159,7 +154,7 @@ NARROW = {
         (transformers.HrmTextConfig(**NARROW, head_dim=8, intermediate_size=16), "several times"),
         (transformers.DiffLlamaConfig(**NARROW, num_hidden_layers=1, intermediate_size=16), "attends twice"),
     ],
-    ids=["bloom", "mamba", "jamba", "zamba2", "minimax", "bert", "bart", "modernbert-decoder", "phimoe", "hrm_text", "diffllama"],
+    ids=["bloom", "zamba2", "bert", "bart", "modernbert-decoder", "phimoe", "hrm_text", "diffllama"],
 )  # fmt: skip
 def test_models_without_context_support_are_refused_by_name(config, reason):
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -112,7 +112,7 @@ def test_a_packed_layer_computes_as_a_linear_one_with_the_rounded_matrix(dtype):
 
 
 @needs_package
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "qwen3_5", "falcon_h1"])
 def test_engine_and_trainer_compute_with_the_same_rounded_base(directory, family):
     model, plain = packed_policy(directory(family)), packed_policy(directory(family), quantization="none")
     names = {f"{name}.weight" for name, _ in packed_layers(model)}
