@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hone.generation.protocol import Completion, GenerationRequest, SamplingPara
 from hone.models.attention.packed import PackedContext
 from hone.models.heads import PolicyHead
 from hone.models.registry import entries_per_token, family_of
-from hone.models.routing import use_hone_attention
+from hone.models.routing import attention_of, use_hone_attention
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
@@ -73,6 +74,17 @@ class ModelFamilySuite:
         with torch.no_grad():
             alone = torch.cat([packed_logits(subject, [part]) for part in parts])
             torch.testing.assert_close(packed_logits(subject, parts), alone, **TOLERANCE)
+
+    def test_packed_logits_are_those_of_transformers_in_float64(self, subject):
+        if family_of(subject.config.model_type).own_attention:
+            pytest.skip("Transformers has no other attention for it")
+        parts = [prompt(length, length) for length in LENGTHS]
+        oracle = copy.deepcopy(subject).double()
+        if oracle._can_set_experts_implementation():
+            oracle.set_experts_implementation("eager")  # its grouped products have no float64
+        with torch.no_grad(), attention_of(oracle, "eager"):
+            alone = [oracle(input_ids=torch.tensor([part]), use_cache=False).logits[0].double() for part in parts]
+            torch.testing.assert_close(packed_logits(subject, parts).double(), torch.cat(alone), **TOLERANCE)
 
     def test_a_later_token_and_another_sequence_change_nothing(self, subject):
         parts = [prompt(length, length) for length in LENGTHS]
