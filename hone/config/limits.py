@@ -17,8 +17,8 @@ BROADCAST_BUFFERS = 2
 """Buckets of weights that each end of a broadcast holds: one travels, the other is packed or loaded."""
 
 FROZEN_BYTES = 4  # bytes per parameter that is only read: float32
-PACKED_BLOCK = 64  # parameters in 4 bits with one float32 scale
-PACKED_BYTES = 0.5 + 4 / PACKED_BLOCK  # bytes of each
+PACKED_BLOCK = 64  # packed parameters with one float32 scale
+PACKED_BYTES = {"nf4": 0.5 + 4 / PACKED_BLOCK, "int8": 1 + 4 / PACKED_BLOCK}  # bytes of each, by method
 
 GRADIENT_BYTES = 4  # bytes per parameter of its gradient: float32
 

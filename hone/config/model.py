@@ -62,10 +62,10 @@ class ModelConfig:
     freeze_vision_tower: bool = False
     """Train a model that reads images without its vision tower, which then has no gradient, optimizer state or adapter. In Qwen-VL the
     layers that merge patches belong to it; the connector of SmolVLM and Idefics3 is trained."""
-    quantization: str = choice("none", "none", "nf4")
-    """Hold the matrices of the layers in 4 bits (NF4), frozen under a LoRA adapter: 0.56 bytes a number instead of 4. Embeddings, norms
-    and the output layer are not packed. Trainer and native engine compute with the same packed weights; for a dense model in one
-    process. Needs the extra quantization (bitsandbytes)."""
+    quantization: str = choice("none", "none", "nf4", "int8")
+    """Hold the matrices of the layers in 4 bits (nf4: 0.56 bytes a number instead of 4) or 8 (int8: 1.06), frozen under a LoRA adapter.
+    Embeddings, norms and the output layer are not packed. Trainer and native engine compute with the same packed weights; for a dense
+    model in one process. nf4 needs the extra quantization (bitsandbytes)."""
 
 
 @dataclass

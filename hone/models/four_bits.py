@@ -1,7 +1,8 @@
-"""A frozen base in 4 bits (NF4; Dettmers et al. 2023): packed while it is read, and unpacked matrix by matrix to compute.
+"""A frozen base in 4 or 8 bits: packed while it is read, and unpacked matrix by matrix to compute.
 
-A block of 64 numbers of a matrix has one float32 scale, and each number the index of one of 16 values: 0.5625 bytes a number.
-The kernels are those of bitsandbytes. Its own layer is not used: it repacks weights and has other kernels where nothing is trained, so
+A block of 64 numbers of a matrix has one float32 scale. In NF4 (Dettmers et al. 2023) each number is the index of one of 16 values, 0.5625 bytes
+a number; in int8 it is the nearest of 255 multiples of a 127th of the largest, 1.0625 bytes.
+The kernels of NF4 are those of bitsandbytes. Its own layer is not used: it repacks weights and has other kernels where nothing is trained, so
 engine and trainer would compute different numbers from the same bytes. Here both unpack the matrix and multiply with it.
 """
 # pyright: reportMissingImports=false
@@ -9,6 +10,7 @@ engine and trainer would compute different numbers from the same bytes. Here bot
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,57 +20,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.config.limits import PACKED_BLOCK
+from hone.config.limits import PACKED_BLOCK, PACKED_BYTES
 from hone.errors import ConfigError, ModelError
 from hone.extras import install_command
 from hone.models.recurrent import bypassed_linears
-
-METHOD = "nf4"
 
 RECORD = "base_quantization.json"
 """File of a saved adapter with the method and the packed weights of the base that it was trained on."""
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear layer that holds its matrix packed: ``weight`` has two numbers a byte, ``scales`` one float32 a block.
+    """A frozen linear layer that holds its matrix packed: ``weight`` has its numbers, ``scales`` one float32 a block.
 
     Args:
         linear: the layer whose place it takes, with or without storage. :meth:`pack` fills it.
+        method: "nf4" or "int8".
     """
 
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, method: str) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features, self.method = linear.in_features, linear.out_features, method
         count = linear.in_features * linear.out_features
-        packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=linear.weight.device)
+        blocks = -(-count // PACKED_BLOCK)
+        shape, dtype = (((count + 1) // 2, 1), torch.uint8) if method == "nf4" else ((blocks, PACKED_BLOCK), torch.int8)
+        packed = torch.empty(shape, dtype=dtype, device=linear.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.register_buffer("scales", torch.empty(-(-count // PACKED_BLOCK)))
+        self.register_buffer("scales", torch.empty(blocks))
         self.bias = linear.bias
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> None:
-        """Hold these values, rounded to 4 bits."""
+        """Hold these values, rounded."""
         if values.shape != (self.out_features, self.in_features):
             raise ModelError(
                 f"a matrix has shape {list(values.shape)} in the files and {[self.out_features, self.in_features]} in the model",
                 where="model.path",
                 fix="check that the directory holds config.json and *.safetensors of one model",
             )
-        packed, scales = _packed(values.to(self.weight.device, torch.float32))
+        packed, scales = _packed(values.to(self.weight.device, torch.float32), self.method)
         self.weight.copy_(packed)
         self.scales = scales
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix, unpacked."""
-        narrow = dtype in (torch.float32, torch.bfloat16, torch.float16)
-        return _unpacked(
-            self.weight.detach(),
-            self.scales,
-            (self.out_features, self.in_features),
-            dtype if narrow else torch.float32,
-        ).to(dtype)
+        shape = (self.out_features, self.in_features)
+        return _unpacked(self.weight.detach(), self.scales, shape, dtype, self.method)
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -90,17 +88,17 @@ class _Matmul(torch.autograd.Function):
         return gradient @ ctx.layer.values(gradient.dtype), None
 
 
-def require_package(key: str = "model.quantization") -> None:
-    """Raise ConfigError if bitsandbytes is not installed."""
-    if find_spec("bitsandbytes") is None:
+def require_package(method: str, key: str = "model.quantization") -> None:
+    """Raise ConfigError if the method needs bitsandbytes, which is not installed."""
+    if method == "nf4" and find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"{key}=nf4 needs the package bitsandbytes, which is not installed",
             where=key,
-            fix=f"{install_command('quantization')}, or {key}=none",
+            fix=f"{install_command('quantization')}, {key}=int8, or {key}=none",
         )
 
 
-def pack_layers(model: nn.Module, layers: list[nn.Module]) -> None:
+def pack_layers(model: nn.Module, layers: list[nn.Module], method: str) -> None:
     """Replace the linear layers within these modules of ``model`` by packed ones, which are empty until they are filled.
 
     Raises ModelError: there are none, or a mixture of experts has its matrices elsewhere.
@@ -117,12 +115,12 @@ def pack_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     if 2 * held < matrices or not linears:
         raise ModelError(
             f"{type(model).__name__} has {held / max(1, matrices):.0%} of its layers' numbers in linear layers, which alone are packed",
-            why="experts and convolutions hold theirs in other shapes, so 4 bits would save little",
+            why="experts and convolutions hold theirs in other shapes, so packing would save little",
             where="model.quantization",
             fix="model.quantization=none, or a dense model",
         )
     for name in linears:
-        model.set_submodule(name, PackedLinear(model.get_submodule(name)))  # type: ignore[arg-type]
+        model.set_submodule(name, PackedLinear(model.get_submodule(name), method))  # type: ignore[arg-type]
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
@@ -132,49 +130,58 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
             yield name.removeprefix("base_model.model.").removesuffix(".base_layer"), module
 
 
-def rounded(values: Tensor) -> Tensor:
+def rounded(values: Tensor, method: str) -> Tensor:
     """Return a matrix as a packed layer computes with it, in float32."""
-    return _unpacked(*_packed(values.float()), tuple(values.shape), torch.float32)
+    return _unpacked(*_packed(values.float(), method), tuple(values.shape), torch.float32, method)
 
 
 def write_record(model: nn.Module, directory: Path) -> None:
-    """Write next to an adapter which weights of its base are packed; nothing if none is."""
-    names = [f"{name}.weight" for name, _ in packed_layers(model)]
-    if names:
-        record = {"method": METHOD, "block": PACKED_BLOCK, "weights": names}
+    """Write next to an adapter which weights of its base are packed, and how; nothing if none is."""
+    packed = dict(packed_layers(model))
+    if packed:
+        method = next(iter(packed.values())).method
+        record = {"method": method, "block": PACKED_BLOCK, "weights": [f"{name}.weight" for name in packed]}
         (directory / RECORD).write_text(json.dumps(record, indent=1))
 
 
-def packed_weights(adapter: Path) -> frozenset[str]:
-    """Return the weights of the base that were packed when an adapter was trained, by their names in the model.
+def packed_base(adapter: Path) -> tuple[str, frozenset[str]]:
+    """Return how the base of an adapter was packed ("none" if it was not), and the names of its packed weights.
 
     Raises ModelError: they were packed in another form.
     """
     file = adapter / RECORD
     if not file.is_file():
-        return frozenset()
+        return "none", frozenset()
     record = json.loads(file.read_text())
-    form = record.get("method"), record.get("block")
-    if form != (METHOD, PACKED_BLOCK):
+    method, block = record.get("method"), record.get("block")
+    if method not in PACKED_BYTES or block != PACKED_BLOCK:
         raise ModelError(
-            f"the base of this adapter was packed as {form[0]} in blocks of {form[1]}; this Hone packs {METHOD} in {PACKED_BLOCK}",
+            f"the base of this adapter was packed as {method} in blocks of {block}; this Hone packs "
+            f"{' or '.join(PACKED_BYTES)} in {PACKED_BLOCK}",
             where=str(file),
             fix="use the Hone that trained it",
         )
-    return frozenset(record["weights"])
+    return method, frozenset(record["weights"])
 
 
-def _packed(values: Tensor) -> tuple[Tensor, Tensor]:
+def _packed(values: Tensor, method: str) -> tuple[Tensor, Tensor]:
+    if method == "int8":
+        blocks = F.pad(values.flatten(), (0, -values.numel() % PACKED_BLOCK)).view(-1, PACKED_BLOCK)
+        scales = blocks.abs().amax(1) / 127
+        return (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8), scales
     from bitsandbytes.functional import quantize_4bit
 
     packed, state = quantize_4bit(
-        values.contiguous(), blocksize=PACKED_BLOCK, compress_statistics=False, quant_type=METHOD
+        values.contiguous(), blocksize=PACKED_BLOCK, compress_statistics=False, quant_type=method
     )
     return packed, state.absmax
 
 
-def _unpacked(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _unpacked(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, method: str) -> Tensor:
+    if method == "int8":
+        return (packed * scales.float()[:, None]).flatten()[: math.prod(shape)].view(shape).to(dtype)
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    state = QuantState(scales.float(), torch.Size(shape), blocksize=PACKED_BLOCK, quant_type=METHOD, dtype=dtype)
-    return dequantize_4bit(packed, state)
+    narrow = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+    state = QuantState(scales.float(), torch.Size(shape), blocksize=PACKED_BLOCK, quant_type=method, dtype=narrow)
+    return dequantize_4bit(packed, state).to(dtype)

@@ -297,8 +297,8 @@ def load_filled(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrain
     """
     model, files = load_empty(factory, config, **overrides)
     if config.quantization != "none":
-        require_package()
-        pack_layers(model, layers_of(model))
+        require_package(config.quantization)
+        pack_layers(model, layers_of(model), config.quantization)
     materialise(model, torch.device("cpu"))
     fill(model, files, fresh=("score.", "classifier."))
     model.tie_weights()

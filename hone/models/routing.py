@@ -64,10 +64,9 @@ def use_hone_attention(model: nn.Module) -> None:
 
 
 def _hand_down(model: PreTrainedModel) -> None:
-    layer: Any
     for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and not hasattr(layer, "_hone_handing"):
-            layer.__class__ = _handing(type(layer))
+        if not hasattr(layer, "_hone_handing") and isinstance(layer, GradientCheckpointingLayer):
+            layer.__class__ = _handing(type(layer))  # type: ignore[assignment]
 
 
 @functools.cache

@@ -172,10 +172,11 @@ def _unknown(buffer: Tensor | None) -> bool:
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that files hold."""
+    """Yield the buffers that files hold; those of packed layers are made of their matrices."""
+    packed = {layer for _, layer in packed_layers(model)}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and name not in module._non_persistent_buffers_set and module not in packed:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 

@@ -1,4 +1,4 @@
-"""Rules about a frozen base in 4 bits."""
+"""Rules about a frozen base in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hone.training.backends.registry import BACKENDS, backend_of
 
 @rule("R94")
 def packed_base_is_frozen(config: AnyConfig) -> Findings:
-    """A base in 4 bits is frozen under an adapter, and one process holds all of it."""
+    """A base in 4 or 8 bits is frozen under an adapter, and one process holds all of it."""
     block, model = model_block(config)
     if model.quantization == "none":
         return
@@ -24,7 +24,7 @@ def packed_base_is_frozen(config: AnyConfig) -> Findings:
     if model.lora_rank == 0 and model.lora_adapter_path is None:
         yield error(
             f"{key}={model.quantization}, but no adapter is trained",
-            why="an update is smaller than the steps between 16 values, so packed weights cannot learn",
+            why="an update is smaller than the steps between 16 or 255 values, so packed weights cannot learn",
             fix=f"{block}.lora_rank=16, or {none}",
             where=key,
         )
@@ -59,21 +59,22 @@ def engine_reads_the_packed_base(config: RLConfig) -> Findings:
 
 @rule("R94", Stage.FILES)
 def model_can_be_packed(config: AnyConfig, evidence: Evidence) -> Findings:
-    """A model in 4 bits is dense, and the package that packs it is installed."""
-    from hone.models.four_bits import packed_weights, require_package
+    """A model in 4 or 8 bits is dense, and the package that packs it is installed."""
+    from hone.models.four_bits import packed_base, require_package
 
     block, model = model_block(config)
     if model.quantization == "none":
-        if model.lora_adapter_path and packed_weights(Path(model.lora_adapter_path)):
+        method = packed_base(Path(model.lora_adapter_path))[0] if model.lora_adapter_path else "none"
+        if method != "none":
             yield warning(
-                f"the adapter in '{model.lora_adapter_path}' was trained on a base in 4 bits, but {block}.quantization=none",
+                f"the adapter in '{model.lora_adapter_path}' was trained on a base in {method}, but {block}.quantization=none",
                 why="it learned with the rounded weights, and does worse with others",
-                fix=f"{block}.quantization=nf4",
+                fix=f"{block}.quantization={method}",
             )
         return
 
     key = f"{block}.quantization"
-    require_package(key)
+    require_package(model.quantization, key)
     experts = next((name for name in EXPERTS if evidence.model_settings.get(name)), None)
     if experts is not None:
         yield error(

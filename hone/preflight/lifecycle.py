@@ -59,11 +59,10 @@ def checkpoint_of_this_model(config: AnyConfig, evidence: Evidence) -> Findings:
         yield _another_model(
             f"'{checkpoint}' holds an adapter with r={adapter.get('r')}, but {block}.lora_rank={rank}", checkpoint
         )
-    packed = bool(_read_json(checkpoint / "actor", RECORD))
-    if adapter is not None and packed != (model.quantization != "none"):
+    method = (_read_json(checkpoint / "actor", RECORD) or {}).get("method", "none")
+    if adapter is not None and method != model.quantization:
         yield _another_model(
-            f"'{checkpoint}' holds an adapter of a base in {'4 bits' if packed else '16 or 32 bits'}, but "
-            f"{block}.quantization={model.quantization}",
+            f"'{checkpoint}' holds an adapter of a base packed as {method}, but {block}.quantization={model.quantization}",
             checkpoint,
         )
 

@@ -41,7 +41,7 @@ from hone.insight.episode_metrics import episode_metrics
 from hone.insight.records import shown_score, trace
 from hone.insight.run_files import containing_run, read_run
 from hone.models.devices import dtype_on
-from hone.models.four_bits import METHOD, packed_weights
+from hone.models.four_bits import packed_base
 from hone.models.loading import load_policy
 from hone.progress import counting, progress
 from hone.rewards.manager import RewardManager, share_rewards
@@ -273,7 +273,7 @@ def load_engine(
     actor = find_actor(path)
     base = base_of_adapter(actor)
     config = ModelConfig(path=str(base or actor), lora_adapter_path=str(actor) if base else None)
-    config.quantization = METHOD if packed_weights(actor) else "none"
+    config.quantization = packed_base(actor)[0]
     tokenizer = load_tokenizer(str(actor))
     with torch.no_grad():
         model = load_policy(config, device=device, seed=0).eval()

@@ -34,7 +34,7 @@ from hone.data.model_settings import dequantised_by, read_settings
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError, near_path
 from hone.hub.resolve import local_model, named_runs
-from hone.models.four_bits import packed_weights, require_package, rounded
+from hone.models.four_bits import packed_base, require_package, rounded
 from hone.models.loading import load_filled
 from hone.models.streaming import WeightFiles
 from hone.models.tied import merge_adapter
@@ -397,7 +397,8 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
             fix="--no-merge, or set base_model_name_or_path in adapter_config.json to the directory of the base model",
         )
     lora = PlainLora.read(actor) if base is not None else None
-    packed = _packed_base(actor)
+    method, packed = packed_base(actor)
+    require_package(method)
     with contextlib.ExitStack() as stack:
         weights = WeightFolder.open(model, stack)
         tied = _tied(model)
@@ -415,7 +416,7 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
             layout.add(name, spec)
 
         def value(name: str) -> torch.Tensor:
-            tensor = rounded(weights.read(name)) if name in packed else weights.read(name)
+            tensor = rounded(weights.read(name), method) if name in packed else weights.read(name)
             if lora is not None:
                 tensor = lora.merged(name, tensor)
             return tensor.to(specs[name].dtype)
@@ -446,8 +447,8 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
 def _proof(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, count: int) -> str:
     """Compare logits where a model fits in memory, and return what was proved in words."""
     proof = f"proved: all {count} tensors were read back as trained"
-    if packed_weights(actor):
-        proof += ", the base with the rounded values of its 4 bits"
+    if (method := packed_base(actor)[0]) != "none":
+        proof += f", the base with its values rounded to {method}"
     if not target.is_local:
         return f"{proof}; logits were not compared, because the directory is remote"
     if not fits_in_memory(target.local_path):
@@ -464,20 +465,14 @@ def _proof(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, 
     return f"{proof}; logits on a fixed prompt differ by at most {gap:.1e} from the trained model's{rounds}"
 
 
-def _packed_base(actor: Path) -> frozenset[str]:
-    """Return the weights of an adapter's base that were trained on in 4 bits, so that a merge has their rounded values."""
-    packed = packed_weights(actor)
-    if packed:
-        require_package()
-    return packed
-
-
 def _loaded(actor: Path, base: Path | None) -> Any:
     """Load the model in float32 as it was trained, without an adapter."""
     model = _base_model(actor, base)
-    for name in _packed_base(actor):
+    method, packed = packed_base(actor)
+    require_package(method)
+    for name in packed:
         weight = model.get_parameter(name)
-        weight.data = rounded(weight.data)
+        weight.data = rounded(weight.data, method)
     return model
 
 

@@ -33,7 +33,6 @@ from hone.config.limits import (
     GRADIENT_BYTES,
     OFFLOAD_IN_FLIGHT_BYTES,
     ORTHOGONALISED_NUMBERS,
-    PACKED_BYTES,
     PREFILL_TOKENS,
 )
 from hone.config.model import OptimConfig
@@ -158,7 +157,7 @@ def shares_weights(pool: Pool) -> bool:
 
 def _decoding_passes(work: Work, pool: Pool) -> Passes:
     lora_rank = work.actor.lora_rank if shares_weights(pool) else 0
-    packed = work.actor.packed and shares_weights(pool)
+    packed = bool(work.actor.packed) and shares_weights(pool)
     return Passes(work.actor.shape, work.on_cpu, work.rollout_bf16, lora_rank=lora_rank, packed=packed)
 
 
@@ -412,7 +411,7 @@ def _saved_when_frozen(work: Work, pool: Pool, model: TrainedModel) -> float:
     """Return the bytes that frozen matrices save where they are held in bfloat16, or those of the layers in 4 bits."""
     shape = model.shape
     narrow = 2.0 * work.narrows_frozen(model, pool)
-    in_layers = FROZEN_BYTES - PACKED_BYTES if model.packed else narrow
+    in_layers = FROZEN_BYTES - model.packed if model.packed else narrow
     return in_layers * shape.layers * shape.matrices + narrow * shape.embedding * (not shape.tied and not model.value)
 
 

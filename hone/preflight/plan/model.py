@@ -216,7 +216,7 @@ class Passes:
     prompt_copies: float = 1.0
     scale: float = 1.0
     ring: int = 1  # ranks of ring attention
-    packed: bool = False  # whether matrices are unpacked from 4 bits one at a time
+    packed: bool = False  # whether packed matrices are unpacked one at a time
 
     @property
     def executor(self) -> str:

@@ -297,7 +297,7 @@ def _head(plan: Plan) -> Iterator[str]:
         f"model: {shape.kind}, {shape.parameters / 1e9:.3g} billion parameters, {shape.layers} layers of width {shape.hidden}"
         + (f", {shape.experts} experts, {shape.chosen} per token" if shape.experts else "")
         + (f", rank-{rank} adapters trained" if rank else "")
-        + (", layers in 4 bits" if work.actor.packed else "")
+        + (f", layers in {int(8 * work.actor.packed)} bits" if work.actor.packed else "")
     )
     yield (
         f"device: {device.name}, {_size(device.memory)}, {device.rate(bf16=bf16) / 1e12:.3g} TFLOP/s in "

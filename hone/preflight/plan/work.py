@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hone.config.derived import OldLogProbs, RunSpec, longest_sequence
 from hone.config.distillation import is_address
 from hone.config.dtypes import is_narrow, resolve_dtype
-from hone.config.limits import micro_batch_tokens
+from hone.config.limits import PACKED_BYTES, micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.pools import Pool, check_layouts
 from hone.config.rollout import RolloutConfig
@@ -43,7 +43,7 @@ class TrainedModel:
     lora_rank: int = 0
     keeps_attention: bool = False
     frozen: int = 0  # parameters of a vision tower that is not trained
-    packed: bool = False  # whether the matrices of the layers are held in 4 bits
+    packed: float = 0.0  # bytes of a number in the matrices of its layers; 0 if they are not packed
 
     @property
     def trained_parameters(self) -> int:
@@ -125,7 +125,7 @@ class Work:
             model.bf16,
             tokens=micro.tokens / layout.ranks_a_row,
             responses=micro.rows * self.response / layout.ranks_a_row,
-            packed=model.packed,
+            packed=bool(model.packed),
             gathered=model.bf16 and (pool.divided or (model.lora_rank > 0 and self.narrows_frozen(model, pool))),
             divided=pool.divided,
             lora_rank=model.lora_rank,
@@ -225,7 +225,7 @@ def work_of(
     if isinstance(config, SFTConfig):
         shapes = [(others or {}).get(f"{TEACHER}{number}", shape) for number, _ in enumerate(_answer_teachers(config))]
         teachers = tuple(
-            dataclasses.replace(model, shape=other, lora_rank=0, checkpointing=False, mini_batch=batch, packed=False)
+            dataclasses.replace(model, shape=other, lora_rank=0, checkpointing=False, mini_batch=batch, packed=0.0)
             for other in shapes
         )
     work = Work(config, on_cpu, model, compares, spec.pools, prompt, response, samples, batch)
@@ -253,7 +253,7 @@ def _rl_work(
         value=True,
         lora_rank=0,
         frozen=0,
-        packed=False,
+        packed=0.0,
     )
     scores = dataclasses.replace(
         policy,
@@ -263,7 +263,7 @@ def _rl_work(
         checkpointing=False,
         value=True,
         lora_rank=0,
-        packed=False,
+        packed=0.0,
     )
     longest, prompt = longest_sequence(config), data.max_prompt_length
     sizes = prompt, longest - prompt, config.actor_rollout_ref.rollout.n, batch
@@ -273,7 +273,7 @@ def _rl_work(
             shape=others.get(f"{TEACHER}{number}", shape),
             checkpointing=False,
             lora_rank=0,
-            packed=policy.packed and path is None,
+            packed=policy.packed if path is None else 0.0,
         )
         for number, path in enumerate(_teachers(config))
     )
@@ -294,7 +294,7 @@ def _trained(
     adapters = {"lora_rank": _lora_rank(block), "frozen": frozen_parameters(block)}
     kept = {
         "keeps_attention": block.gradient_checkpointing_keeps == "attention",
-        "packed": block.quantization != "none",
+        "packed": PACKED_BYTES.get(block.quantization, 0.0),
     }
     return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, **adapters, **kept)
 

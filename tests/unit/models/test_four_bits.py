@@ -22,7 +22,7 @@ from hone.errors import ConfigError, ModelError
 from hone.extras import install_command
 from hone.models import four_bits
 from hone.models.compiled import compile_layers
-from hone.models.four_bits import RECORD, PackedLinear, packed_layers, packed_weights, rounded
+from hone.models.four_bits import RECORD, PackedLinear, packed_base, packed_layers, rounded
 from hone.models.heads import PolicyHead
 from hone.models.loading import adapter_off, causal_lm, load_policy, load_reward_model, load_value_model, saved_model
 from hone.training.backends.local import LocalBackend
@@ -69,36 +69,42 @@ def packed_policy(path, **changes):
     return load_policy(dataclasses.replace(config, **changes), device=CPU, seed=3)
 
 
-def slowly(values):
+def slowly(values, levels):
     """Round block by block and number by number, as the paper says."""
     numbers, result = values.flatten().tolist(), []
     for start in range(0, len(numbers), 64):
         block = numbers[start : start + 64]
         scale = max(abs(number) for number in block)
-        result += [scale * min(NF4, key=lambda level: abs(level - number / scale)) for number in block]
+        result += [scale * min(levels, key=lambda level: abs(level - number / scale)) for number in block]
     return torch.tensor(result).view(values.shape)
 
 
 @needs_package
+@pytest.mark.parametrize("method", ["nf4", "int8"])
 @pytest.mark.parametrize("shape", [(64, 64), (7, 36), (3, 5), (1, 1), (10, 130)])
-def test_values_are_those_of_the_table(shape):
+def test_values_are_those_of_the_table(shape, method):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(rounded(values), slowly(values), rtol=1e-6, atol=0)
-    layer = PackedLinear(nn.Linear(shape[1], shape[0]))
+    levels = NF4 if method == "nf4" else [number / 127 for number in range(-127, 128)]
+    torch.testing.assert_close(rounded(values, method), slowly(values, levels), rtol=1e-6, atol=0)
+    layer = PackedLinear(nn.Linear(shape[1], shape[0]), method)
     layer.pack(values)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert torch.equal(layer.values(dtype), rounded(values).to(dtype))
-    assert layer.weight.nbytes == (values.numel() + 1) // 2 and layer.scales.numel() == -(-values.numel() // 64)
+        assert torch.equal(layer.values(dtype), rounded(values, method).to(dtype))
+    blocks = -(-values.numel() // 64)
+    assert layer.weight.nbytes == (
+        (values.numel() + 1) // 2 if method == "nf4" else 64 * blocks
+    ) and layer.scales.numel() == -(-values.numel() // 64)
 
 
 @needs_package
+@pytest.mark.parametrize("method", ["nf4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_layer_computes_as_a_linear_one_with_the_rounded_matrix(dtype):
+def test_a_packed_layer_computes_as_a_linear_one_with_the_rounded_matrix(dtype, method):
     torch.manual_seed(0)
     plain = nn.Linear(48, 20)
-    packed = PackedLinear(plain)
+    packed = PackedLinear(plain, method)
     packed.pack(plain.weight.detach())
-    plain.weight.data = rounded(plain.weight.data)
+    plain.weight.data = rounded(plain.weight.data, method)
     plain.requires_grad_(False)
     found = []
     for layer in (plain, packed):
@@ -112,14 +118,18 @@ def test_a_packed_layer_computes_as_a_linear_one_with_the_rounded_matrix(dtype):
 
 
 @needs_package
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "qwen3_5", "falcon_h1"])
-def test_engine_and_trainer_compute_with_the_same_rounded_base(directory, family):
-    model, plain = packed_policy(directory(family)), packed_policy(directory(family), quantization="none")
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*((family, "nf4") for family in ("qwen3", "llama", "gemma3", "qwen3_5", "falcon_h1")), ("qwen3", "int8")],
+)
+def test_engine_and_trainer_compute_with_the_same_rounded_base(directory, family, method):
+    model = packed_policy(directory(family), quantization=method)
+    plain = packed_policy(directory(family), quantization="none")
     names = {f"{name}.weight" for name, _ in packed_layers(model)}
     weights = {name.replace(".base_layer", ""): weight for name, weight in causal_lm(plain).named_parameters()}
     with torch.no_grad():
         for name in names:
-            weights[name].copy_(rounded(weights[name]))
+            weights[name].copy_(rounded(weights[name], method))
         for one, other in zip(_adapters(model), _adapters(plain), strict=True):
             one.add_(torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel())) * 0.1)
             other.copy_(one)
@@ -188,20 +198,24 @@ def test_a_resumed_training_is_exact_and_its_base_does_not_change(directory, tmp
 
 
 @needs_package
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["lm_head", "q_proj"]], ids=str)
-def test_an_export_is_the_model_that_was_trained(directory, tokenizer, tmp_path, targets):
+@pytest.mark.parametrize(
+    ("method", "targets"),
+    [("nf4", "all-linear"), ("nf4", ["q_proj"]), ("nf4", ["lm_head", "q_proj"]), ("int8", ["q_proj"])],
+    ids=str,
+)
+def test_an_export_is_the_model_that_was_trained(directory, tokenizer, tmp_path, method, targets):
     path = directory("qwen3")
-    model = packed_policy(path, target_modules=targets)
+    model = packed_policy(path, target_modules=targets, quantization=method)
     with torch.no_grad():
         for one in _adapters(model):
             one.add_(0.05)
     stage_weights(model, Storage(str(tmp_path / "actor")), tokenizer)()
-    names = packed_weights(tmp_path / "actor")
+    names = packed_base(tmp_path / "actor")[1]
     assert names == {f"{name}.weight" for name, _ in packed_layers(model)}
     said = []
     export(tmp_path / "actor", tmp_path / "out", report=said.append)
     export(tmp_path / "actor", tmp_path / "narrow", dtype="bfloat16", report=said.append)
-    assert "4 bits" in said[0] and "rounding to bfloat16" in said[1]
+    assert method in said[0] and "rounding to bfloat16" in said[1]
     again = load_policy(ModelConfig(str(tmp_path / "out")), device=CPU, seed=0)
     requests = [request("a", prompt(1, 5)), request("b", prompt(2, 9))]
     done = serve(make_engine(model), requests)
@@ -209,9 +223,9 @@ def test_an_export_is_the_model_that_was_trained(directory, tokenizer, tmp_path,
     unpacked, whole = load_file(tmp_path / "out/model.safetensors"), tiny_model("qwen3").state_dict()
     untouched = "model.layers.0.mlp.up_proj.weight"
     if targets != "all-linear":
-        assert torch.equal(unpacked[untouched], rounded(whole[untouched]))
+        assert torch.equal(unpacked[untouched], rounded(whole[untouched], method))
     export(tmp_path / "actor", tmp_path / "alone", merge=False)
-    assert packed_weights(tmp_path / "alone") == names
+    assert packed_base(tmp_path / "alone") == (method, names)
 
 
 @needs_package
@@ -237,5 +251,5 @@ def test_without_the_package_the_message_says_what_to_install(directory, monkeyp
 def test_a_base_that_was_packed_in_another_form_is_refused(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text(json.dumps({"method": "nf4", "block": 128, "weights": ["a.weight"]}))
     with pytest.raises(ModelError, match="blocks of 128"):
-        packed_weights(tmp_path)
-    assert packed_weights(tmp_path / "none") == frozenset()
+        packed_base(tmp_path)
+    assert packed_base(tmp_path / "none") == ("none", frozenset())

@@ -80,15 +80,15 @@ def test_an_adapter_of_a_packed_base_is_not_taken_for_another(rl: RLConfig, tmp_
     assert problems_of(change(rl, {f"{MODEL}.quantization": "nf4"}), "R94") == []
 
 
-@pytest.mark.parametrize("was", ["none", "nf4"])
+@pytest.mark.parametrize("was", ["none", "nf4", "int8"])
 @pytest.mark.parametrize("now", ["none", "nf4"])
 def test_a_resumed_run_keeps_its_base(packed: RLConfig, was: str, now: str) -> None:
     folder = Path(packed.trainer.default_local_dir) / "checkpoints/step_4"
     (folder / "actor").mkdir(parents=True)
     (folder / "actor/adapter_config.json").write_text(json.dumps({"r": 16}))
-    if was == "nf4":
+    if was != "none":
         (folder / "actor" / four_bits.RECORD).write_text(
-            json.dumps({"method": "nf4", "block": 64, "weights": ["a.weight"]})
+            json.dumps({"method": was, "block": 64, "weights": ["a.weight"]})
         )
     (folder / "checkpoint.json").write_text(json.dumps({"format": 2, "step": 4, "files": {}}))
     (folder / "state.json").write_text(json.dumps({"step": 4}))
@@ -104,13 +104,14 @@ def planned(*words: str) -> Any:
 @pytest.mark.parametrize("bfloat16", [True, False])
 def test_the_plan_counts_packed_weights(bfloat16: bool) -> None:
     held = {}
-    for kind in ("none", "nf4"):
+    for kind in ("none", "nf4", "int8"):
         work = work_of(planned(f"{MODEL}.quantization={kind}"), SHAPE, on_cpu=False, bfloat16=bfloat16)
         held[kind] = memory_of(work, work.main).phases[-1].size("weights")
     matrices, ends = SHAPE.layers * SHAPE.matrices, SHAPE.embedding
     adapter, rest = 4 * SHAPE.adapter(16), SHAPE.parameters - matrices - 2 * ends
     narrow = 2 if bfloat16 else 4
     assert held["none"] == narrow * (matrices + ends) + 4 * (ends + rest) + adapter
+    assert held["int8"] - held["nf4"] == 0.5 * matrices
     assert held["nf4"] == 0.5625 * matrices + narrow * ends + 4 * (ends + rest) + adapter
 
 

@@ -53,7 +53,7 @@ def test_schedules_are_those_of_transformers(total, warmup, decay, floor, shape)
     rates = [learning_rate(config, step, total) for step in range(total)]
     assert rates[:warmup] == pytest.approx([2.0 * (step + 1) / warmup for step in range(warmup)])
     assert rates[warmup:] == pytest.approx(_transformers_rates(config, total), abs=1e-12)
-    assert all(rate > 2.0 * floor for rate in rates[warmup:]) or floor == 1.0
+    assert all(rate > 2.0 * floor for rate in rates[warmup:]) or floor > 1 - 1e-9
 
 
 def test_wsd_decays_over_a_share_of_the_steps_after_warm_up():
