@@ -105,7 +105,9 @@ def entries_per_token(config: Any) -> bool:
 def keys_and_values_size(settings: Mapping[str, Any]) -> CacheSize:
     """Size of a cache of keys and values, and of the states of layers that keep them, from the content of a ``config.json``."""
     if not keeps_states(settings):
-        return CacheSize(settings["num_hidden_layers"] * _keys_and_values(settings))
+        twice = settings.get("model_type") == "longcat_flash"  # attends twice in a layer
+        layers = 2 * settings["num_layers"] if twice else settings["num_hidden_layers"]
+        return CacheSize(layers * _keys_and_values(settings))
     from hone.models.recurrent import states_size
 
     attention = sum(kind not in STATE_LAYERS for kind in layer_kinds(settings))
@@ -114,6 +116,8 @@ def keys_and_values_size(settings: Mapping[str, Any]) -> CacheSize:
 
 def _keys_and_values(settings: Mapping[str, Any]) -> int:
     heads = settings["num_attention_heads"]
+    if "kv_lora_rank" in settings:  # latent attention; the cache has the keys and values of each head
+        return heads * (settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"] + settings["v_head_dim"])
     width = settings.get("head_dim") or settings["hidden_size"] // heads
     return 2 * (settings.get("num_key_value_heads") or heads) * width
 

@@ -23,6 +23,12 @@ _PACKED = (
     "sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS keeps them separate"
 )
 _LEFT_TO_RIGHT = "a policy generates from left to right"
+_NEEDED = {
+    "indexed_attention": "its indexer would have to choose keys within each packed sequence, and its own keys would need a cache",
+    "chunked_attention": "every kernel and the cache would have to end a token's view at the beginning of its chunk of positions",
+    "heavily_compressed_attention": "the keys that stand for many tokens would need a cache that is shortened, shared and kept for turns",
+}
+"""Kinds of layers that are refused, with what they would need."""
 _SILENT = ("jamba", "nemotron", "stablelm")
 """Families by ``model_type`` whose layers get the context, and do not hand it on to attention or recurrence."""
 _OTHER_PROBABILITIES = {
@@ -107,7 +113,9 @@ def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
         return "", ""
     if config.model_type in _OTHER_PROBABILITIES:
         return _OTHER_PROBABILITIES[config.model_type], "engine and trainer would have other probabilities of a token"
-    attention = [module for module in model.modules() if "attention" in type(module).__name__.lower()]
+    attention = [
+        m for m in model.modules() if "attention" in type(m).__name__.lower() or type(m).__name__.endswith("MLA")
+    ]
     recurrent = recurrent_layers(model)
     if not attention and not recurrent:
         return "it has no attention layers", _PACKED
@@ -126,7 +134,8 @@ def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
     ]
     other = sorted({kind for kind, known in zip(layer_kinds(config), known, strict=True) if kind not in known})
     if other or (type(model)._is_stateful and not recurrent):
-        return f"it has layers of kind {', '.join(other) or 'recurrent'}", _PACKED
+        needed = "; ".join(_NEEDED[kind] for kind in other if kind in _NEEDED)
+        return f"it has layers of kind {', '.join(other) or 'recurrent'}", needed or _PACKED
     if attention and "position_ids" not in inspect.signature(type(model.get_decoder()).forward).parameters:
         return "its decoder takes no position_ids", "sequences are packed end to end, and each begins at position 0"
     return "", ""

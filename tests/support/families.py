@@ -74,6 +74,11 @@ RECURRENT: dict[str, dict[str, Any]] = {
 """Families whose layers keep states, with settings of small ones besides `SIZES`."""
 
 
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_head_dim": 8,
+    "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16,
+}  # fmt: skip
+"""Sizes of attention whose keys and values share a narrow state."""
 ROUTED = {
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
@@ -99,6 +104,13 @@ def tiny_config(name: str) -> PretrainedConfig:
             return transformers.GptOssConfig(**SIZES, **WINDOWED, num_local_experts=4, num_experts_per_tok=2)
         case "nemotron" | "stablelm":
             return AutoConfig.for_model(name, **SIZES)
+        case "deepseek_v3":
+            return AutoConfig.for_model(
+                name, **SIZES | LATENT | ROUTED | {"num_key_value_heads": 4, "v_head_dim": 12, "head_dim": 4}
+            )
+        case "longcat_flash":
+            sizes = {**SIZES, **LATENT, "num_key_value_heads": 4, "head_dim": 4}
+            return AutoConfig.for_model(name, **sizes, num_layers=2, n_routed_experts=4, zero_expert_num=2, moe_topk=2)
     if name in RECURRENT:
         return AutoConfig.for_model(name, **{**SIZES, **RECURRENT[name]})
     init = ARCHITECTURES.get(name)

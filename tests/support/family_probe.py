@@ -57,6 +57,7 @@ OWN: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "norm_topk_prob": True},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 4, "zero_expert_num": 2, "num_layers": 2},
     "mamba2": {"head_dim": 16, "num_heads": 4, "expand": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
     "olmo_hybrid": DELTA,

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from support.examples import examples
+from support.family_probe import small_config
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForTokenClassification
@@ -161,6 +162,21 @@ def test_models_without_context_support_are_refused_by_name(config, reason):
     with pytest.raises(ModelError, match=reason) as caught:
         use_hone_attention(model)
     assert type(model).__name__ in caught.value.what or type(model.base_model).__name__ in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "needed"),
+    [
+        ("llama4_text", "chunked_attention", "chunk of positions"),
+        ("deepseek_v32", "indexed_attention", "indexer"),
+        ("glm_moe_dsa", "indexed_attention", "indexer"),
+    ],
+)
+def test_attention_that_is_refused_says_what_it_needs(family, kind, needed):
+    model = transformers.AutoModelForCausalLM.from_config(small_config(family, 61))
+    with pytest.raises(ModelError, match=kind) as caught:
+        use_hone_attention(model)
+    assert needed in caught.value.why
 
 
 def test_a_forward_pass_without_context_is_refused(make_model):

@@ -12,15 +12,15 @@ from hone.models.registry import ARCHITECTURES, ModelFamily, family_of, register
 
 USUAL = ("gemma2", "gpt_oss", "llama", "qwen2_5_vl", "qwen3_5", "qwen3_moe")
 """One of each kind: windows and caps, sinks, plain, images, recurrent layers, experts. The others run when a model or engine changed."""
-SILENT = ("nemotron", "stablelm")
-"""Families whose layers do not hand the context on."""
+OTHERS = ("nemotron", "stablelm", "deepseek_v3", "longcat_flash")
+"""Layers that do not hand the context on, latent attention, and layers that attend twice."""
 ABOUT = pytest.mark.application("hone/models", "hone/generation/native", "hone/training")
 
 
 class TestRegisteredFamilies(ModelFamilySuite):
     @pytest.fixture(
         params=[
-            name if name in USUAL else pytest.param(name, marks=ABOUT) for name in (*ARCHITECTURES.names(), *SILENT)
+            name if name in USUAL else pytest.param(name, marks=ABOUT) for name in (*ARCHITECTURES.names(), *OTHERS)
         ]
     )
     def model(self, request):
