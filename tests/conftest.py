@@ -147,6 +147,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"the {minutes:g} minutes of this run are over")
 
 
+@pytest.fixture(autouse=True)
+def no_command_outlives_its_test() -> Iterator[None]:
+    launch = sys.modules.get("support.launch")
+    began = len(launch.RUNNING) if launch else 0
+    yield
+    if launch := sys.modules.get("support.launch"):
+        launch.stop_all(began)
+
+
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """See :class:`support.forked_python.Forks`."""

@@ -46,6 +46,21 @@ def run_source(words: list[str]) -> None:
     exec(compile(words[0], "<stdin>", "exec"), module.__dict__)
 
 
+RUNNING: list[multiprocessing.process.BaseProcess] = []
+"""Commands that were started."""
+
+
+def stop_all(since: int) -> None:
+    """Kill the commands that a test started and left, with what they started: it failed, and they would take the cores of others."""
+    for process in RUNNING[since:]:
+        if process.is_alive() and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+    del RUNNING[since:]
+
+
 class Command:
     """A running `hone` command in a process group of its own; ``prepare`` is called in its process first.
 
@@ -65,6 +80,7 @@ class Command:
         words = [str(argument) for argument in arguments]
         self.process = context().Process(target=_run, args=(run, words, str(log), str(cwd) if cwd else None, prepare))
         self.process.start()
+        RUNNING.append(self.process)
 
     def wait(self, timeout: float = LONG) -> Ended:
         """Wait for its end."""
