@@ -249,13 +249,7 @@ class EpisodeImages:
         """Return ids with one placeholder for each image, as they were before :meth:`expand`."""
         if self.processor is None or not self.all:
             return list(ids)
-        runs = [self.processor.tokens(image) for image in self.all]
-        folded, place = list[int](), 0
-        while place < len(ids):
-            run = next((run for run in runs if list(ids[place : place + len(run)]) == run), None)
-            folded.append(ids[place] if run is None else self.processor.placeholder)
-            place += 1 if run is None else len(run)
-        return folded
+        return self.processor.fold(ids, self.all)
 
     def _images_in(self, messages: Sequence[Message], more: Sequence[ImageData]) -> Iterator[ImageData]:
         by_name = {_name(image): image for image in (*self.all, *more)}

@@ -24,6 +24,11 @@ class MediaError(DataError):
 
     code = CODE
 
+    def with_model(self, kind: str | None) -> MediaError:
+        """Return the error with the ``model_type`` of the model."""
+        what = f"{self.what} (model_type={kind})" if kind else self.what
+        return MediaError(what, why=self.why, fix=self.fix, where=self.where)
+
 
 def media_of(values: Mapping[str, Any]) -> Counter[str]:
     """Return the numbers of images, videos and sounds of a row by kind, those of columns and those of messages.

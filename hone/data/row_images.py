@@ -108,11 +108,11 @@ class RowImages:
         """Expand as :meth:`expand`; tokens of images have the mask 0."""
         if self.processor is None or not images:
             return self.expand(ids, images, where), mask
-        expanded, placeholder = self.processor.expand(ids, images, where), self.processor.placeholder
-        rest, masked = iter(images), list[int]()
-        for token, bit in zip(ids, mask, strict=True):
-            masked += [0] * len(self.processor.tokens(next(rest))) if token == placeholder else [bit]
-        return expanded, masked
+        pieces, placeholder = self.processor.pieces(ids, images, where), self.processor.placeholder
+        masked = [
+            0 if t == placeholder else bit for t, bit, piece in zip(ids, mask, pieces, strict=True) for _ in piece
+        ]
+        return [token for piece in pieces for token in piece], masked
 
     def _images(self, values: Sequence[Any], row: Row) -> tuple[ImageData, ...]:
         """Read images; those with equal content are one object."""

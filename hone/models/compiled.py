@@ -24,6 +24,7 @@ from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
 from hone.models.devices import compute_dtype
 from hone.models.four_bits import packed_layers
+from hone.models.images import find_processor
 from hone.models.inputs import PackedSequences
 from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train
@@ -243,6 +244,9 @@ def _obstacle(causal: nn.Module, layers: list[nn.Module]) -> str | None:
         return "transformers does not name the layers of this architecture"
     if family_of(config.model_type).own_attention:
         return "the family has an attention of its own"
+    processor = find_processor(causal)
+    if processor is not None and processor.sees_ahead:
+        return "the tokens of an image see each other"
     if any(True for _ in packed_layers(causal)):
         return "a compiled graph would keep the matrices that are unpacked from 4 bits until the backward pass"
     if getattr(config, "attention_dropout", 0.0):

@@ -173,8 +173,9 @@ def expert_routers(model: nn.Module) -> ExpertRouters | None:
         return None
     modules, layers = [router_of[layer] for layer in sorted(router_of)], sorted(router_of)
     first: Any = modules[0]
-    experts = max(first.num_experts, getattr(first, "n_routed_experts", 0))  # LongCat has some that compute nothing
-    routers = ExpertRouters(modules, layers, base.config.num_hidden_layers, int(first.top_k), int(experts))
+    more = getattr(first, "n_routed_experts", 0)  # LongCat has some that compute nothing
+    experts = max(int(first.num_experts), int(more))
+    routers = ExpertRouters(modules, layers, base.config.get_text_config().num_hidden_layers, int(first.top_k), experts)
     for number, module in enumerate(modules):
         module.forward = functools.partial(routers.route, number, module.forward)  # type: ignore[method-assign]
     base.__dict__[_ATTRIBUTE] = routers

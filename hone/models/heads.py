@@ -188,7 +188,8 @@ def output_weights(model: Any) -> dict[str, Any]:
     """Weight, bias and soft cap of the output layer; of this rank's part if tensor parallelism divides it by vocabulary."""
     if isinstance(model, Backbone):
         return model.output_weights()
-    output, softcap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
+    config = model.config.get_text_config(decoder=True)
+    output, softcap = model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None)
     weight, bias = output.weight, output.bias
     if not isinstance(weight, DTensor):
         return {"weight": weight, "bias": bias, "softcap": softcap}

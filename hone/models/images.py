@@ -2,11 +2,12 @@
 
 Token ids of images (:mod:`hone.data.images`) name the image and the place of each token. The vision tower computes each image of a forward
 pass once, whichever rows have it. Models of a grid (Qwen-VL) give the tokens of an image positions in two dimensions; the text after it
-continues at the largest of them.
+continues at the largest of them. In Gemma the tokens of an image see each other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from hone.data.image_processor import ImageProcessor, Pixels
 from hone.data.images import ImageData, key_of, place_of
 from hone.data.ragged import Ragged
 from hone.errors import ModelError
+from hone.models.attention.packed import SeenAhead
 from hone.models.registry import TOWERS
 
 _ATTRIBUTE = "hone_image_processor"
@@ -49,7 +51,7 @@ def processor_of(causal: nn.Module) -> ImageProcessor:
         raise ModelError(
             f"{type(causal).__name__} reads no images",
             why="the rows have some",
-            fix="use a model for images, such as Qwen3-VL or SmolVLM",
+            fix="use a model for images, such as Qwen3-VL or Gemma 3",
             where="model.path",
             code="R86",
         )
@@ -59,7 +61,8 @@ def processor_of(causal: nn.Module) -> ImageProcessor:
 def vision_tower(causal: nn.Module) -> nn.Module | None:
     """Return the module that turns pixels into features; None in a model of text.
 
-    In Qwen-VL it includes the layers that merge patches; in SmolVLM and Idefics3 these are a module of their own, the connector.
+    In Qwen-VL it includes the layers that merge patches; elsewhere these are a module of their own, such as the connector of
+    SmolVLM and the projection of Gemma.
     """
     inner = getattr(causal, "model", None)
     return next((getattr(inner, name) for name in TOWERS if isinstance(getattr(inner, name, None), nn.Module)), None)
@@ -88,13 +91,17 @@ def decoder_inputs(
     """
     is_image = ids < 0
     processor = processor_of(causal)
-    embedded = causal.get_input_embeddings()(ids.masked_fill(is_image, processor.placeholder))
+    embedded = causal.get_input_embeddings()(ids.masked_fill(is_image, processor.filler))
+    decoder, more = causal.get_decoder(), dict[str, Any]()
+    if getattr(decoder, "hidden_size_per_layer_input", 0):  # Gemma 4 embeds a token for each layer, too
+        of_text = ids.masked_fill(is_image, decoder.config.pad_token_id)
+        more["per_layer_inputs"] = decoder.get_per_layer_inputs(of_text, None)
     if not is_image.any():
         if always:
             features, deep = _features(causal, processor, [processor.blank()], ids.device)
             seen = torch.stack([layer.sum() for layer in (features, *deep)]).sum()
             embedded = embedded + 0.0 * seen.to(embedded.dtype)
-        return {"inputs_embeds": embedded}
+        return {"inputs_embeds": embedded, **more}
     tokens = ids[is_image]
     keys, image_of = key_of(tokens).unique(return_inverse=True)
     pixels = [processor.pixels(images[key]) for key in keys.tolist()]
@@ -102,7 +109,7 @@ def decoder_inputs(
     rows = starts[image_of] + place_of(tokens)
     features, deep = _features(causal, processor, pixels, ids.device)
     merged = embedded.masked_scatter(is_image[..., None], features.to(embedded.dtype).index_select(0, rows))
-    inputs: dict[str, Any] = {"inputs_embeds": merged}
+    inputs: dict[str, Any] = {"inputs_embeds": merged, **more}
     if deep:
         inputs["visual_pos_masks"] = is_image
         inputs["deepstack_visual_embeds"] = [layer.to(embedded.dtype).index_select(0, rows) for layer in deep]
@@ -113,8 +120,7 @@ def _features(
     causal: Any, processor: ImageProcessor, pixels: Sequence[Pixels], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the features of all tokens of the images, ``[tokens, H]``, and those that single layers add."""
-    along = 0 if processor.in_grid else 1  # tiles of all images are those of one sample
-    names = pixels[0].values
+    names, along = pixels[0].values, processor.along
     values = {name: torch.cat([each.values[name] for each in pixels], along).to(device) for name in names}
     computed = causal.model.get_image_features(**values, return_dict=True)
     deep = getattr(computed, "deepstack_features", None) or []
@@ -146,6 +152,35 @@ def rope_positions(rows: Ragged, processor: ImageProcessor, images: Mapping[int,
     return torch.stack([base, base + place // columns, base + place % columns]), begin.diff() - lengths
 
 
+def tokens_ahead(ids: Tensor) -> Tensor:
+    """Return for each token of rows end to end how many tokens of its image come after it; 0 for text."""
+    places, is_image = torch.arange(len(ids)), ids < 0
+    following = torch.cat([ids[1:], ids.new_zeros(1)])
+    ends = (is_image & (following != ids - 1)).nonzero()[:, 0]
+    if not len(ends):
+        return torch.zeros_like(ids)
+    end = ends[torch.searchsorted(ends, places).clamp(max=len(ends) - 1)]
+    return torch.where(is_image, end - places, 0)
+
+
+def seen_ahead(rows: Ragged, index: Ragged, processor: ImageProcessor, device: torch.device) -> SeenAhead | None:
+    """Return the images of rows whose tokens see each other, each packed image once; None if there are none.
+
+    ``index``: of each token of the rows, its index in the packed row.
+    """
+    starts = ((rows.values < 0) & (place_of(rows.values) == 0)).nonzero()[:, 0]
+    if not processor.sees_ahead or not len(starts):
+        return None
+    begins = rows.offsets[torch.searchsorted(rows.offsets, starts, right=True) - 1]
+    ends = starts + tokens_ahead(rows.values)[starts] + 1
+    packed = index.values.to(device)
+    runs = {
+        int(index.values[start]): (packed[start:end], packed[begin:end])
+        for begin, start, end in zip(begins.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    }
+    return SeenAhead(tuple(runs.values()), processor.only_in_windows)
+
+
 def hidden_states(causal: Any, ids: Tensor, images: PackedImages, context: Any) -> Tensor:
     """Return the last hidden states ``[1, N, H]`` of a packed row with images."""
     processor, positions = processor_of(causal), context.position_ids
@@ -153,6 +188,8 @@ def hidden_states(causal: Any, ids: Tensor, images: PackedImages, context: Any) 
         by_token, _ = rope_positions(images.row_ids, processor, images.by_key)
         positions = torch.empty(3, 1, ids.shape[1], dtype=torch.int64)
         positions[:, 0, images.index.values] = by_token
+    if (ahead := seen_ahead(images.row_ids, images.index, processor, ids.device)) is not None:
+        context = dataclasses.replace(context, ahead=ahead)
     return causal.get_decoder()(
         **decoder_inputs(causal, ids, images.by_key, always=True),
         position_ids=positions.to(ids.device),

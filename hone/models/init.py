@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class ImageInit:
     rotary: Callable[[int], dict[str, Any]]
     processor: Callable[[], Any]
     outer: Callable[[PreTrainedTokenizerBase], dict[str, Any]]  # further settings of the whole model
-    decoder: dict[str, Any] = field(default_factory=dict)  # further settings of the decoder
+    # further settings of the decoder, from the config of a model of text of the same shape
+    decoder: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
 
     def add_marks(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.add_special_tokens(
@@ -91,7 +92,7 @@ class ImageInit:
         rotary = self.rotary(text["head_dim"] // 2)
         return AutoConfig.for_model(
             self.model_type,
-            text_config={**text, **self.decoder, **({"rope_parameters": rotary} if rotary else {})},
+            text_config={**text, **self.decoder(decoder), **({"rope_parameters": rotary} if rotary else {})},
             # With the default, made for wide towers, the features of all images are nearly the same, and learning begins late.
             vision_config={**self.vision(layers, width, text["hidden_size"]), "initializer_range": width**-0.5},
             image_token_id=tokenizer.convert_tokens_to_ids(self.marks[0]),
@@ -142,7 +143,39 @@ _TILE_MARKS = (
 )  # fmt: skip
 
 
-def _grid_model(model_type: str, patch: int, *, interleaved: bool, more: Callable[[int], dict[str, Any]]) -> ImageInit:
+def _gemma3_processor() -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": 64, "width": 64})
+
+
+def _gemma4_processor() -> Any:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    return Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+
+
+def _gemma_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the marks of Gemma by the keys of both of its configs."""
+    begin, end = (tokenizer.convert_tokens_to_ids(mark) for mark in _GEMMA_MARKS[1:])
+    return {"boi_token_id": begin, "eoi_token_id": end}
+
+
+def _siglip(layers: int, width: int, out: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": width // _HEAD,
+    }
+
+
+_GEMMA_MARKS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+
+
+def _grid_model(
+    model_type: str, patch: int, *, interleaved: bool, more: Callable[[int], dict[str, Any]], **options: Any
+) -> ImageInit:
     """Return the settings of a model of a grid; ``more`` gives those of its vision tower alone, from its layers."""
 
     def vision(layers: int, width: int, out: int) -> dict[str, Any]:
@@ -154,9 +187,21 @@ def _grid_model(model_type: str, patch: int, *, interleaved: bool, more: Callabl
         _GRID_MARKS,
         "<|vision_start|><|image_pad|><|vision_end|>",
         vision=vision,
-        rotary=lambda half: _mrope(half, interleaved),
         processor=lambda: _grid_processor(patch),
         outer=_ids,
+        **{"rotary": lambda half: _mrope(half, interleaved), **options},
+    )
+
+
+def _hybrid_grid_model(model_type: str) -> ImageInit:
+    """Return the settings of Qwen3.5, where a quarter of a head has rotary positions."""
+    return _grid_model(
+        model_type,
+        16,
+        interleaved=True,
+        more=lambda layers: {"num_position_embeddings": 256},
+        rotary=lambda half: {**_mrope(half // 4, True), "partial_rotary_factor": 0.25},
+        decoder=lambda config: config.to_dict(),
     )
 
 
@@ -177,18 +222,43 @@ IMAGE_MODELS = {
         "smolvlm",
         _TILE_MARKS,
         "<image>",
-        vision=lambda layers, width, out: {
-            "num_hidden_layers": layers,
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_attention_heads": width // _HEAD,
-            "image_size": 64,
-            "patch_size": 16,
-        },
+        vision=lambda layers, width, out: {**_siglip(layers, width, out), "image_size": 64, "patch_size": 16},
         rotary=lambda half: {},
         processor=_tile_processor,
         outer=lambda tokenizer: {"scale_factor": 2, "pad_token_id": tokenizer.pad_token_id},
-        decoder={"model_type": "llama"},
+        decoder=lambda config: {"model_type": "llama"},
+    ),
+    "qwen3_5_vl": _hybrid_grid_model("qwen3_5"),
+    "qwen3_5_moe_vl": _hybrid_grid_model("qwen3_5_moe"),
+    "gemma3": ImageInit(
+        "gemma3",
+        _GEMMA_MARKS,
+        "<start_of_image>",
+        vision=lambda layers, width, out: {**_siglip(layers, width, out), "image_size": 64, "patch_size": 8},
+        rotary=lambda half: {},
+        processor=_gemma3_processor,
+        outer=lambda tokenizer: {**_gemma_ids(tokenizer), "mm_tokens_per_image": 16},
+        decoder=lambda config: config.to_dict(),
+    ),
+    "gemma4": ImageInit(
+        "gemma4",
+        _GEMMA_MARKS,
+        "<image_soft_token>",
+        vision=lambda layers, width, out: {
+            **_siglip(layers, width, out),
+            "num_key_value_heads": width // _HEAD,
+            "head_dim": _HEAD,
+            "patch_size": 4,
+            "position_embedding_size": 1024,
+        },
+        rotary=lambda half: {},
+        processor=_gemma4_processor,
+        outer=_gemma_ids,
+        decoder=lambda config: {
+            **config.to_dict(),
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": config.vocab_size,
+        },
     ),
 }
 """Models that read images, by the ``--arch`` of ``hone init``."""

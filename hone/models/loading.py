@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hone.config.model import ModelConfig, SFTModelConfig
-from hone.data.image_processor import ImageProcessor, load_image_processor, reads_images
+from hone.data.image_processor import ImageProcessor, load_image_processor, reads_images, refuse_unread
 from hone.data.model_settings import check_settings, dequantised_by, read_settings, reason_of
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
@@ -65,21 +65,29 @@ def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainab
 
 
 def policy_factory(config: ModelConfig) -> Any:
-    """Return the class of transformers that loads a policy from a directory: a model of text, or one that reads images."""
+    """Return the class of transformers that loads a policy from a directory: a model of text, or one that reads images.
+
+    Raises ModelError: its images are not read, and transformers has no such model of text.
+    """
     with _explained(_path(config)):
         settings = model_settings(config).to_dict()
+    refuse_unread(settings)
     return AutoModelForImageTextToText if reads_images(settings) else AutoModelForCausalLM
 
 
 def check_family(config: ModelConfig) -> None:
     """Build a policy of an unregistered family without its weights, and refuse it as loading does.
 
-    Raises ModelError: see :func:`~hone.models.routing.use_hone_attention`.
+    Raises ModelError: see :func:`policy_factory` and :func:`~hone.models.routing.use_hone_attention`.
     """
     try:
         settings = model_settings(config)
         if is_registered(settings.model_type) or hasattr(settings, "auto_map"):  # the latter runs code of the directory
             return
+    except Exception:  # noqa: BLE001 - whatever is met in the settings; loading explains it
+        return
+    refuse_unread(settings.to_dict())
+    try:
         with torch.device("meta"), _quiet():
             model = policy_factory(config).from_config(settings)
     except Exception:  # noqa: BLE001 - whatever is met in the settings; loading explains it

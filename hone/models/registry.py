@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hone.models.attention.cache import LayerCache
 
 
-TOWERS = ("visual", "vision_model")
-"""Names of the vision tower in modules of transformers, in Qwen-VL and in Idefics3."""
+TOWERS = ("visual", "vision_model", "vision_tower")
+"""Names of the vision tower in modules of transformers, in Qwen-VL, Idefics3 and Gemma."""
 
 
 ARCHITECTURES: Registry[RandomInit] = Registry("architecture", key="--arch")
@@ -237,6 +237,17 @@ def _hybrid(shape: Shape, context: int) -> dict[str, Any]:
     return {"layer_types": kinds, **heads, "linear_key_head_dim": shape.head, "linear_value_head_dim": shape.head}
 
 
+def _hybrid_experts(shape: Shape, context: int) -> dict[str, Any]:
+    return {**_hybrid(shape, context), **_experts(shape, context), "shared_expert_intermediate_size": shape.width}
+
+
+def _gemma4(shape: Shape, context: int) -> dict[str, Any]:
+    """Every second layer has a window; there are no tables of a token for each layer, which :mod:`hone.models.init` adds."""
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.layers)]
+    window = {"sliding_window": min(512, context), "layer_types": kinds, "global_head_dim": shape.head}
+    return {**window, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+
+
 for _family in (
     ModelFamily("qwen3_5_text", init=RandomInit("qwen3_5", "qwen3_5_text", tied=True, settings=_hybrid)),
     ModelFamily("qwen3", llama_shaped=True, qk_norm=True, init=RandomInit("qwen3", "qwen3", tied=True)),
@@ -254,6 +265,14 @@ for _family in (
     ModelFamily("qwen2_5_vl", init=RandomInit("qwen2_5_vl", "qwen2", tied=True)),
     ModelFamily("qwen3_vl", qk_norm=True, init=RandomInit("qwen3_vl", "qwen3", tied=True)),
     ModelFamily("smolvlm", init=RandomInit("smolvlm", "llama", tied=False)),
+    ModelFamily("qwen3_5", qk_norm=True, init=RandomInit("qwen3_5_vl", "qwen3_5_text", tied=True, settings=_hybrid)),
+    ModelFamily(
+        "qwen3_5_moe",
+        qk_norm=True,
+        init=RandomInit("qwen3_5_moe_vl", "qwen3_5_moe_text", tied=False, settings=_hybrid_experts),
+    ),
+    ModelFamily("gemma3", qk_norm=True, init=RandomInit("gemma3", "gemma3_text", tied=True, settings=_gemma)),
+    ModelFamily("gemma4", qk_norm=True, init=RandomInit("gemma4", "gemma4_text", tied=True, settings=_gemma4)),
     ModelFamily("qwen3_moe", qk_norm=True, init=RandomInit("qwen3_moe", "qwen3_moe", tied=False, settings=_experts)),
 ):
     _ = register_model(_family)

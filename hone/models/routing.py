@@ -17,7 +17,8 @@ from hone.models.attention.context import GIVEN, NAME
 from hone.models.recurrent import hand_on, recurrent_layers, route
 from hone.models.registry import STATE_KINDS, family_of, layer_kinds
 
-_VISION = "vision_config"
+_TOWERS = ("vision_config", "audio_config")
+"""Configs of the parts that read images and sound, whose attention is their own."""
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention", "moe", "mlp"}
 _PACKED = (
     "sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS keeps them separate"
@@ -142,21 +143,21 @@ def _obstacle(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _configs(model: nn.Module) -> list[PretrainedConfig]:
-    """Every config that a module of the model holds, sub-configs included, each once; none of a vision tower."""
+    """Every config that a module of the model holds, sub-configs included, each once; none of a tower."""
     seen: dict[int, PretrainedConfig] = {}
     waiting: list[Any] = [getattr(module, "config", None) for module in _text_modules(model)]
     while waiting:
         config = waiting.pop()
         if isinstance(config, PretrainedConfig) and id(config) not in seen:
             seen[id(config)] = config
-            waiting.extend(getattr(config, name, None) for name in config.sub_configs if name != _VISION)
+            waiting.extend(getattr(config, name, None) for name in config.sub_configs if name not in _TOWERS)
     return list(seen.values())
 
 
 def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model without those of its vision tower."""
+    """Yield the modules of a model without those of its towers."""
     configs: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    towers = {id(config.vision_config) for config in configs if getattr(config, _VISION, None) is not None}
+    towers = {id(part) for config in configs for name in _TOWERS if (part := getattr(config, name, None)) is not None}
     inside = [m for m in model.modules() if isinstance(m, PreTrainedModel) and id(m.config) in towers]
     hidden = {id(module) for tower in inside for module in tower.modules()}
     yield from (module for module in model.modules() if id(module) not in hidden)

@@ -110,7 +110,9 @@ def output_layer(model: ModelConfig, device: torch.device) -> OutputLayer:
     assert isinstance(output, nn.Linear)
     weight = files.read(*names_of(empty, output.weight)).float().to(device)
     bias = None if output.bias is None else files.read(*names_of(empty, output.bias)).float().to(device)
-    return OutputLayer(weight, bias, getattr(empty.config, "final_logit_softcapping", None))
+    return OutputLayer(
+        weight, bias, getattr(empty.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    )
 
 
 def names_of(model: nn.Module, parameter: Tensor) -> list[str]:

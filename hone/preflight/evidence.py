@@ -258,7 +258,7 @@ class Evidence:
                 answer_key=answer_key(self.config),
             )
         except MediaError as problem:
-            self._media.append(problem)
+            self._media.append(problem.with_model(self.model_settings.get("model_type")))
             return []
         except HoneError:
             return []

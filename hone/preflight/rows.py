@@ -23,6 +23,8 @@ from hone.training.backends.registry import BACKENDS, backend_of
 if TYPE_CHECKING:
     from hone.rewards.scorers import Scorer
 _ENGINES = ("native", "vllm")
+_COMPARED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Models whose images were compared between vLLM and the trainer."""
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -300,10 +302,10 @@ def _engine_limits(config: RLConfig, kind: str) -> Findings:
             why=f"Hone sends images to {' and '.join(_ENGINES)} only",
             fix=f"{block}.name=native",
         )
-    elif rollout.name == "vllm" and not kind.startswith("qwen"):
+    elif rollout.name == "vllm" and kind not in _COMPARED:
         yield error(
             f"rows have images, but Hone does not send them to vLLM for a model of type {kind}",
-            why="only Qwen-VL models were compared with the trainer there",
+            why="only Qwen2-VL, Qwen2.5-VL and Qwen3-VL were compared with the trainer there",
             fix=f"{block}.name=native",
         )
     elif sends_adapter(config):

@@ -98,8 +98,15 @@ def tiny_config(name: str) -> PretrainedConfig:
             return transformers.Gemma2Config(**SIZES, **WINDOWED, attn_logit_softcapping=2.0)
         case "gemma3" | "gemma":
             return transformers.Gemma3TextConfig(**SIZES, **WINDOWED)
-        case "qwen3_5":
+        case "qwen3_5" | "qwen3_5_vl":
             return AutoConfig.for_model("qwen3_5_text", **SIZES, **DELTA)
+        case "qwen3_5_moe_vl":
+            return AutoConfig.for_model(
+                "qwen3_5_moe_text", **SIZES, **DELTA, **EXPERTS, shared_expert_intermediate_size=16
+            )
+        case "gemma4":
+            by_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": SIZES["vocab_size"]}
+            return AutoConfig.for_model("gemma4_text", **SIZES, **WINDOWED, **by_layer, global_head_dim=8)
         case "gpt_oss":
             return transformers.GptOssConfig(**SIZES, **WINDOWED, num_local_experts=4, num_experts_per_tok=2)
         case "nemotron" | "stablelm":

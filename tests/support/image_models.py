@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hone.apps.lab.data.inspection import train_tokenizer
@@ -22,7 +23,13 @@ from hone.models.init import init_model
 from hone.models.loading import load_policy
 from hone.models.routing import attention_of
 
-ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "qwen3_5_vl", "qwen3_5_moe_vl", "gemma3", "gemma4")
+ABOUT = pytest.mark.application("hone/models", "hone/generation/native", "hone/data/image_processor.py")
+CASES = [
+    pytest.param(name, marks=ABOUT) if name.startswith("qwen3_5") or name == "gemma4" else name
+    for name in ARCHITECTURES
+]
+"""The architectures as parameters of a test; some of them run when a model, the engine or a processor changed."""
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 _TEXT = "what colour is the shape? red green blue circle square user assistant system\n"
 
@@ -159,14 +166,14 @@ def oracle(
 def plain_logits(model: Any, directory: Path, tokens: list[int], images: tuple[ImageData, ...]) -> torch.Tensor:
     """Logits ``[N, V]`` by transformers' forward pass over one sequence."""
     processor = processor_in(directory)
-    ids = torch.tensor([as_text_ids(tokens, processor.placeholder)])
+    ids = torch.tensor([as_text_ids(tokens, processor.filler)])
     values: dict[str, Any] = {}
     if images:
         pixels = [processor.pixels(image).values for image in images]
-        along = 0 if processor.in_grid else 1
-        values = {name: torch.cat([each[name] for each in pixels], along) for name in pixels[0]}
-        if processor.in_grid:
-            values["mm_token_type_ids"] = (ids == processor.placeholder).int()
+        values = {name: torch.cat([each[name] for each in pixels], processor.along) for name in pixels[0]}
+        types = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}.get(model.config.model_type)
+        if processor.in_grid or types:
+            values[types or "mm_token_type_ids"] = (ids == processor.filler).int()
     if processor.in_grid:
         model.model.rope_deltas = None
     return model(input_ids=ids, **values, use_cache=False).logits[0]

@@ -138,7 +138,7 @@ def check_images(rows: Sequence[Row], columns: Sequence[str], images: RowImages)
             if images.processor is not None:
                 tokens = [len(images.processor.tokens(image)) for image in shown]
                 check.tokens += tokens
-                check.extra_tokens[number] = sum(tokens) - len(tokens)
+                check.extra_tokens[number] = images.processor.count_more(check.placed[number], shown)
     return check
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from hone.models.attention.cache import KVLayerCache, LayerCache
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
 from hone.models.attention.softmax import attention_probabilities, without_cudnn
-from hone.models.images import images_by_key, rope_positions
+from hone.models.images import images_by_key, rope_positions, seen_ahead, tokens_ahead
 from hone.models.recurrent import STATES
 
 
@@ -113,6 +113,12 @@ class PrefillContext(_CachedContext):
         self.rows, self.past, self.lengths = rows, torch.zeros_like(rows), lengths
         self.position_ids = self._packed.position_ids
 
+    def see_ahead(self, ids: Tensor, processor: ImageProcessor) -> None:
+        """Let the tokens of each image among the new ones ``[N]`` see each other, if they do in the model."""
+        rows, index = Ragged.from_lengths(ids, self.lengths), Ragged.from_lengths(torch.arange(len(ids)), self.lengths)
+        ahead = seen_ahead(rows, index, processor, self._cache.device)
+        self._packed = replace(self._packed, ahead=ahead)
+
     def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Append ``states [1, N, ...]`` and mix each prompt separately."""
         if layer <= STATES:
@@ -162,6 +168,14 @@ class ExtendContext(_CachedContext):
         self._place = (past[:, None] + column).to(device)  # [R, Q]
         self._row_of = rows.repeat_interleave(lengths).to(device)
         self.position_ids = self._place.flatten()[self._slots][None]
+        self._last, self._last_in_windows = self._place, self._place  # the last token that each sees
+
+    def see_ahead(self, ids: Tensor, processor: ImageProcessor) -> None:
+        """Let the tokens of each image among the new ones ``[N]`` see each other, if they do in the model."""
+        if processor.sees_ahead:
+            ahead = tokens_ahead(ids).to(self._source.device)[self._source].view_as(self._place)
+            self._last_in_windows = self._place + ahead
+            self._last = self._place if processor.only_in_windows else self._last_in_windows
 
     def _mix(self, cache: LayerCache, layer: int, states: list[Tensor]) -> Tensor:
         if cache.per_token:
@@ -185,7 +199,8 @@ class ExtendContext(_CachedContext):
         keys, values = (kv[self._rows, :, : self._longest] for kv in (cache.keys, cache.values))
         slots = query[0].transpose(0, 1)[self._source].unflatten(0, self._place.shape)  # [R, Q, heads, head_dim]
         queries = slots.transpose(1, 2).to(keys.dtype)
-        hidden = torch.arange(self._longest, device=keys.device) > self._place[..., None]  # [R, Q, K]
+        last = self._last if scoring.window is None else self._last_in_windows
+        hidden = torch.arange(self._longest, device=keys.device) > last[..., None]  # [R, Q, K]
         if scoring.window is not None:
             hidden |= torch.arange(self._longest, device=keys.device) <= self._place[..., None] - scoring.window
         groups = queries.shape[1] // keys.shape[1]

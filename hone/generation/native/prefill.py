@@ -92,6 +92,9 @@ class Prefill:
         if self._processor is not None:
             prompts = [(part.request, part.past) for part in chunk if part.request is not None]
             context.images = prompt_images(self._processor, *zip(*prompts, strict=True))
-        ids = torch.tensor([[token for part in chunk for token in part.ids]], device=self._device)
+        ids = torch.tensor([token for part in chunk for token in part.ids])
+        if self._processor is not None:
+            context.see_ahead(ids, self._processor)
+        ids = ids[None].to(self._device)
         self._forward.hidden(ids, context)
         self._stats["prefill_tokens"] += ids.shape[1]

@@ -18,6 +18,25 @@ from hone.models.attention.varlen import VarlenPlan
 
 
 @dataclass(frozen=True)
+class SeenAhead:
+    """Runs of tokens in which a token sees the later ones of its run, too: the images of some models."""
+
+    # of each run the packed tokens, and those of its sequence from the first to the last of the run
+    runs: tuple[tuple[Tensor, Tensor], ...]
+    only_in_windows: bool = False  # whether this holds in layers with a window alone
+
+    def replace_in(self, output: Tensor, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Return causal attention ``output [1, N, heads, head_dim]`` with that of the runs in its place."""
+        if self.only_in_windows and scoring.window is None:
+            return output
+        mixed = [
+            softmax.attention_to_all(query[:, :, run], key[:, :, seen], value[:, :, seen], scoring).transpose(1, 2)
+            for run, seen in self.runs
+        ]
+        return output.index_copy(1, torch.cat([run for run, _ in self.runs]), torch.cat(mixed, 1).to(output.dtype))
+
+
+@dataclass(frozen=True)
 class PackedContext:
     """``B`` sequences end to end in one row of ``N`` tokens, each causal within itself.
 
@@ -33,6 +52,7 @@ class PackedContext:
 
     position_ids: Tensor  # ``[1, N]``, starting at 0 in each sequence
     sequences: Sequences  # index ranges of the sequences in the row
+    ahead: SeenAhead | None = None  # tokens that see later ones; None without such
 
     @classmethod
     def from_lengths(
@@ -64,6 +84,10 @@ class PackedContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Compute attention within each sequence: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
         del layer
+        output = self._causal(query, key, value, scoring)
+        return output if self.ahead is None else self.ahead.replace_in(output, query, key, value, scoring)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         rows = [
             states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)
         ]  # [N, heads, head_dim]
@@ -93,7 +117,7 @@ class PackedContext:
 
         Nothing but the inputs is kept for them.
         """
-        if self.computes_in_blocks(query, scoring):
+        if self.computes_in_blocks(query, scoring) and self.ahead is None:
             rows = [states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)]
             scale, tiles = scoring.scale, self._cpu_tiles
             gradients = cpu.causal_attention_gradients(incoming[0], rows[0], rows[1], rows[2], scale, tiles)

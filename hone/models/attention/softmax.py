@@ -14,13 +14,33 @@ from hone.models.attention.context import Scoring
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Compute causal attention over ``[b, heads, L, head_dim]``; keys and values may have fewer heads."""
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    length = query.shape[2]
     window = scoring.window if scoring.window is not None and scoring.window < length else None
     visible = None
     if window is not None or not scoring.plain:
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place
         visible = (distance >= 0) & (distance < (window or length))
+    return _attention(query, key, value, visible, scoring, causal=True)
+
+
+def attention_to_all(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Compute attention of the last ``Q`` of ``K`` tokens, which see each other and all before them within their window.
+
+    ``query [b, heads, Q, head_dim]``; keys and values ``[b, kv_heads, K, head_dim]`` may have fewer heads.
+    """
+    place = torch.arange(key.shape[2], device=query.device)
+    visible = None
+    if scoring.window is not None or not scoring.plain:
+        visible = place > place[-query.shape[2] :, None] - (scoring.window or len(place) + 1)
+    return _attention(query, key, value, visible, scoring, causal=False)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scoring: Scoring, *, causal: bool
+) -> Tensor:
+    """Compute attention with a mask, which a plain scoring needs only where it is not ``causal`` or hides nothing."""
+    groups = query.shape[1] // key.shape[1]
     if scoring.plain:
         with without_cudnn(query.device):
             return F.scaled_dot_product_attention(
@@ -28,7 +48,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
                 key,
                 value,
                 attn_mask=visible,
-                is_causal=visible is None,
+                is_causal=causal and visible is None,
                 dropout_p=scoring.dropout,
                 scale=scoring.scale,
                 enable_gqa=groups > 1,

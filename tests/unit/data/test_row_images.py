@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import struct
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from support.image_models import as_text_ids, data_url, drawn, image_model, keys_in
+from support.image_models import ABOUT, as_text_ids, data_url, drawn, image_model, keys_in
 from support.messages import raises
 from support.preflight import write_rows
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
@@ -25,7 +26,8 @@ from hone.data.chat import render_prompt
 from hone.data.checks import check_images
 from hone.data.conversations import ConversationDataset
 from hone.data.files import read_all
-from hone.data.image_processor import ImageProcessor, load_image_processor
+from hone.data.image_processor import Gemma3Processor as Gemma3Processing
+from hone.data.image_processor import GridProcessor, ImageProcessor, TileProcessor, load_image_processor
 from hone.data.images import ImageData, token_ids
 from hone.data.overlong import shortened
 from hone.data.preferences import PreferenceDataset, preference_batch
@@ -68,22 +70,46 @@ class Reader:
 
     def transformers_ids(self, messages: list[dict[str, Any]], *images: ImageData) -> list[int]:
         """Token ids of a prompt by the processor of transformers, which has one placeholder for each token of an image."""
+        from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+        from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
         from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
         from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
         prepare = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
-        grid = self.processor.in_grid
-        kind, more = (Qwen2_5_VLProcessor, {}) if grid else (SmolVLMProcessor, {"image_seq_len": 4})
-        whole = kind(prepare, self.tokenizer, video_processor=None, **more)
+        no_video = {"video_processor": None}
+        whole: Any
+        if isinstance(self.processor, GridProcessor):
+            whole = Qwen2_5_VLProcessor(prepare, self.tokenizer, **no_video)
+        elif isinstance(self.processor, TileProcessor):
+            whole = SmolVLMProcessor(prepare, self.tokenizer, **no_video, image_seq_len=4)
+        else:
+            words = with_marks(self.tokenizer)
+            whole = (
+                Gemma3Processor(prepare, words, image_seq_length=16)
+                if isinstance(self.processor, Gemma3Processing)
+                else Gemma4Processor(None, prepare, words, **no_video)
+            )
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         opened = [image.open() for image in images]
-        return list(whole(text=[text], images=opened if grid else [opened])["input_ids"][0])
+        return list(whole(text=[text], images=opened if self.processor.in_grid else [opened])["input_ids"][0])
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "smolvlm"])
+def with_marks(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer with the attributes that the processors of Gemma read."""
+    words: Any = copy.deepcopy(tokenizer)
+    marks = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
+    words._set_model_specific_special_tokens({f"{name}_token": mark for name, mark in marks.items()})
+    words._set_model_specific_special_tokens({f"{name}_token": "<start_of_image>" for name in ("audio", "boa", "eoa")})
+    return words
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "smolvlm", "gemma3", pytest.param("gemma4", marks=ABOUT)])
 def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reader:
     folder = image_model(tmp_path_factory.mktemp(request.param), request.param)
     tokenizer = load_tokenizer(str(folder))
+    if request.param == "gemma3":  # it has a token for each number of ends of lines
+        tokenizer.add_tokens(["\n" * count for count in range(6, 1, -1)])
+        tokenizer.save_pretrained(folder)
     processor = load_image_processor(folder, tokenizer)
     assert processor is not None
     return Reader(folder, tokenizer, processor)
@@ -118,7 +144,7 @@ def test_tokens_are_those_of_transformers(reader: Reader, tmp_path: Path) -> Non
     assert sample.images == (RED, BLUE)
     assert keys_in(sample.prompt_ids) == [RED.key, BLUE.key]
     expected = reader.transformers_ids(sample.messages, RED, BLUE)
-    assert as_text_ids(sample.prompt_ids, reader.processor.placeholder) == expected
+    assert as_text_ids(sample.prompt_ids, reader.processor.filler) == expected
     for image in (RED, BLUE):
         tokens = [token for token in sample.prompt_ids if token < 0 and keys_in([token]) == [image.key]]
         assert tokens == token_ids(image.key, len(tokens))
@@ -193,6 +219,17 @@ def test_text_rows_are_as_those_of_a_model_of_text(reader: Reader, tmp_path: Pat
     with_images, text_only = reader.prompts(file), reader.prompts(file, image_processor=None)
     assert [with_images[n] for n in range(6)] == [text_only[n] for n in range(6)]
     assert reader.prompts(rows)[0].messages == texts[0]["prompt"]
+
+
+@pytest.mark.parametrize("parts", [(None, "red"), ("red\n", None, "\n\nblue"), (None, None, "\n"), (None, "\n", None)])
+def test_lines_around_images_are_those_of_transformers(parts: tuple[str | None, ...], reader: Reader) -> None:
+    messages, images = placed(*parts), [RED, BLUE][: parts.count(None)]
+    ids = render_prompt(reader.tokenizer, messages)
+    expanded = reader.processor.expand(ids, images)
+    assert as_text_ids(expanded, reader.processor.filler) == reader.transformers_ids(messages, *images)
+    assert reader.processor.fold(expanded, images) == ids
+    pieces = reader.processor.pieces(ids, images)
+    assert len(pieces) == len(ids) and [token for piece in pieces for token in piece] == expanded
 
 
 def test_placeholders_of_text_and_token_ids_get_their_images(reader: Reader, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.image_models import ARCHITECTURES, batch_of, image_model, lively_policy, rows_of
+from support.image_models import CASES, batch_of, image_model, lively_policy, rows_of
 
 from hone.data.images import ImageData, token_ids
 from hone.errors import RequestError
@@ -23,7 +23,7 @@ from hone.training.packing import pack
 SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = image_model(tmp_path_factory.mktemp("images"), request.param)
     return directory, lively_policy(directory)
@@ -45,7 +45,7 @@ def test_log_probs_are_those_of_the_trainer(model: tuple[Path, Any], make_engine
         for row, (prompt, _, images) in enumerate(rows)
         for sample in range(1 + row % 3)  # some prompts are shared
     ]
-    answers = sampled(make_engine(policy), requests)
+    answers = sampled(make_engine(policy, max_model_len=512), requests)
     played = [(r.prompt_ids, answer.token_ids, r.images) for r, answer in zip(requests, answers, strict=True)]
     with torch.no_grad():
         packed = pack(batch_of(played), torch.device("cpu"))
@@ -60,7 +60,7 @@ def test_a_session_continues_after_an_image_and_adds_another(
     directory, policy = model
     rows = rows_of(directory)
     (first, _, images), (second, _, more) = rows[0], rows[3]
-    kept, fresh = (make_engine(policy, max_model_len=256, max_cache_tokens=4096) for _ in range(2))
+    kept, fresh = (make_engine(policy, max_model_len=512, max_cache_tokens=4096) for _ in range(2))
     answers = {}
     for engine, session in ((kept, "episode"), (fresh, None)):
         (one,) = sampled(engine, [GenerationRequest("1", first, SAMPLING, 3, session, images=images)])
@@ -104,8 +104,8 @@ def test_drafts_change_no_token_after_an_image(
     use_hone_attention(small)
     model_drafter = ModelDrafter(small, device=torch.device("cpu"), dtype=torch.float32)
     drafter = NgramDrafter(1, 3) if method == "ngram" else model_drafter
-    expected = sampled(make_engine(policy), requests)
-    answers = sampled(make_engine(policy, speculation=Speculation(drafter, num_tokens=3)), requests)
+    expected = sampled(make_engine(policy, max_model_len=512), requests)
+    answers = sampled(make_engine(policy, max_model_len=512, speculation=Speculation(drafter, num_tokens=3)), requests)
     for plain, drafted in zip(expected, answers, strict=True):
         assert drafted.token_ids == plain.token_ids
         torch.testing.assert_close(drafted.log_probs, plain.log_probs, atol=2e-5, rtol=0)

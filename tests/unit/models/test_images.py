@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.image_models import ARCHITECTURES, batch_of, image_model, keys_in, lively_policy, oracle, rows_of
+from support.image_models import CASES, batch_of, image_model, keys_in, lively_policy, oracle, rows_of
 
 from hone.models.heads import PolicyHead
+from hone.models.images import vision_tower
 from hone.training.packing import pack
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = image_model(tmp_path_factory.mktemp("images"), request.param)
     return directory, lively_policy(directory)
@@ -48,7 +49,8 @@ def test_the_vision_tower_gets_its_gradient(model: tuple[Path, Any]) -> None:
     rows = rows_of(directory)
     packed = pack(batch_of(rows), torch.device("cpu"))
     PolicyHead()(policy, packed, with_entropy=False)["log_probs"].sum().backward()
-    tower = getattr(policy.model, "visual", None) or policy.model.vision_model
+    tower = vision_tower(policy)
+    assert tower is not None
     norms = [p.grad.norm() for p in tower.parameters() if p.grad is not None]
     assert len(norms) >= 10
     assert all(norm.isfinite() for norm in norms)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import raises
 
 from hone.config.preference import RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-from hone.data.image_processor import load_image_processor, reads_images
+from hone.data.image_processor import load_image_processor, reads_images, refuse_unread
+from hone.errors import ModelError
 from hone.preflight.rows import image_limits
 
 
@@ -50,8 +52,9 @@ def test_each_layout_without_images_is_one_error(config: Any, where: str | None)
     assert [finding.error.where for finding in image_limits(config)] == ([] if where is None else [where])
 
 
-def test_vllm_gets_images_of_grids_only() -> None:
-    assert [finding.error.where for finding in image_limits(rl(name="vllm"), "smolvlm")] == [
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_5", "gemma3", "gemma4"])
+def test_vllm_gets_images_of_compared_types_only(kind: str) -> None:
+    assert [finding.error.where for finding in image_limits(rl(name="vllm"), kind)] == [
         "actor_rollout_ref.rollout.name"
     ]
 
@@ -76,8 +79,19 @@ def test_each_setting_without_images_is_one_error(config: Any, where: str | None
 
 
 def test_models_with_other_vision_towers_are_models_of_text(tmp_path: Path) -> None:
-    settings = {"model_type": "gemma3", "vision_config": {}, "image_token_id": 5}
+    settings = {"model_type": "gemma3n", "vision_config": {}, "image_token_id": 5}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     tokenizer: Any = None
     assert not reads_images(settings)
     assert load_image_processor(tmp_path, tokenizer) is None
+
+
+@pytest.mark.parametrize("kind", ["llava", "paligemma", "qwen3_vl_moe"])
+def test_a_type_for_images_alone_is_refused_by_name(kind: str) -> None:
+    with raises(ModelError, kind, "gemma3", code="R86", where="model.path"):
+        refuse_unread({"model_type": kind})
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "gemma4", "mllama", "qwen3", "a type of one's own", None])
+def test_a_type_that_is_read_or_has_a_model_of_text_is_not(kind: str | None) -> None:
+    refuse_unread({"model_type": kind})
