@@ -596,6 +596,7 @@ class Episode:
                 call.turn += place
             self.segments[-1:-1] = child.segments
             self.log.turn_rewards[place:place] = child.log.turn_rewards
+            self.log.turn_roles[place:place] = child.log.turn_roles
             self.log.turn_times[place:place] = child.log.turn_times
             self.log.assistant_turns += child.log.assistant_turns
             self.log.calls += child.log.calls

@@ -236,6 +236,7 @@ class ToolAgent(ChatLoop):
 # they play through an HTTP endpoint, which no other loop needs
 AGENT_LOOPS.register_later("hone.agents.program.loop", "program")
 AGENT_LOOPS.register_later("hone.agents.program.verifiers_loop", "verifiers")
+AGENT_LOOPS.register_later("hone.agents.self_play", "self_play")
 
 
 @AGENT_LOOPS.register("single_turn", "single_turn_agent")
@@ -246,7 +247,6 @@ class SingleTurn(AgentLoop):
         await episode.generate()
 
 
-@AGENT_LOOPS.register("environment")
 class EnvironmentLoop(ChatLoop):
     """Loop of reset, turn, step, turn, ... until the environment is done.
 
@@ -258,10 +258,10 @@ class EnvironmentLoop(ChatLoop):
 
     async def play(self, episode: Episode) -> None:
         limit = self.context.multi_turn.tool_timeout
-        environment, seed = _environment_of_row(episode)
+        environment, seed = self.environment_of(episode)
         episode.on_finish(environment.close)
         episode.log.reward = 0.0  # all rewards are those of turns
-        _check_prompt(episode, valid_data(await episode.outside(environment.reset(seed), limit)))
+        check_prompt(episode, valid_data(await episode.outside(environment.reset(seed), limit)))
         while True:
             turn = await self.take_turn(episode, environment.tools)
             step = await episode.outside(environment.step(turn), limit)
@@ -274,21 +274,26 @@ class EnvironmentLoop(ChatLoop):
         episode.log.end = EpisodeEnd.DONE
         self.check_tokens(episode, environment.tools)
 
+    def environment_of(self, episode: Episode) -> tuple[Environment, int]:
+        """Return the environment that the row names, and its seed."""
+        spec: Any = episode.sample.extra_info.get("environment")
+        if not isinstance(spec, dict) or "name" not in spec:
+            raise DataError(
+                f"row {episode.sample.uid} has no extra_info.environment",
+                why="its loop plays the environment that this field names",
+                fix='add "environment": {"name": "guess_the_number", "seed": 1, "options": {}} to extra_info',
+                where="extra_info.environment",
+                code="R48",
+            )
+        pythons = self.context.agent.environment_python
+        return make_environment(spec["name"], spec.get("options") or {}, pythons), int(spec.get("seed") or 0)
 
-def _environment_of_row(episode: Episode) -> tuple[Environment, int]:
-    spec: Any = episode.sample.extra_info.get("environment")
-    if not isinstance(spec, dict) or "name" not in spec:
-        raise DataError(
-            f"row {episode.sample.uid} has no extra_info.environment",
-            why="the loop 'environment' plays the environment that this field names",
-            fix='add "environment": {"name": "guess_the_number", "seed": 1, "options": {}} to extra_info',
-            where="extra_info.environment",
-            code="R48",
-        )
-    return make_environment(spec["name"], spec.get("options") or {}), int(spec.get("seed") or 0)
+
+AGENT_LOOPS.register("environment")(EnvironmentLoop)
 
 
-def _check_prompt(episode: Episode, shown: list[Message]) -> None:
+def check_prompt(episode: Episode, shown: list[Message]) -> None:
+    """Raise DataError if the row's prompt differs from what its environment shows first."""
     row = episode.sample.messages or []
     if [(m["role"], m.get("content")) for m in row] != [(m["role"], m.get("content")) for m in shown]:
         raise DataError(
@@ -394,7 +399,8 @@ def tools_of(context: EpisodeContext) -> Callable[[Sample], Sequence[dict[str, A
         check_read(sample.messages, f"the prompt of row {sample.uid}", images=bool(sample.images))
         if issubclass(loop, EnvironmentLoop):
             spec = sample.extra_info.get("environment") or {}
-            return make_environment(spec["name"], spec.get("options") or {}).tools if "name" in spec else ()
+            options, pythons = spec.get("options") or {}, context.agent.environment_python
+            return make_environment(spec["name"], options, pythons).tools if "name" in spec else ()
         schemas = context.toolbox.schemas(sample.extra_info.get("tool_selection"))
         delegates = context.multi_turn.subagents and issubclass(loop, ToolAgent)
         return [*schemas, SCHEMA] if delegates else schemas

@@ -80,6 +80,7 @@ GROUPS = {
     "Data and rewards": {
         "data": Entry("data:app", "Make, check, convert and inspect datasets."),
         "reward": Entry("reward:app", "Try a reward on answers of known quality."),
+        "env": Entry("environments:app", "List the environments that answer a model's turns."),
     },
     "Look into a run": {
         "view": Entry("looking:view", "Look at runs in a browser: curves, answers, tokens, episodes."),

@@ -35,6 +35,10 @@ class BroadcastError(RuntimeError):
     """The process group could not be made, or a broadcast failed: a member died or is unreachable. Weights can go another way."""
 
 
+class PeersUnreachable(ProcessError):
+    """The process group of a pool could not be made: often the consequence of a member's death, which explains it better."""
+
+
 class WorkerLost(ProcessError):
     """A worker process died, or was killed because it hung; its models are lost.
 

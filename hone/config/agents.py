@@ -113,8 +113,8 @@ class AgentConfig:
     """The agent loop of episodes, their concurrency, and the handling of failed episodes."""
 
     default_agent_loop: str | None = named(None, "agent loop")
-    """Agent loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, program, verifiers, or
-    an import path (my_loops:MyLoop). null means program if agent.program is set, else the loop that the files of multi_turn need,
+    """Agent loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, self_play, program,
+    verifiers, or an import path (my_loops:MyLoop). null means program if agent.program is set, else the loop that the files of multi_turn need,
     else single_turn."""
     max_concurrent_episodes: int | None = number(None, low=1)
     """Most concurrent episodes per rollout worker; null plays a whole batch at once."""
@@ -127,3 +127,6 @@ class AgentConfig:
     """Settings of the loop `program`."""
     verifiers: VerifiersConfig = block(VerifiersConfig)
     """Settings of the loop `verifiers`."""
+    environment_python: dict[str, str] = field(default_factory=dict)
+    """Python of environments whose package has its own virtual environment, by name: {textarena: ~/ta/bin/python}. Others run with the
+    Python of this run. See `hone env list`."""

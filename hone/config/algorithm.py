@@ -124,3 +124,5 @@ class AlgorithmConfig:
     """Policy filtration."""
     rollout_correction: RolloutCorrectionConfig = block(RolloutCorrectionConfig)
     """Correction of the mismatch between engine and trainer."""
+    role_baseline_decay: float = number(0.95, low=0, high=1)
+    """Weight of the average so far in the moving average of a role's returns (rae)."""

@@ -81,6 +81,8 @@ class EpisodeLog:
     # start and end of the wait for each assistant turn, in seconds from the start of the episode; empty if
     # unknown
     turn_times: list[list[float]] = field(default_factory=list)
+    # role of the policy in each assistant turn, such as the seat of a game; empty if it has only one
+    turn_roles: list[str] = field(default_factory=list)
 
     @property
     def is_plain(self) -> bool:
@@ -101,6 +103,7 @@ class EpisodeLog:
             "user_turns": self.user_turns,
             "reward": self.reward,
             "turn_rewards": list(self.turn_rewards),
+            **({"turn_roles": list(self.turn_roles)} if self.turn_roles else {}),
             "facts": dict(self.facts),
             "tool_calls": [_call(call) for call in self.calls],
             "messages": self.messages,

@@ -136,7 +136,7 @@ def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Findings:
     if evidence.setting is not None and "interaction" in set(map(evidence.loops.name, rows)):
         assert evidence.setting.interactions
     yield from checks.tool_names(rows, known_tools)
-    yield from _environments(rows)
+    yield from _environments(rows, config.actor_rollout_ref.rollout.agent.environment_python)
     _check_noise(rows)
 
 
@@ -252,7 +252,7 @@ def _is_flat(prompt: Any) -> bool:
     return not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict))
 
 
-def _environments(rows: list[Row]) -> Findings:
+def _environments(rows: list[Row], pythons: Mapping[str, str]) -> Findings:
     """Yield the errors of environments named in rows that cannot be built."""
     from hone.agents.environments.base import make_environment
 
@@ -262,4 +262,4 @@ def _environments(rows: list[Row]) -> Findings:
         if not isinstance(spec, dict) or (key := repr((spec.get("name"), spec.get("options")))) in seen:
             continue
         seen.add(key)
-        yield from error_of(make_environment, str(spec.get("name")), spec.get("options") or {})
+        yield from error_of(make_environment, str(spec.get("name")), spec.get("options") or {}, pythons)

@@ -16,7 +16,7 @@ from hone.extras import install_command
 from hone.preflight.evidence import Evidence
 from hone.preflight.files import weights
 from hone.preflight.reading import read_model
-from hone.preflight.rules import Finding, Findings, error, error_of, rule, warning
+from hone.preflight.rules import Finding, Findings, Stage, error, error_of, rule, warning
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
@@ -188,6 +188,20 @@ def reward_components(config: RLConfig) -> Findings:
             f"use_kl_in_reward=true, but adv_estimator={algorithm.adv_estimator} reads only the reward components",
             why="the KL penalty would have no effect",
             fix=f"algorithm.use_kl_in_reward=false {ACTOR}.use_kl_loss=true",
+        )
+
+
+@rule("R62", Stage.FILES)
+def self_play_has_roles(config: RLConfig, evidence: Evidence) -> Findings:
+    """Games that the policy plays against itself are credited by role."""
+    rows = [row for row in evidence.train_rows if evidence.loops.name(row) == "self_play"]
+    if rows and "turn_baselines" not in RunSpec(config).estimator.needs:
+        yield error(
+            f"{len(rows)} rows use the agent loop self_play, but adv_estimator={config.algorithm.adv_estimator} has one return for "
+            "all seats of a game",
+            why="what one seat wins the other loses, so their sum teaches nothing",
+            fix="algorithm.adv_estimator=rae",
+            where="algorithm.adv_estimator",
         )
 
 

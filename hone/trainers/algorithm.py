@@ -1,8 +1,8 @@
 """The complete algorithm of RL training: the stages of a step, in order (``*`` marks optional ones).
 
     generate -> score -> greedy baseline* -> engines sleep* -> old log-probs* -> rollout correction* -> reference log-probs*
-             -> teachers* -> values* -> forked turns* -> KL in reward* -> advantages -> update critic* -> update actor
-             -> publish weights
+             -> teachers* -> values* -> forked turns* -> KL in reward* -> averages of roles* -> advantages -> update critic*
+             -> update actor -> publish weights
 
 Estimators, losses, rewards and engines come from registries: adding one never edits this file. Stages call roles and never touch a
 token. With ``trainer.runtime=local`` the roles are objects in this process and a batch holds its columns; with ``ray`` they are
@@ -239,6 +239,13 @@ class Algorithm:
                 when=config.algorithm.use_kl_in_reward,
             ),
             Stage(
+                "role_baselines",
+                self.role_baselines,
+                needs=("token_level_rewards",),
+                adds=("turn_baselines",),
+                when="turn_baselines" in self.estimator.needs,
+            ),
+            Stage(
                 "adv",
                 self.advantages,
                 needs=(*needed_columns(self.estimator), *taught),
@@ -436,6 +443,10 @@ class Algorithm:
         """Subtract the KL penalty from the token rewards, and adapt its coefficient."""
         return state.add(await self.work.kl_in_reward(state.batch))
 
+    async def role_baselines(self, state: StepState) -> StepState:
+        """Take the returns of roles into their moving averages, the baselines of the step."""
+        return state.add(await self.work.turn_baselines(state.batch))
+
     async def advantages(self, state: StepState) -> StepState:
         """Run the advantage estimator over the complete batch."""
         return state.add(await self.work.advantages(state.batch))
@@ -540,6 +551,8 @@ class Algorithm:
                 state = await self.reference_log_probs(state)
             if self.config.distillation.enable:
                 state = await self.teach(state)
+            if "turn_baselines" in self.estimator.needs:
+                state = await self.role_baselines(state)
             state = await self.advantages(state)
             await self.work.check_ids(state.batch)
             with state.metrics.timer("update_actor"):

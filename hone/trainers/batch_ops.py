@@ -1,7 +1,7 @@
 """Batch ops: the role that computes on tokens without a model, in the process that has the columns.
 
 With one process that is the current one; on a cluster it is one of the workers, and the driver sees only names and numbers. The role
-keeps the state between steps: the KL controller and the invariants.
+keeps the state between steps: the KL controller, the averages of roles and the invariants.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
+from hone.algorithms.advantages.roles import RoleBaselines
 from hone.cluster.any_batch import rows_of
 from hone.cluster.columns import TOKENS
 from hone.cluster.context import WorkerContext
@@ -53,7 +54,7 @@ from hone.rewards.manager import JudgedRewards, share_rewards, token_rewards
 from hone.rewards.score import Score
 from hone.rewards.target import no_verdict_metrics
 from hone.trainers.archiving import TRAINED
-from hone.trainers.estimates import estimate
+from hone.trainers.estimates import estimate, turn_baselines
 from hone.trainers.reporting import age_metrics, batch_metrics, prompt_text, score_values
 from hone.trainers.teacher_inputs import TeacherInputs, mixed_advantages, span_columns
 from hone.trainers.update_view import KEPT, correct, update_view
@@ -78,6 +79,7 @@ class BatchOps:
         )
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
+        self.role_baselines = RoleBaselines(config.algorithm.role_baseline_decay)
         dtype = dtype_on(context.device, config.actor_rollout_ref.actor.dtype)
         self.invariants = Invariants(
             dtype,
@@ -280,6 +282,14 @@ class BatchOps:
         """Return the column ``turn_values``: the value of each forked turn of a row's episode."""
         return Batch({"turn_values": values_by_row(len(batch), points, rewards)})
 
+    @dispatch(Split.ZERO, objects=True)
+    def turn_baselines(self, batch: Batch) -> Batch:
+        """Return the column ``turn_baselines``; see :func:`~hone.trainers.estimates.turn_baselines`."""
+        column = turn_baselines(batch, self.role_baselines)
+        for role, value in self.role_baselines.values.items():
+            self.metrics.add(f"critic/role_baseline/{role}", value)
+        return Batch({"turn_baselines": column})
+
     # checks ----------------------------------------------------------------------------------------------------------
 
     @dispatch(Split.ZERO)
@@ -428,6 +438,7 @@ class BatchOps:
             "kl_ctrl": self.kl_ctrl.state_dict(),
             "invariants": self.invariants.state_dict(),
             "published": self.published.state_dict(),
+            "role_baselines": self.role_baselines.values,
         }
 
     @dispatch(Split.ZERO)
@@ -436,6 +447,7 @@ class BatchOps:
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.invariants.load_state_dict(state["invariants"])
         self.published.load_state_dict(state["published"])
+        self.role_baselines.values = dict(state.get("role_baselines", {}))
 
 
 _Part = tuple[Batch, Sequence[str], Mapping[str, str]]
@@ -624,6 +636,9 @@ def _by_sequence(batch: Batch) -> list[dict[str, Any]]:
     if "turn_values" in batch:
         for row, values in zip(rows, batch.objects("turn_values"), strict=True):
             row["turn_values"] = values
+    if "turn_baselines" in batch:
+        for row, pairs in zip(rows, batch.objects("turn_baselines"), strict=True):
+            row["turn_baselines"] = pairs
     return rows
 
 

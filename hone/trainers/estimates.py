@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hone.algorithms import AdvantageEstimator
 from hone.algorithms.advantages.base import INPUTS
+from hone.algorithms.advantages.roles import RoleBaselines, role_returns
+from hone.algorithms.advantages.turn_level import Turns
 from hone.config.algorithm import AlgorithmConfig
 from hone.data.batch import Batch, Column
 from hone.data.ragged import Ragged
@@ -94,6 +96,7 @@ COLUMNS = {
     "turns": "response_mask",
     "turn_groups": "trajectory",
     "turn_values": "turn_values",
+    "turn_baselines": "turn_baselines",
 }
 """Inputs that an estimator may need, with the column of each."""
 
@@ -175,6 +178,25 @@ def turn_ids(mask: Tensor) -> Tensor:
     return ((is_sampled & ~before).cumsum(-1) - 1).clamp(min=0)
 
 
+def turn_baselines(batch: Batch, baselines: RoleBaselines) -> list[list[tuple[str, float]]]:
+    """Take the episodes of a batch into the averages, in order; return role and average of each turn of every row's episode.
+
+    An episode without roles has one, named after its data source.
+    """
+    joined = join_segments(batch, {"token_level_rewards", "response_mask", "trajectory"})
+    mask = joined.ragged("response_mask").to_padded()
+    turns = Turns.from_ids(turn_ids(mask), mask)
+    rewards = turns.sum(joined.ragged("token_level_rewards").to_padded()).tolist()
+    column: list[list[tuple[str, float]]] = [[] for _ in range(len(batch))]
+    for rows, trajectory, earned in zip(episode_rows(batch), joined.objects("trajectory"), rewards, strict=True):
+        log = trajectory.episode
+        roles = (log and log.turn_roles) or [trajectory.sample.data_source] * len(earned)
+        now = baselines.update(role_returns(earned, roles))
+        for row in rows:
+            column[row] = [(role, now[role]) for role in roles]
+    return column
+
+
 def turn_states(trajectory: Trajectory) -> list[tuple]:
     """Return a key of the state before each turn: the prompt, then also the environment's last tokens."""
     states, state, position = [], (trajectory.uid,), 0
@@ -195,6 +217,7 @@ def _input(name: str, batch: Batch, algorithm: AlgorithmConfig) -> Any:
         "reward_components": lambda: reward_components(batch.objects("score"), algorithm.gdpo_reward_keys),
         "turns": lambda: turn_ids(batch.ragged("response_mask").to_padded()),
         "turn_values": lambda: batch.objects("turn_values"),
+        "turn_baselines": lambda: batch.objects("turn_baselines"),
         "turn_groups": lambda: [turn_states(trajectory) for trajectory in batch.objects("trajectory")],
     }
     return inputs[name]() if name in inputs else batch.ragged(COLUMNS[name]).to_padded()

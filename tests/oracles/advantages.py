@@ -309,6 +309,18 @@ def turn_value_by_forks(
     return scatter(advantages, mask), scatter(returns, mask)
 
 
+def rae(rewards: Matrix, mask: Mask, *, turn_ids: Matrix, turn_baselines: list[list]) -> Answer:
+    advantages, returns = [], []
+    for row, turn_of, known in zip(
+        _turns(rewards, mask, turn_ids), compact(turn_ids, mask), turn_baselines, strict=True
+    ):
+        roles = [known[int(k)][0] for k in turn_of]
+        earned = [math.fsum(r for k, r in row.items() if known[k][0] == role) for role in roles]
+        advantages.append([e - known[int(k)][1] for e, k in zip(earned, turn_of, strict=True)])
+        returns.append(earned)
+    return scatter(advantages, mask), scatter(returns, mask)
+
+
 ESTIMATORS: dict[str, Callable[..., Answer]] = {
     "gae": gae,
     "gdpo": gdpo,
@@ -319,6 +331,7 @@ ESTIMATORS: dict[str, Callable[..., Answer]] = {
     "maxrl": maxrl,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
+    "rae": rae,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,

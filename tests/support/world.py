@@ -109,7 +109,8 @@ def rl_command(world: World, run: Path, preset: str, *overrides: str) -> list[st
 def metrics(run: Path, *, timing: bool = False) -> list[dict[str, Any]]:
     """The steps of metrics.jsonl, unless ``timing`` without those fields that measure time or memory."""
     rows: dict[int, dict[str, Any]] = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
+    written = (run / "metrics.jsonl").read_text()
+    for line in written[: written.rfind("\n") + 1].splitlines():  # a run that goes on may be writing the last one
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)  # a validation during training has a line of its own
     return [{name: value for name, value in row.items() if timing or not is_timing(name)} for row in rows.values()]

@@ -50,6 +50,8 @@ class Environment(ABC):
     """
 
     tools: tuple[dict[str, Any], ...] = ()
+    hosted = False
+    """True if it runs in another Python, whose path is its argument ``python``."""
 
     @abstractmethod
     async def reset(self, seed: int) -> list[Message]:
@@ -82,19 +84,30 @@ for _name, _class in (
     ("gymnasium", "Gymnasium"),
     ("reasoning_gym", "ReasoningGym"),
     ("openenv", "OpenEnv"),
+    ("tic_tac_toe", "TicTacToe"),
+    ("kuhn_poker", "KuhnPoker"),
 ):
     ENVIRONMENTS.register_later(f"hone.agents.environments.{_name}:{_class}", _name)
+ENVIRONMENTS.register_later("hone.agents.environments.hosted:TextArena", "textarena")
+ENVIRONMENTS.register_later("hone.agents.environments.hosted:Gem", "gem")
 
 
-def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
+def make_environment(name: str, options: Mapping[str, Any], pythons: Mapping[str, str] | None = None) -> Environment:
     """Return a new environment.
+
+    ``pythons`` has the Python of those that run in another one, by name. Options come from data, so they cannot name it.
 
     Raises:
         ConfigError: the name is unknown, or an option is invalid.
     """
     factory = ENVIRONMENTS.get(name)
+    arguments = {key: value for key, value in options.items() if value is not None}
     try:
-        return factory(**{key: value for key, value in options.items() if value is not None})
+        if getattr(factory, "hosted", False):
+            if "python" in arguments:
+                raise TypeError("the option 'python' is set by actor_rollout_ref.rollout.agent.environment_python")
+            arguments["python"] = (pythons or {}).get(name)
+        return factory(**arguments)
     except HoneError:
         raise
     except (TypeError, ValueError) as error:

@@ -122,14 +122,23 @@ class Bridge:
 
 def verifiers_bridge(python: str | None, where: str) -> Bridge:
     """Start the program that plays verifiers' environments; ``where`` is the key of the interpreter's path, for the error."""
+    why = "verifiers and its environments run in the Python environment where they are installed"
+    return start_bridge(Path(__file__).with_name("verifiers_bridge.py"), python, why, where)
+
+
+def start_bridge(program: Path, python: str | None, why: str, where: str) -> Bridge:
+    """Start a program with another Python, None for this one; ``where`` is the key of the interpreter's path, for the error.
+
+    Raises:
+        ConfigError: there is no such interpreter, ``why`` it is needed.
+    """
     interpreter = sys.executable if python is None else str(Path(python).expanduser())
-    program = Path(__file__).with_name("verifiers_bridge.py")
     try:
         return Bridge([interpreter, "-P", str(program)])  # -P: do not import from the program's folder
     except OSError as error:
         raise ConfigError(
             f"cannot start the Python interpreter {interpreter}: {error.strerror}",
-            why="verifiers and its environments run in the Python environment where they are installed",
+            why=why,
             fix=f"{where}=/path/to/venv/bin/python",
             where=where,
         ) from error

@@ -15,9 +15,10 @@ One file per idea::
     reinforce                 reinforce_plus_plus, reinforce_plus_plus_baseline, remax; gae, the critic's estimator;
                               optimal_token_baseline
     turn_level                conversations: credit by turn
+    roles                     rae: self-play, an average for each role
 """
 
-from hone.algorithms.advantages import group_relative, reinforce, turn_level
+from hone.algorithms.advantages import group_relative, reinforce, roles, turn_level
 from hone.algorithms.advantages.base import INPUTS, AdvantageEstimator, Groups, advantage_estimators, register_estimator
 from hone.algorithms.advantages.turn_level import Turns, turn_returns
 
@@ -30,6 +31,7 @@ __all__ = [
     "group_relative",
     "register_estimator",
     "reinforce",
+    "roles",
     "turn_level",
     "turn_returns",
 ]

@@ -54,14 +54,18 @@ def _prepared(argument: str, value: Any, mask: Tensor, dtype: torch.dtype) -> An
         return _row_scores(argument, value, mask, dtype)
     if argument == "reward_components":
         return {key: _row_scores(f"reward_components['{key}']", scores, mask, dtype) for key, scores in value.items()}
-    if argument == "turn_values":
+    if argument in ("turn_values", "turn_baselines"):
         if len(value) != len(mask):
+            what = (
+                "mapping from turn to value" if argument == "turn_values" else "sequence of pairs of role and baseline"
+            )
             raise ConfigError(
                 f"{argument} has {len(value)} rows for {len(mask)} sequences",
-                fix="pass one mapping from turn to value per row",
+                fix=f"pass one {what} per row",
                 where=argument,
             )
-        _finite(argument, torch.tensor([sum(row.values(), 0.0) for row in value], device=mask.device))
+        numbers = (row.values() if argument == "turn_values" else [baseline for _, baseline in row] for row in value)
+        _finite(argument, torch.tensor([sum(row, 0.0) for row in numbers], device=mask.device))
     return value
 
 
@@ -156,6 +160,11 @@ INPUTS: Mapping[str, tuple[str, str]] = {
         "values of turns, one mapping from turn to value per row; the trainer continues episodes from them when "
         "algorithm.adv_estimator=turn_value_by_forks",
     ),
+    "turn_baselines": (
+        "turn_baselines",
+        "role and baseline of each turn, one sequence of pairs per row; the trainer keeps an average of each role when "
+        "algorithm.adv_estimator=rae",
+    ),
 }
 """Inputs of estimators: name -> (keyword argument, the key or the part of the program that supplies it)."""
 
@@ -203,6 +212,7 @@ class AdvantageEstimator:
                     ``turn_ids``: ``[B, T]``, the turn of each token: 0, 1, ...
                     ``turn_group_ids``: one sequence per row; item k names the state before turn k.
                     ``turn_values``: one mapping per row, from turn to the expected reward of the response before it.
+                    ``turn_baselines``: one sequence per row; item k is the role and the baseline of turn k.
 
         Raises:
             ConfigError: a needed input is missing, has the wrong shape, or contains NaN or infinity; an option is unknown;

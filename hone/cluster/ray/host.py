@@ -23,11 +23,11 @@ import hone
 from hone.cluster.columns import decode, decode_named, encode_named, stored
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Collect, RemoteTensors, dispatched
+from hone.cluster.failures import PeersUnreachable
 from hone.cluster.remote_batch import LayerPart, Shard
 from hone.config.parallel_layout import Layout
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
-from hone.errors import ProcessError
 from hone.insight import activity
 from hone.models.kernels.cpu.memory import MemoryUse
 from hone.startup import quiet_imports
@@ -135,7 +135,7 @@ class WorkerHost:
                     join_ranks(device, store, place.rank, place.world)
                     meshes = build_meshes(place.layout, device.type)
                 except torch.distributed.DistNetworkError as error:
-                    raise ProcessError(
+                    raise PeersUnreachable(
                         f"{place.pool}[{place.rank}] cannot connect to the others at {place.meeting}: {str(error).splitlines()[0]}",
                         why="one of them was lost; or another process took the port, which was free a moment ago; or a firewall "
                         "separates the nodes",

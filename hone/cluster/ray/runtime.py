@@ -27,7 +27,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import Answer
-from hone.cluster.failures import is_broken_collective, is_out_of_memory, log_tail, out_of_memory, worker_lost
+from hone.cluster.failures import (
+    PeersUnreachable,
+    is_broken_collective,
+    is_out_of_memory,
+    log_tail,
+    out_of_memory,
+    worker_lost,
+)
 from hone.cluster.group import Arguments, WorkerGroup, WorkerRuntime
 from hone.cluster.plan import place
 from hone.cluster.ray.connection import Connection, capacity, connect
@@ -174,7 +181,7 @@ def may_be_echo(error: BaseException) -> bool:
     A rank that dies makes its peers fail too (their collective breaks, their inputs are lost), and those often report first.
     """
     cause = root(error)
-    return _is_lost(cause) or is_broken_collective(cause)
+    return isinstance(cause, PeersUnreachable) or _is_lost(cause) or is_broken_collective(cause)
 
 
 def root(error: BaseException) -> BaseException:
@@ -211,7 +218,7 @@ def _import_failed(name: str, cause: BaseException) -> ProcessError:
 def _rank(error: BaseException) -> int:
     """Return the order of root causes: the user's mistake, a death, any other exception, a consequence."""
     cause = root(error)
-    if isinstance(cause, HoneError):
+    if isinstance(cause, HoneError) and not isinstance(cause, PeersUnreachable):
         return 0
     if isinstance(cause, RayActorError):
         return 1

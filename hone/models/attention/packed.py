@@ -126,7 +126,7 @@ class PackedContext:
         inputs = [states.detach().requires_grad_() for states in inputs]
         sinks = inputs[3] if len(inputs) > 3 else None
         with torch.enable_grad():
-            output = self.attend(0, *inputs[:3], dataclasses.replace(scoring, sinks=sinks))
+            output = self.attend(0, inputs[0], inputs[1], inputs[2], dataclasses.replace(scoring, sinks=sinks))
         return list(torch.autograd.grad(output, inputs, incoming))
 
     def computes_in_blocks(self, query: Tensor, scoring: Scoring) -> bool:

@@ -36,6 +36,10 @@ BAD_CALL = {
 """A message whose call no parser reads."""
 
 
+KUHN = {"extra_info": {"environment": {"name": "kuhn_poker", "seed": 1}}}
+"""Columns of a row with a game."""
+
+
 PAIR_WITH_CALL = {
     "prompt": [{"role": "user", "content": "a"}],
     "chosen": [{**BAD_CALL, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
@@ -439,6 +443,13 @@ TURNS = [
         advice="tool_agent",
         repairs=lambda world: world.rows(at={4: {"agent_name": "tool_agent"}}),
         given=f"{TOOLS} {SHOWN}",
+    ),
+    Case(
+        "R62 methods.self_play_has_roles",
+        breaks=lambda world: world.rows(at={n: {"agent_name": "self_play", **KUHN} for n in range(10)}),
+        says=("10 rows", "adv_estimator=grpo"),
+        fix="algorithm.adv_estimator=rae",
+        given=f"{MULTI}.enable=true {MULTI}.max_assistant_turns=4 {SHOWN}",
     ),
 ]
 

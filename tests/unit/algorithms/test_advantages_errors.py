@@ -21,6 +21,7 @@ KEYS = {
     "reward_components": "algorithm.gdpo_reward_keys",
     "turn_ids": "agent loop that records turns",
     "turn_values": "algorithm.adv_estimator=turn_value_by_forks",
+    "turn_baselines": "algorithm.adv_estimator=rae",
 }
 
 
@@ -127,6 +128,16 @@ def test_wrong_components_weights_counts_and_turns() -> None:
     made.inputs["turn_ids"][row, 0] = -1
     with raises(ConfigError, "turn_ids", f"row {row}"):
         made.run(gigpo)
+    made.inputs["turn_baselines"] = [[]] * 8
+    with raises(ConfigError, "turn_ids", f"row {row}"):
+        made.run(advantage_estimators.get("rae"))
+    made = batch()
+    made.inputs["turn_baselines"] = [[]] * 8
+    with raises(ConfigError, "turn_baselines", "0 turns"):
+        made.run(advantage_estimators.get("rae"))
+    made.inputs["turn_baselines"] = [[]] * 7
+    with raises(ConfigError, "7 rows for 8"):
+        made.run(advantage_estimators.get("rae"))
     made = batch()
     made.inputs["turn_group_ids"] = [["x"]] * 8
     with raises(ConfigError, "turn_group_ids", "1 states"):

@@ -7,6 +7,7 @@ import torch
 
 from hone.cluster.failures import (
     OutOfMemory,
+    PeersUnreachable,
     is_out_of_memory,
     log_tail,
     memory_knob,
@@ -17,7 +18,7 @@ from hone.cluster.failures import (
 from hone.config import RLConfig, load_config
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS
 from hone.config.sft import SFTConfig
-from hone.errors import EXIT_FAILED
+from hone.errors import EXIT_FAILED, ProcessError
 from hone.insight import activity
 from hone.insight.activity import Record, Span
 
@@ -107,3 +108,14 @@ def test_the_end_of_a_log(tmp_path: Path):
     log.write_text("\n".join(f"line {k}" for k in range(100)) + "\n\n")
     assert log_tail(log, 3) == "line 97\nline 98\nline 99"
     assert log_tail(tmp_path / "none") == log_tail(None) == ""
+
+
+def test_a_death_explains_a_group_that_could_not_be_made() -> None:
+    from ray.exceptions import RayActorError
+
+    from hone.cluster.ray.runtime import _rank, may_be_echo
+
+    unreachable = PeersUnreachable("main[1] cannot connect to the others")
+    assert may_be_echo(unreachable)
+    assert _rank(RayActorError()) < _rank(unreachable)
+    assert _rank(ProcessError("another mistake")) < _rank(RayActorError())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from support.messages import raises
 
 from hone.algorithms import advantage_estimators
 from hone.algorithms.advantages.base import INPUTS
+from hone.algorithms.advantages.roles import RoleBaselines
 from hone.config.algorithm import AlgorithmConfig
 from hone.data.batch import Batch
+from hone.data.episode_log import EpisodeLog
 from hone.data.ragged import Ragged
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
@@ -25,6 +28,7 @@ from hone.trainers.estimates import (
     needed_columns,
     reward_components,
     suppliers,
+    turn_baselines,
     turn_ids,
     turn_states,
 )
@@ -67,6 +71,7 @@ def batch() -> Batch:
         sum_pi_squared=values.with_values(values.values.abs()),
         rollout_is_weights=values.with_values(values.values.abs() + 0.5),
         turn_values=[{1: 0.5}] * len(rows),
+        turn_baselines=[[("x", 0.5)] * 3] * len(rows),
         score=[
             Score(float(total), terms={"acc": float(total > 0.5), "form": 1.0 - row % 2})
             for row, total in enumerate(totals)
@@ -175,3 +180,42 @@ def test_a_custom_estimator_function(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with raises(ConfigError, "own_estimates:Thing"):
         advantage_estimators.get("own_estimates:Thing")
     assert isinstance(advantages, Ragged)
+
+
+def test_averages_of_roles_are_those_of_a_plain_loop() -> None:
+    """Games of two seats whose conversations are two rows, between episodes of one row without roles."""
+    draw = random.Random(3)
+    rows, rewards = [], []
+    for game in range(12):
+        sample = Sample(f"p{game}", [1, 2], None, "environment/x", "7")
+        sizes = [draw.randint(1, 3), draw.randint(1, 3)] if game % 3 else [draw.randint(1, 4)]
+        roles = [f"x/{seat}" for seat, size in enumerate(sizes) for _ in range(size)] if len(sizes) > 1 else []
+        log = EpisodeLog(turn_roles=roles, assistant_turns=sum(sizes))
+        for part, size in enumerate(sizes):
+            mask = [1, 1, 0] * (size - 1) + [1, 1]
+            ids, zeros = [5] * len(mask), [0.0] * len(mask)
+            rewards.append([draw.choice([-1.0, 0.5, 2.0]) * m for m in mask])
+            rows.append(
+                Trajectory(
+                    f"p{game}", 0, [1, 2], ids, mask, zeros, zeros, "", StopReason.STOP, sample, part=part, episode=log
+                )
+            )
+    batch = to_batch(rows)
+    batch = batch.with_columns(token_level_rewards=Ragged.from_rows(rewards, torch.float64))
+    averages = RoleBaselines(0.8)
+    column = turn_baselines(batch, averages)
+    advantages, returns = estimate(
+        advantage_estimators.get("rae"), batch.with_columns(turn_baselines=column), config(adv_estimator="rae")
+    )
+    values: dict[str, float] = {}
+    for game in range(12):
+        own = [n for n, t in enumerate(rows) if t.uid == f"p{game}"]
+        names = [f"x/{seat}" for seat in range(2)] if len(own) > 1 else ["environment/x"]
+        for name, n in zip(names, own, strict=True):
+            earned = sum(rewards[n])
+            values[name] = 0.8 * values.get(name, 0.0) + 0.2 * earned
+            mask = rows[n].response_mask
+            expected = [(earned - values[name]) * m for m in mask]
+            assert advantages.row(n).tolist() == pytest.approx(expected)
+            assert returns.row(n).tolist() == pytest.approx([earned * m for m in mask])
+    assert averages.values == pytest.approx(values) and set(values) == {"x/0", "x/1", "environment/x"}

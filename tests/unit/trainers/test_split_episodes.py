@@ -24,6 +24,7 @@ from hone.trainers.reporting import episode_sums, first_segments
 from hone.trainers.validation import evaluate_answers
 
 COLUMNS_OF_TOKENS = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+BY_ROW = ("score", "reward_baselines", "turn_values", "turn_baselines")
 NAMES = sorted({advantage_estimators.get(name).name for name in advantage_estimators.names()})
 
 
@@ -84,9 +85,8 @@ def both_ways(found, seed: int) -> tuple[Batch, Batch]:
                 score=score,
                 reward_baselines=torch.full((len(rows),), 0.5),
                 turn_values=[{1: named[t.uid, t.index] / 3} for t in rows],
-            ).select(
-                *(name for name in (*batch.names(), "score", "reward_baselines", "turn_values") if name != "trajectory")
-            )
+                turn_baselines=[[("even", 0.1), ("odd", named[t.uid, t.index])] * 20 for t in rows],
+            ).select(*(name for name in (*batch.names(), *BY_ROW) if name != "trajectory"))
         )
     return made[0], made[1]
 
@@ -153,12 +153,5 @@ def test_metrics_and_validation_count_an_episode_once() -> None:
 
 
 def test_columns_that_estimators_may_take_are_all_covered() -> None:
-    assert {COLUMNS[name] for name in COLUMNS} <= {
-        *COLUMNS_OF_TOKENS,
-        "uid",
-        "reward_baselines",
-        "score",
-        "response_mask",
-        "trajectory",
-        "turn_values",
-    }
+    known = {*COLUMNS_OF_TOKENS, *BY_ROW, "uid", "response_mask", "trajectory"}
+    assert {COLUMNS[name] for name in COLUMNS} <= known

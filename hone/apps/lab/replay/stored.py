@@ -125,6 +125,8 @@ def as_batch(records: Sequence[dict[str, Any]], folder: Path) -> Batch:
         columns["reward_baselines"] = torch.tensor([record["baseline"] for record in records], dtype=torch.float32)
     if all(record["turn_values"] is not None for record in records):
         columns["turn_values"] = [{int(turn): value for turn, value in r["turn_values"].items()} for r in records]
+    if all(record["turn_baselines"] is not None for record in records):
+        columns["turn_baselines"] = [record["turn_baselines"] for record in records]
     return to_batch([stored_trajectory(record, {}, folder) for record in records]).with_columns(
         **{name: column for name, column in columns.items() if column is not None}
     )
