@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from support.examples import examples
 from support.families import make_engine, serve, tiny_model
 from support.messages import raises
 from support.prefix_trees import tree_batch
+from transformers import PretrainedConfig
 
 from hone.agents.episode import TokenLedger
 from hone.data.ragged import Ragged
@@ -119,7 +119,7 @@ def test_a_router_that_takes_no_topk_is_refused() -> None:
 
     layers = torch.nn.ModuleList([torch.nn.ModuleDict({"router": OddTopKRouter(2, 1)})])
     model: Any = torch.nn.ModuleDict({"layers": layers})
-    model.config = SimpleNamespace(num_hidden_layers=1)
+    model.config = PretrainedConfig(num_hidden_layers=1)
     routers = expert_routers(model)
     assert routers is not None
     routers.count()
