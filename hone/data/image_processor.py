@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.chat import render_prompt
 from hone.data.images import ImageData, token_ids
 from hone.data.model_settings import read_settings
 from hone.errors import DataError, HoneError, ModelError
@@ -220,6 +219,8 @@ class Gemma3Processor(BlockProcessor):
         return self._with_lines(ids, super().pieces(ids, images, where), 2)
 
     def count_more(self, messages: list[dict[str, Any]], images: Sequence[ImageData]) -> int:
+        from hone.data.chat import render_prompt  # it reads rows, which an engine's environment cannot
+
         try:
             ids = render_prompt(self._tokenizer, messages)
         except HoneError:  # the check of templates reports it
