@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention.context import AttentionContext
 from hone.models.experts import expert_routers
-from hone.models.heads import output_weights
 from hone.models.images import decoder_inputs
 
 
@@ -79,9 +77,8 @@ class ModuleForward:
             return self._run(self._causal, ids, context).logits
         # Gemma 4 takes a sampled mark of an image for padding; its decoder of text does not
         states = self._run(self._decoder, ids, context).last_hidden_state
-        output = output_weights(self._causal)
-        logits = F.linear(states, output["weight"], output["bias"])
-        cap = output["softcap"]
+        logits = self._causal.get_output_embeddings()(states)  # type: ignore[operator]
+        cap = self._decoder.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _run(self, module: Any, ids: Tensor, context: AttentionContext) -> Any:
