@@ -67,7 +67,9 @@ def bypassed_linears(model: nn.Module) -> list[str]:
         kind = getattr(module, "_hone_kind", type(module))
         if _parameter(kind) is not None:
             read = set(re.findall(r"self\.(\w+)\.weight\b", inspect.getsource(kind.forward)))
-            names += [f"{name}.{child}" for child in sorted(read) if isinstance(getattr(module, child), nn.Linear)]
+            names += [
+                f"{name}.{child}" for child in sorted(read) if isinstance(getattr(module, child, None), nn.Linear)
+            ]
     return names
 
 

@@ -27,7 +27,7 @@ _LEFT_TO_RIGHT = "a policy generates from left to right"
 _NEEDED = {
     "indexed_attention": "its indexer would have to choose keys within each packed sequence, and its own keys would need a cache",
     "chunked_attention": "every kernel and the cache would have to end a token's view at the beginning of its chunk of positions",
-    "heavily_compressed_attention": "the keys that stand for many tokens would need a cache that is shortened, shared and kept for turns",
+    "heavily_compressed_attention": "its compressed keys would need a cache that can be shortened, shared and kept for turns",
 }
 """Kinds of layers that are refused, with what they would need."""
 _SILENT = ("jamba", "nemotron", "stablelm")

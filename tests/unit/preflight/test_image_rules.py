@@ -94,4 +94,5 @@ def test_a_type_for_images_alone_is_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe", "gemma4", "mllama", "qwen3", "a type of one's own", None])
 def test_a_type_that_is_read_or_has_a_model_of_text_is_not(kind: str | None) -> None:
-    refuse_unread({"model_type": kind})
+    settings = {"model_type": kind}
+    assert refuse_unread(settings) is None and settings == {"model_type": kind}
