@@ -420,6 +420,12 @@ def show(
             "--derived", help="facts derived from the keys: roles, pools, source of old log-probs, each with a reason"
         ),
     ] = False,
+    diagram: Annotated[
+        Path | None,
+        typer.Option(
+            help="draw a training step of this run: an .svg picture, or a Mermaid flowchart (.mmd; - prints it)"
+        ),
+    ] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -427,9 +433,12 @@ def show(
     from hone.user_code import admit
 
     config, provenance = configured(TREES[kind.value], overrides, preset, config_path, config_name)
+    if trust and (derived or diagram):
+        admit(None)
+    if diagram is not None:
+        _draw(config, diagram)
+        return
     if derived:
-        if trust:
-            admit(None)
         _show_derived(config, as_json=as_json)
         return
     if not why and not changed:
@@ -447,6 +456,25 @@ def show(
     width = max((len(f"{path}={yaml_value(value)}") for path, (value, _) in rows.items()), default=0)
     for path, (value, source) in rows.items():
         typer.echo(f"{f'{path}={yaml_value(value)}':<{min(width, 70)}}  # {source}")
+
+
+def _draw(config: Any, file: Path) -> None:
+    from hone.apps.lab.diagram import mermaid, svg
+    from hone.config.tree import RLConfig
+    from hone.trainers.algorithm import Algorithm
+    from hone.trainers.stages import data_flow
+
+    if not isinstance(config, RLConfig) or file.suffix not in ("", ".mmd", ".svg"):
+        what = f"'{file}' is neither .svg nor .mmd" if isinstance(config, RLConfig) else "only hone train has stages"
+        raise ConfigError(what, where="--diagram", fix="hone config show --diagram step.svg, with keys of hone train")
+    flow = data_flow(config, Algorithm.planned(config))
+    text = svg(flow) if file.suffix == ".svg" else mermaid(flow)
+    if str(file) == "-":
+        typer.echo(text, nl=False)
+        return
+    with disk_errors(file):
+        file.write_text(text, encoding="utf-8")
+    typer.echo(f"{file}: {len(flow['stages'])} stages, {flow['sequences']:,} sequences a step")
 
 
 def _show_derived(config: Any, *, as_json: bool) -> None:

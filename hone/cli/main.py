@@ -92,6 +92,7 @@ GROUPS = {
     },
     "Repeat a step or an episode": {
         "replay": Entry("stored:replay", "Run a stored step again, from any of its stages, and compare."),
+        "trace": Entry("stored:trace", "Follow one prompt of a stored step, from its tokens to the loss."),
         "what-if": Entry("stored:what_if", "Compute a stored step again with other methods, and compare."),
         "oracle": Entry("stored:oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
         "episode": Entry("stored:app", "Continue a recorded episode from any of its turns."),

@@ -156,6 +156,10 @@ def train(
         typer.echo(describe(shown, config))
         for finding in pilot_findings(shown, config):
             typer.echo(f"{finding.severity} {finding.error.render()}")
+    if dry_run:
+        from hone.trainers.algorithm import Algorithm
+
+        typer.echo("stages: " + " > ".join(stage.name for stage in Algorithm.planned(config) if stage.when))
     if dry_run or pilot:
         return
     from hone.trainers.rl import train

@@ -9,11 +9,13 @@ import typer
 
 from hone.apps.lab.compare import find_run
 from hone.cli.options import RUNS, Json, Root, RunName, Trust, new_group
-from hone.cli.output import new_console, new_table, print_json
+from hone.cli.output import new_console, new_table, print_json, print_plain
+from hone.errors import HoneError
 from hone.insight.run_files import disk_errors
 
 if TYPE_CHECKING:
     from hone.apps.lab.forks import ForkedEpisode
+    from hone.apps.lab.replay.trace import PromptTrace
     from hone.apps.lab.replay.what_if import WhatIf
 
 
@@ -113,6 +115,87 @@ turned: sequences whose advantage has the other sign
 clipped: tokens with an advantage that the loss does not move
 effective: tokens that carry the gradient, as a share of those in the loss (1 if all weigh the same)
 cosine: with the run, of the derivatives by log-probs; direction: of the gradients by the weights"""
+
+
+def trace(
+    run: RunName,
+    step: Annotated[int, typer.Option("--step", help="step with all its samples in rollouts/", min=1)] = 1,
+    prompt: Annotated[
+        str | None, typer.Option(help="uid of the prompt; by default the first whose answers have different rewards")
+    ] = None,
+    answer: Annotated[
+        int | None, typer.Option(help="number of the answer shown by token; by default the one with the largest share")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="say what each stage does")] = False,
+    root: Root = RUNS,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Follow one prompt of a stored step from its tokens to the loss: what each stage made of it, and each token's part.
+
+    Example: hone trace demo --step 10 --explain
+    """
+    from hone.apps.lab.replay.stored import load_step
+    from hone.apps.lab.replay.trace import trace
+
+    traced = trace(load_step(find_run(run, root).path, step), prompt)
+    if as_json:
+        print_json(traced.as_json())
+    else:
+        _print_trace(traced, answer, explain=explain)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    """Return rows as lines: every column but the last is right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows)
+
+
+def _print_trace(traced: PromptTrace, answer: int | None, *, explain: bool) -> None:
+    console = new_console()
+    by_number = {sequence.index: sequence for sequence in traced.sequences}
+    if answer is not None and answer not in by_number:
+        raise HoneError(
+            f"the prompt has no answer {answer}",
+            where="--answer",
+            fix=f"one of {', '.join(map(str, sorted(by_number)))}",
+            code="E-runs",
+        )
+    shown = max(traced.sequences, key=lambda one: one.share) if answer is None else by_number[answer]
+    print_plain(console, f"step {traced.step}, prompt {traced.uid}: {traced.prompt_tokens} tokens")
+    print_plain(console, traced.prompt.strip() + "\n")
+    width = max(len(stage.name) for stage in traced.stages)
+    for stage in traced.stages:
+        print_plain(console, f"{stage.name:<{width}}  {stage.says}".rstrip())
+        if explain and stage.about:
+            print_plain(console, f"{'':<{width}}  {stage.about}", style="dim")
+    rows = [("answer", "tokens", "score", "advantage", "new/old", "gradient", "text")]
+    for one in traced.sequences:
+        ratio = "" if one.ratio is None else f"{one.ratio[0]:.3f}..{one.ratio[1]:.3f}"
+        numbers = (f"{len(one.tokens)}", f"{one.score:.4g}", f"{one.advantage:.4g}", ratio, f"{one.share:.2%}")
+        rows.append((f"{one.index}", *numbers, " ".join(one.text.split())[:60]))
+    print_plain(console, "\n" + _aligned(rows))
+    print_plain(console, f"\nanswer {shown.index} by token; loss of the step's mini-batches: {traced.loss:.4g}")
+    names = [name for name in shown.tokens[0] if name != "text"] if shown.tokens else []
+    rows = [(*(_SHORT.get(name, name) for name in names), "token")]
+    rows += [(*(f"{token[name]:.4g}" for name in names), repr(token["text"])[1:-1]) for token in shown.tokens]
+    print_plain(console, _aligned(rows))
+    print_plain(console, _TRACE_LEGEND)
+
+
+_SHORT = {
+    "rollout_log_probs": "engine",
+    "old_log_probs": "old",
+    "ref_log_probs": "ref",
+    "values": "value",
+    "token_level_rewards": "reward",
+    "advantages": "advantage",
+    "ratio": "new/old",
+}
+_TRACE_LEGEND = """gradient: share of the step's gradient by log-probs
+mask: 1 on tokens that the policy sampled; engine, old, ref: log-probs of the engine, of the trainer before the update, of the reference
+new/old: probability of the token in the last update that saw it, over that before the update
+derivative: of the loss by the token's log-prob, at the weights before the step; below 0 makes the token likelier"""
 
 
 def oracle(

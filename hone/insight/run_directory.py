@@ -206,6 +206,7 @@ class RunDirectory:
         last_step: int | None = None,
         rewards: Mapping[str, str] | None = None,
         agent_contract: Mapping[str, str] | None = None,
+        flow: Mapping[str, Any] | None = None,
     ) -> None:
         """Write ``config.yaml`` and ``run.json`` with status ``running``. A resumed run keeps its first start time.
 
@@ -213,6 +214,7 @@ class RunDirectory:
             last_step: step of the checkpoint that a resumed run continues, None for a fresh run.
             rewards: sources of the scores, with a hash of their code. A change since the start of the run gives a warning.
             agent_contract: version and hashes of what the policy expects as an agent; None or empty for single turns.
+            flow: data flow of a step (:func:`hone.trainers.stages.data_flow`); None or empty without stages.
         """
         tree = read_yaml(config_yaml)
         hidden = redact_tree(tree)
@@ -245,6 +247,7 @@ class RunDirectory:
                 "rewards": dict(rewards or {}),
                 "data": data,
                 "agent_contract": dict(agent_contract or {}),
+                "flow": dict(flow or {}),
                 "plan": before.get("plan", []) if ours else [],
                 "downloads": before.get("downloads", {}) if ours else {},
                 "memory": earlier.get("memory", {}),

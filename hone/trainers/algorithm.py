@@ -15,7 +15,8 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -211,31 +212,56 @@ class Algorithm:
         kl = ("ref_log_probs",) if config.actor_rollout_ref.actor.use_kl_loss else ()
         before_update, from_update, after_update = self._old_log_prob_stages(learn_policy=learn_policy)
         taught = ("teacher",) if config.distillation.enable else ()
+        judge = "reward_model" if config.reward.reward_model.enable else "work"
         return [
-            Stage("gen", self.generate, adds=SAMPLED),
-            Stage("reward", self.score, needs=("response_ids",), adds=SCORED),
+            Stage("gen", self.generate, adds=SAMPLED, role="rollout"),
+            Stage("reward", self.score, needs=("response_ids",), adds=SCORED, role=judge),
             Stage(
                 "gen_max",
                 self.greedy_baseline,
                 adds=("reward_baselines",),
                 when="greedy_baseline" in self.estimator.needs,
+                role="rollout",
             ),
-            Stage("sleep", self.free_engines, when=self.weight_sync.sleeps),
+            Stage("sleep", self.free_engines, when=self.weight_sync.sleeps, role="rollout"),
             *before_update,
-            Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
-            Stage("teacher", self.teach, needs=("response_ids",), adds=("teacher",), when=config.distillation.enable),
-            Stage("values", self.values, adds=("values",), when=self.critic is not None),
+            Stage(
+                "ref",
+                self.reference_log_probs,
+                needs=("response_ids",),
+                adds=("ref_log_probs",),
+                when=self.reference is not None,
+                role="reference",
+            ),
+            Stage(
+                "teacher",
+                self.teach,
+                needs=("response_ids",),
+                adds=("teacher",),
+                when=config.distillation.enable,
+                role="teacher",
+            ),
+            Stage(
+                "values",
+                self.values,
+                needs=("response_ids",),
+                adds=("values",),
+                when=self.critic is not None,
+                role="critic",
+            ),
             Stage(
                 "fork",
                 self.fork_turns,
                 needs=("score", "old_log_probs"),
                 adds=("turn_values",),
                 when=self.forks is not None,
+                role="rollout",
             ),
             Stage(
                 "kl_in_reward",
                 self.kl_in_reward,
-                needs=("old_log_probs", "ref_log_probs"),
+                needs=("token_level_scores", "old_log_probs", "ref_log_probs"),
+                adds=("token_level_rewards",),
                 when=config.algorithm.use_kl_in_reward,
             ),
             Stage(
@@ -255,19 +281,37 @@ class Algorithm:
             Stage(
                 "update_critic",
                 self.update_critic,
-                needs=("values", "returns"),
+                needs=("response_ids", "values", "returns"),
                 when=self.critic is not None,
+                role="critic",
             ),
             Stage(
                 "update_actor",
                 self.update_actor,
-                needs=("advantages", *kl, *(() if from_update else ("old_log_probs",))),
+                needs=("response_ids", "advantages", *kl, *(() if from_update else ("old_log_probs",))),
                 adds=("old_log_probs",) if from_update else (),
                 when=learn_policy,
+                role="actor",
             ),
             *after_update,
-            Stage("update_weights", self.publish),
+            Stage("update_weights", self.publish, role="actor"),
         ]
+
+    @classmethod
+    def planned(cls, config: RLConfig) -> list[Stage]:
+        """Return the stages of the first step of a run that is not built: to be read, not run.
+
+        Whether engines sleep is that of ``free_cache_engine``; without the key a run asks its device.
+        """
+        run, spec = cls.__new__(cls), RunSpec(config)
+        roles = {role.name: cast("Any", role) for role in spec.roles}
+        run.config, run.spec, run.step = config, spec, 1
+        run.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        run.reference, run.critic = roles.get("reference"), roles.get("critic")
+        run.forks = cast("Any", spec) if "turn_values" in run.estimator.needs else None
+        sleeps = spec.engines_take_turns and bool(config.actor_rollout_ref.rollout.free_cache_engine)
+        run.weight_sync = cast("Any", SimpleNamespace(sleeps=sleeps))
+        return run.stages()
 
     def _learns_policy(self, step: int) -> bool:
         return self.critic is None or not 0 < step <= self.config.trainer.critic_warmup
@@ -286,6 +330,7 @@ class Algorithm:
             adds=("old_log_probs", *(("sum_pi_squared",) if self.spec.sum_pi_squared else ())),
             when=source is OldLogProbs.OWN_PASS,
             switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
+            role="actor",
         )
         correct = Stage("rollout_corr", self.correct, needs=("old_log_probs",))
         if source is OldLogProbs.OWN_PASS:
@@ -531,9 +576,9 @@ class Algorithm:
         """Return the stages of a step whose groups are trained on as they finish, while the same weights generate the others."""
         computed = ("advantages", "returns", "old_log_probs")
         return [
-            Stage("stream", self.stream, adds=(*SAMPLED, *SCORED, *computed)),
+            Stage("stream", self.stream, adds=(*SAMPLED, *SCORED, *computed), role="rollout"),
             Stage("rollout_corr", self.correct, needs=("old_log_probs",)),
-            Stage("update_weights", self.publish),
+            Stage("update_weights", self.publish, role="actor"),
         ]
 
     async def stream(self, state: StepState) -> StepState:

@@ -50,7 +50,7 @@ from hone.trainers.inputs import (
     training_sampling,
 )
 from hone.trainers.session import RunSession, session_steps
-from hone.trainers.stages import StepState, check_stages, run_stages
+from hone.trainers.stages import StepState, check_stages, data_flow, run_stages
 from hone.trainers.step_metrics import memory_metrics, overhead_metrics
 from hone.trainers.validator import ValidationTask, Validator
 
@@ -171,7 +171,9 @@ class RLTrainer(Algorithm):
         self_scored_sources = self_scored(config, tokenizer, dataset, self.validator.dataset)
         self.session.rewards = self.work.check_rewards(sources, self_scored_sources).result()
         self.session.agent_contract = run_contract(config, tokenizer)
-        check_stages(self.stages())
+        stages = self.stages()
+        check_stages(stages)
+        self.session.flow = data_flow(config, stages)
         self._lacks_validation = False  # the validation of this step was cut short, or had not ended at its checkpoint
         if resume is not None:
             with resume.loading_state() as state:

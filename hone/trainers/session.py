@@ -80,6 +80,7 @@ class RunSession:
     Attributes:
         rewards: scorers with a hash of their code, for run.json; set before the run starts.
         agent_contract: version and hashes of what the policy expects as an agent, for run.json; set before the run starts.
+        flow: data flow of a step, for run.json and the viewer's diagram; set before the run starts, where the run has stages.
 
     Raises:
         HoneError: somebody stopped the run (`hone stop`), another process trains in the directory, or the checkpoint to resume from
@@ -105,6 +106,7 @@ class RunSession:
         self.total_steps = 0
         self.rewards: dict[str, str] = {}
         self.agent_contract: dict[str, str] = {}
+        self.flow: dict[str, Any] = {}
         settings = dict(flatten(written_tree(config)))
         self.detectors = Watch(self.directory, settings, ignore=config.insight.ignore, stop_on=config.insight.stop_on)
         if self.resumed_from is not None and DETECTORS_STATE in self.resumed_from.state:
@@ -173,6 +175,7 @@ class RunSession:
             last_step=last_step,
             rewards=self.rewards,
             agent_contract=self.agent_contract,
+            flow=self.flow,
         )
         remember(self.directory.path / CONFIG, self.config)
         self.directory.rewind(-1 if last_step is None else last_step)

@@ -1,12 +1,15 @@
-"""Training step as a list of stages, each callable separately, timed, and skipped explicitly."""
+"""Training step as a list of stages, each callable separately, timed, and skipped explicitly; and its data flow, to be drawn."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.config.derived import RunSpec
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight import activity
@@ -51,6 +54,7 @@ class Stage:
 
     Attributes:
         when: True if the algorithm needs the stage; otherwise it is not run.
+        role: role of the run that computes it.
         supplied_by: settings that supply a missing column, for the error message.
         switch: setting that activates the stage.
     """
@@ -62,6 +66,7 @@ class Stage:
     when: bool = True
     supplied_by: str = ""
     switch: str = ""
+    role: str = "work"
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
@@ -103,3 +108,36 @@ async def run_stages(stages: Sequence[Stage], state: StepState) -> StepState:
             )
         state = result
     return state
+
+
+TOKEN_BYTES = {"response_ids": 8, "response_mask": 8} | dict.fromkeys(
+    (
+        *("rollout_log_probs", "old_log_probs", "ref_log_probs", "sum_pi_squared", "values"),
+        *("token_level_scores", "token_level_rewards", "advantages", "returns"),
+    ),
+    4,
+)
+"""Bytes per response token of each column that has one value per token."""
+
+
+def data_flow(config: RLConfig, stages: Sequence[Stage]) -> dict[str, Any]:
+    """Return what a step of a run computes where, for ``run.json`` and diagrams.
+
+    ``sequences`` and ``tokens`` of a step (at most), ``pools`` with their processes and roles, the active ``stages`` with the columns
+    that each needs and adds, and ``bytes`` of the columns (at most).
+    """
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    tokens, active = sequences * config.data.max_response_length, [stage for stage in stages if stage.when]
+    columns = {name for stage in active for name in stage.adds}
+    return {
+        "sequences": sequences,
+        "tokens": tokens,
+        "pools": [
+            {"name": pool.name, "processes": pool.world, "roles": list(pool.roles)} for pool in RunSpec(config).pools
+        ],
+        "stages": [
+            {"name": stage.name, "role": stage.role, "needs": list(stage.needs), "adds": list(stage.adds)}
+            for stage in active
+        ],
+        "bytes": {name: tokens * size for name, size in TOKEN_BYTES.items() if name in columns},
+    }

@@ -27,7 +27,8 @@ The command line and the files follow [Hydra](https://hydra.cc): quote lists for
 other files in a `defaults:` list (`- /presets/rl/grpo@_global_`). An unknown key is an error.
 
 `hone config show` prints the configuration that a run would have (`--why`: where each value comes from; `--derived`: the roles, pools,
-source of old log-probs and other facts that follow from it, with the reasons), `hone config explain KEY` describes a key, also by an older name or by words (`explain "batch size"`; `hone explain` also knows terms, metrics and codes), `hone config check` runs every
+source of old log-probs and other facts that follow from it, with the reasons; `--diagram step.svg`: a picture of a training step, with its
+stages, roles and columns), `hone config explain KEY` describes a key, also by an older name or by words (`explain "batch size"`; `hone explain` also knows terms, metrics and codes), `hone config check` runs every
 check that a run makes before it starts, `hone config diff A B` compares two files, runs or presets, `hone config schema`
 prints a JSON schema for editors, and `hone config presets` lists the presets.
 

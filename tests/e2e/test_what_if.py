@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from support.launch import hone
 from support.world import World, rl_command
 
 from hone.apps.lab.replay.stored import WeightGradients, load_step
+from hone.apps.lab.replay.trace import trace
 from hone.apps.lab.replay.what_if import recompute, what_if
 from hone.apps.lab.viewer.tokens import loss_factors
 from hone.config.trust import run_config
 from hone.insight.archive.read import open_archive
 from hone.insight.run_files import read_metrics
+from hone.trainers.algorithm import Algorithm
 
 STEPS = ("trainer.total_training_steps=2", "trainer.rollout_dump_freq=1", "trainer.test_freq=0", "trainer.save_freq=1")
 ONE_UPDATE = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
@@ -113,3 +116,54 @@ def test_the_viewer_shows_the_chain_of_each_token(plain: Path) -> None:
             assert (factors["share"]["why"][token] is None) == (share > 0)
             total += share
     assert total == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/stored.py", "hone/trainers")
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_a_trace_has_the_numbers_of_the_step(world: World, plain: Path, tmp_path: Path, mode: str) -> None:
+    """At the first update every ratio is 1: a token's derivative is that of the KL less its advantage, times its weight in the mean."""
+    run = plain
+    if mode != "token-mean":
+        run = trained(world, tmp_path / "run", f"actor_rollout_ref.actor.loss_agg_mode={mode}")
+    stored = load_step(run, 2)
+    actor = stored.config.actor_rollout_ref.actor
+    assert actor.use_kl_loss and actor.kl_loss_type == "low_var_kl"
+    uids = list(dict.fromkeys(stored.batch.uids))
+    traces = {uid: trace(stored, uid) for uid in uids}
+    assert sum(one.share for traced in traces.values() for one in traced.sequences) == pytest.approx(1, abs=1e-5)
+    sampled = int(stored.batch.ragged("response_mask").values.sum())
+    records = {(record["uid"], record["index"]): record for record in open_archive(run).records(2)}
+    for uid, traced in traces.items():
+        for one in traced.sequences:
+            record = records[uid, one.index]
+            assert one.score == record["score"] and one.text == record["text"]
+            own = sum(record["response_mask"])
+            weight = 1 / sampled if mode == "token-mean" else 1 / len(stored.batch) / own
+            for place, token in enumerate(one.tokens):
+                kl = actor.kl_loss_coef * (1 - math.exp(token["ref_log_probs"] - token["old_log_probs"]))
+                derivative = (kl - record["advantages"][place]) * record["response_mask"][place] * weight
+                assert token["derivative"] == pytest.approx(derivative, rel=1e-4, abs=1e-9)
+                assert token["old_log_probs"] == record["old_log_probs"][place]
+    metrics = next(row for row in read_metrics(run) if row["step"] == 2)
+    timed = {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")}
+    recorded = json.loads((run / "run.json").read_text(encoding="utf-8"))["flow"]
+    names = [stage["name"] for stage in recorded["stages"]]
+    assert names == [stage.name for stage in traces[uids[0]].stages] and set(names) <= timed
+    assert {stage.name for stage in Algorithm.planned(stored.config) if not stage.when}.isdisjoint(timed)
+    for column, most in recorded["bytes"].items():
+        values = stored.batch.ragged(column).values if column in stored.batch else None
+        assert values is None or values.nbytes <= most
+
+
+@pytest.mark.slow
+@pytest.mark.application("hone/apps/lab/replay", "hone/cli/stored.py", "hone/trainers")
+def test_the_commands_of_a_trace(plain: Path, tmp_path: Path) -> None:
+    shown = hone("trace", plain, "--step", "1", "--explain", log=tmp_path / "log")
+    assert shown.code == 0, shown.output
+    read = hone("trace", plain, "--step", "1", "--json", log=tmp_path / "log")
+    traced = json.loads(read.output[read.output.index("{") :])
+    assert len(traced["sequences"]) > 1 and traced["uid"] in shown.output
+    assert all(stage["about"] for stage in traced["stages"])
+    for wrong in (["--prompt", "none"], ["--answer", "99"], ["--step", "9"]):
+        assert hone("trace", plain, *wrong, log=tmp_path / "log").code == 2

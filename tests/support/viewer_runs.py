@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from hone.config import load_config
+from hone.config.tree import RLConfig
 from hone.insight.archive.write import to_table, write_step, write_vocabulary
 from hone.insight.coverage import CoverageLedger
 from hone.insight.run_directory import RunDirectory
+from hone.trainers.algorithm import Algorithm
+from hone.trainers.stages import data_flow
 
 PIECES = re.compile(r" ?[A-Za-z]+| ?\d|\n+|<[^<>]{1,40}>| ?[^\w\s]|\s")
 NAMES = ("Maya", "Omar", "Lucy", "Ines", "Theo", "Noor", "Sam", "Ravi")
@@ -281,7 +285,8 @@ def write_run(
     """
     run = RunDirectory(folder)
     command = ["hone", "train", "--preset=grpo", "actor_rollout_ref.actor.optim.lr=3e-4", "trainer.seed=1"]
-    run.start(seed=seed, config_yaml=CONFIG, command=command)
+    config = load_config(RLConfig, ["algorithm.adv_estimator=grpo"])
+    run.start(seed=seed, config_yaml=CONFIG, command=command, flow=data_flow(config, Algorithm.planned(config)))
     writer, vocabulary, ledger = Writer(seed, agents), Vocabulary(), CoverageLedger(run.coverage)
     for step in range(1, steps + 1):
         append_step(run, writer, vocabulary, ledger, step, steps, groups, n, prompts)

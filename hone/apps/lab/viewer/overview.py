@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.apps.lab.compare import headline_metrics
+from hone.apps.lab.diagram import svg
 from hone.apps.lab.profile import nested_lanes
 from hone.apps.lab.viewer.run import ViewedRun, number, numbers, plain
 from hone.apps.lab.viewer.tokens import prepare
@@ -123,7 +125,7 @@ def rescore(run: ViewedRun, reward: str, named: Mapping[str, RewardConfig]) -> d
     return plain({**counts, **comparison.shares(), "changed": len(comparison.differences), "differences": differences})
 
 
-_SLOW = ("pid", "plan", "downloads", "agent_contract")
+_SLOW = ("pid", "plan", "downloads", "agent_contract", "flow")
 """Entries of ``run.json`` that the page does not show as facts."""
 
 
@@ -151,7 +153,16 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "seconds": number(read.seconds) if read.seconds is not None else None,
         "record": plain({name: value for name, value in read.record.items() if name not in _SLOW}),
         "ledger": ledger(run.path),
+        "flow": picture(read.record.get("flow")),
     }
+
+
+def picture(flow: Any) -> str:
+    """Return the diagram of a step as an address with its data; empty for a record without one, or with one that is damaged."""
+    try:
+        return "data:image/svg+xml;base64," + base64.b64encode(svg(flow).encode()).decode() if flow else ""
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ""
 
 
 def summary(run: ViewedRun) -> dict[str, Any]:

@@ -16,7 +16,7 @@ export function RunPage({ route, state, theme }) {
   if (!overview.data) return null;
   const { record } = overview.data;
   const choose = (name) => go(link(route.run, "run", [], { tab: name }), true);
-  const tabs = [["curves", "Curves"], ["time", "Time"], ["ledger", "Prompts' fates"], ["config", "Config"], ["environment", "Environment"]];
+  const tabs = [["curves", "Curves"], ["time", "Time"], ["ledger", "Prompts' fates"], ...(overview.data.flow ? [["flow", "Data flow"]] : []), ["config", "Config"], ["environment", "Environment"]];
   return html`<div class="scroll"><div class="pad">
     <header class="stack" style=${{ marginBottom: "16px" }}>
       <div class="row wrap"><h1>${overview.data.name}</h1><span class="chip ${overview.data.status === "failed" || overview.data.status === "dead" ? "neg" : "accent"}">${overview.data.status}</span>
@@ -35,6 +35,7 @@ export function RunPage({ route, state, theme }) {
     ${tab === "curves" && metrics.data && html`<${Curves} metrics=${metrics.data} alerts=${alerts.data || []} route=${route} theme=${theme} />`}
     ${tab === "time" && metrics.data && html`<${Time} metrics=${metrics.data} theme=${theme} /><${Timeline} run=${route.run} />`}
     ${tab === "ledger" && html`<${Ledger} ledger=${overview.data.ledger} theme=${theme} />`}
+    ${tab === "flow" && overview.data.flow && html`<img src=${overview.data.flow} alt="data flow of a training step" style=${{ maxWidth: "100%" }} />`}
     ${tab === "config" && html`<${Config} run=${route.run} command=${record.command || []} />`}
     ${tab === "environment" && html`<${Environment} record=${record} />`}
   </div></div>`;
