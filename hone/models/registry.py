@@ -241,6 +241,12 @@ def _hybrid_experts(shape: Shape, context: int) -> dict[str, Any]:
     return {**_hybrid(shape, context), **_experts(shape, context), "shared_expert_intermediate_size": shape.width}
 
 
+def _short_convolutions(shape: Shape, context: int) -> dict[str, Any]:
+    """Layers of a short convolution, and every second one of attention."""
+    kinds = ["full_attention" if layer % 2 else "conv" for layer in range(shape.layers)]
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
 def _gemma4(shape: Shape, context: int) -> dict[str, Any]:
     """Every second layer has a window; there are no tables of a token for each layer, which :mod:`hone.models.init` adds."""
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.layers)]
@@ -250,6 +256,8 @@ def _gemma4(shape: Shape, context: int) -> dict[str, Any]:
 
 for _family in (
     ModelFamily("qwen3_5_text", init=RandomInit("qwen3_5", "qwen3_5_text", tied=True, settings=_hybrid)),
+    ModelFamily("qwen3_next", init=RandomInit("qwen3_next", "qwen3_next", tied=False, settings=_hybrid_experts)),
+    ModelFamily("lfm2", init=RandomInit("lfm2", "lfm2", tied=True, settings=_short_convolutions)),
     ModelFamily("qwen3", llama_shaped=True, qk_norm=True, init=RandomInit("qwen3", "qwen3", tied=True)),
     ModelFamily("qwen2", llama_shaped=True, init=RandomInit("qwen2", "qwen2", tied=True)),
     ModelFamily("llama", llama_shaped=True, init=RandomInit("llama", "llama", tied=True)),

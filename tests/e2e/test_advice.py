@@ -198,4 +198,4 @@ def test_bounded_terms_end_a_hacked_reward(tiny: Path, tmp_path: Path) -> None:
     assert "reward.terms" in fired["hacked"][0]["fix"]
     assert held_out["hacked"][-1] < held_out["hacked"][0]
     assert not fired["bounded"]
-    assert held_out["bounded"][-1] > held_out["bounded"][0]
+    assert held_out["bounded"][-1] > held_out["hacked"][-1]  # it may have learned all of it before the first look
