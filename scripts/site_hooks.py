@@ -9,6 +9,7 @@ source says so.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -69,11 +70,15 @@ def expanded(nav: list[Any], pages: set[str]) -> list[Any]:
 
 
 def on_config(config: Any) -> Any:
-    """Expand the navigation, show the version, and make anchors as code hosts do."""
+    """Expand the navigation, show version and commit, and make anchors as code hosts do."""
     from pymdownx.slugs import slugify  # pyright: ignore[reportMissingImports]  # of the extra docs, which lint does not install
 
     version = re.search(r'^__version__ = "([^"]+)"', (ROOT / "hone/__init__.py").read_text(encoding="utf-8"), re.M)
-    config["copyright"] = f"Pages of Hone {version[1] if version else ''}; Apache License 2.0"
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    of_commit = f", commit {commit.stdout.strip()}" if commit.returncode == 0 else ""
+    config["copyright"] = f"Pages of Hone {version[1] if version else ''}{of_commit}; Apache License 2.0"
     config["nav"] = expanded(config["nav"], all_pages(Path(config["docs_dir"])))
     config["mdx_configs"].setdefault("toc", {})["slugify"] = slugify(case="lower")
     return config

@@ -34,7 +34,7 @@ import platform
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,6 +230,8 @@ class RunDirectory:
         changed = sorted(name for name, code in earlier.get("rewards", {}).items() if (rewards or {}).get(name) != code)
         if changed:
             log.warning("the reward changed since the start of the run: %s", ", ".join(changed))
+        for name, old, new in _other_code(earlier, git, versions := environment.versions()):
+            log.warning("%s is another than at the start of the run: %s, was %s", name, new, old)
         data = data_hashes(tree)
         if changed := sorted(file for file, digest in earlier.get("data", {}).items() if data.get(file) != digest):
             log.warning(
@@ -257,7 +259,7 @@ class RunDirectory:
                 "command": redact_command(sys.argv if command is None else command),
                 "pid": os.getpid(),
                 "host": platform.node(),
-                "versions": environment.versions(),
+                "versions": versions,
                 "hardware": environment.hardware(),
                 "git": git,
                 "trackers": earlier.get("trackers", {}),
@@ -320,6 +322,19 @@ class RunDirectory:
 
     def _write_run(self, record: Mapping[str, Any]) -> None:
         write_atomically(self.path / RUN, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def _other_code(
+    earlier: Mapping[str, Any], git: Mapping[str, Any] | None, versions: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield what of the code differs from the record of an earlier start: name, old value and new value."""
+    old = earlier.get("git") or {}
+    for name in ("commit", "dirty"):
+        if git is not None and name in old and old[name] != git[name]:
+            yield f"git {name} of the working directory", str(old[name]), str(git[name])
+    for package, version in (earlier.get("versions") or {}).items():
+        if versions.get(package) != version:
+            yield f"version of {package}", str(version), versions.get(package, "none")
 
 
 def data_hashes(tree: Mapping[str, Any]) -> dict[str, str]:

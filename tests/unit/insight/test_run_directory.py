@@ -18,6 +18,7 @@ from support.messages import raises
 
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import HoneError
+from hone.insight import environment
 from hone.insight.archive.read import open_archive
 from hone.insight.run_directory import RunDirectory, RunStatus, read_metrics, read_run, trajectory_record
 
@@ -302,3 +303,22 @@ def test_a_resumed_run_says_which_files_of_data_changed(tmp_path: Path, caplog: 
     assert warned(1) == ["b", "c"]
     assert warned(1) == []  # said once: from here on the run has these
     assert warned(None) == []
+
+
+def test_a_resumed_run_says_which_code_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = {"commit": "1" * 40, "branch": "main", "dirty": False}
+    monkeypatch.setattr(environment, "git_state", lambda folder: started)
+    monkeypatch.setattr(environment, "versions", lambda: {"hone": "0.1.0", "torch": "2.13.0"})
+    run = RunDirectory(tmp_path / "run")
+    run.start(seed=1, config_yaml="{}")
+    run.start(seed=1, config_yaml="{}", last_step=3)
+    assert not caplog.records
+    monkeypatch.setattr(environment, "git_state", lambda folder: started | {"commit": "2" * 40})
+    monkeypatch.setattr(environment, "versions", lambda: {"hone": "0.1.0", "torch": "2.14.0"})
+    run.start(seed=1, config_yaml="{}", last_step=4)
+    said = [record.args for record in caplog.records]
+    assert [(new, old) for _, new, old in said] == [("2" * 40, "1" * 40), ("2.14.0", "2.13.0")]
+    starts = json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["starts"]
+    assert [start["git"]["commit"][0] for start in starts] == ["1", "1", "2"]
