@@ -22,6 +22,10 @@ def doctor(
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
     rules: Annotated[bool, typer.Option("--rules", help="list all codes, with what each one checks")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--for", help="say what hardware is enough for a model: a directory or a name on the hub"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check versions, devices, limits, disk, ports, leftover processes, packages and credentials, each with its fix.
@@ -31,6 +35,9 @@ def doctor(
     """
     if rules:
         _print_rules(as_json)
+        return
+    if model is not None:
+        _print_enough(model, as_json)
         return
     from hone.preflight import examine
     from hone.preflight.doctor import ERROR, diagnose, worst
@@ -66,6 +73,26 @@ def _print(checks: list[Check], report: Report | None) -> None:
     console.print(f"\n{counts['error']} errors, {counts['warning']} warnings")
     if report is not None:
         console.print(Text(report.render() or "this configuration has no problems"))
+
+
+def _print_enough(model: str, as_json: bool) -> None:
+    from hone.cli.output import new_console, new_table
+    from hone.preflight.plan.enough import COUNTS, GPUS, METHODS, enough
+
+    config, _ = local_config(RLConfig, [f"actor_rollout_ref.model.path={model!r}"], None, None, None, weights=False)
+    found = list(enough(str(config.actor_rollout_ref.model.path)))
+    if as_json:
+        print_json([one.as_json() for one in found])
+        return
+    table = new_table("method", *(f"{gpu}>" for gpu in GPUS))
+    for method in METHODS:
+        cells = [one.devices for one in found if one.method == method]
+        table.add_row(method, *("no" if count is None else str(count) for count in cells))
+    new_console().print(table)
+    typer.echo(
+        f"fewest GPUs of one node (of {', '.join(map(str, COUNTS))}), with default batches and lengths; predicted, not measured.\n"
+        "--json names the keys that make each run fit, and its peak; hone plan --cluster 1xH100-80GB plans your own run"
+    )
 
 
 def _print_rules(as_json: bool) -> None:

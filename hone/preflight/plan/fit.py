@@ -17,7 +17,7 @@ from hone.config.dtypes import dtype_keys
 from hone.config.limits import micro_batch_tokens
 from hone.config.model import OptimConfig
 from hone.config.tree import RLConfig
-from hone.config.trees import AnyConfig, model_block
+from hone.config.trees import AnyConfig, model_block, parallel_block
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.memory import (
     CACHE,
@@ -245,7 +245,8 @@ def _engine_share(config: AnyConfig, fitter: Fitter) -> list[str]:
 def _offload(name: str) -> Turn:
     def turn(config: AnyConfig, fitter: Fitter) -> list[str]:
         applies = not fitter.device.on_cpu and fitter.work(config).main.divided
-        return [set_key(config, f"actor_rollout_ref.actor.fsdp_config.{name}", True)] if applies else []
+        key = parallel_block(config).key(f"fsdp_config.{name}")
+        return [set_key(config, key, True)] if applies else []
 
     return turn
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.config.derived import RunSpec
@@ -30,6 +31,7 @@ from hone.preflight.plan.memory import (
     Phase,
     cache_shape,
     cache_space,
+    checkpoint_bytes,
     served_rows,
     shards_of,
     state_bytes,
@@ -52,6 +54,22 @@ class Plan:
     fitting: Fitting
     limit: float  # bytes that a process may fill
     placements: tuple[Placement, ...] = ()  # that were compared, the best first; empty without a cluster
+
+    @property
+    def validation(self) -> tuple[int, float] | None:
+        """Answers of one validation, and the seconds to generate them; None without one or where the files are not here."""
+        work, config = self.work, self.config
+        rows = validation_rows(config) if isinstance(config, RLConfig) and _every(config.trainer.test_freq) else 0
+        if work.rollout is None or not rows:
+            return None
+        samples = work.rollout.val_kwargs.n
+        every = replace(work, batch=rows, samples=samples)
+        return rows * samples, _generation(every, work.pool_of("rollout"), self.device)
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes of one checkpoint."""
+        return checkpoint_bytes(self.work)
 
     @property
     def fits(self) -> bool:
@@ -126,6 +144,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "limit": plan.limit,
         "pools": [memory.as_json() for memory in plan.memories],
         "step_seconds": plan.time.as_json(),
+        "validation": dict(zip(("answers", "seconds"), plan.validation, strict=True)) if plan.validation else None,
+        "checkpoint_bytes": plan.checkpoint,
         "largest_micro_batch": plan.fitting.largest_budget,
         "fits_with_knobs": plan.fitting.fits,
         "knobs": [dataclasses.asdict(knob) for knob in plan.fitting.knobs],
@@ -260,7 +280,43 @@ def render(plan: Plan) -> str:
         lines += [*_placement_lines(plan), ""]
     for memory in plan.memories:
         lines += [*_memory_lines(memory, plan), ""]
-    return "\n".join([*lines, f"step: {_describe_time(plan.time)}", "", *_fit_lines(plan)])
+    return "\n".join([*lines, f"step: {_describe_time(plan.time)}", *_event_lines(plan), "", *_fit_lines(plan)])
+
+
+DISK = 1e9
+"""Bytes per second at which a checkpoint is taken to be written: a local disk."""
+
+
+def _event_lines(plan: Plan) -> Iterator[str]:
+    """Yield what validation and checkpoints add, each with its share of the time between two of them."""
+    trainer, validation, size = plan.config.trainer, plan.validation, plan.checkpoint
+    if validation is not None:
+        answers, seconds = validation
+        steps = _every(trainer.test_freq)
+        share = seconds / (seconds + steps * plan.time.total)
+        yield f"validation: {_seconds(seconds)} for {answers} answers every {steps} steps, {share:.0%} of the time"
+    if steps := _every(trainer.save_freq):
+        yield f"checkpoint: {_size(size)} every {steps} steps, written in {_seconds(size / DISK)} at 1 GB/s while training continues"
+
+
+def _every(frequency: int | str) -> int:
+    """Return the steps between two events; 0 for none, and for those of an epoch."""
+    return max(0, frequency) if isinstance(frequency, int) else 0
+
+
+def validation_rows(config: RLConfig) -> int:
+    """Return the prompts of a validation; 0 without files, or where one is not a Parquet file of this machine."""
+    import pyarrow.parquet as pq
+
+    files = config.data.val_files
+    paths = [Path(file) for file in ([files] if isinstance(files, str) else files or [])]
+    if not all(path.suffix == ".parquet" and path.is_file() for path in paths):
+        return 0
+    try:
+        rows = sum(pq.read_metadata(path).num_rows for path in paths)
+    except (OSError, ValueError):  # ValueError: no Parquet; the checks of the data say so
+        return 0
+    return rows if config.data.val_max_samples < 0 else min(rows, config.data.val_max_samples)
 
 
 def describe_phase(phase: Phase) -> str:
