@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hone.cli.options import CONSTRAINT_HELP, AnswerKey, ComputeDtype, Dtype, PromptKey, RewardKey
+from hone.cli.options import (
+    CONSTRAINT_HELP,
+    AnswerKey,
+    ComputeDtype,
+    Dtype,
+    PromptKey,
+    RewardKey,
+    require_defaults,
+)
+from hone.cli.output import print_json
+from hone.errors import ConfigError
 
 
 def generate(
@@ -73,10 +84,11 @@ def chat(
 
 
 def evaluate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
     data: Annotated[
-        list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl, csv); may be repeated")
-    ],
+        list[str] | None, typer.Option("--data", help="dataset file (parquet, json, jsonl, csv); may be repeated")
+    ] = None,
     episodes: Annotated[
         list[str] | None,
         typer.Argument(
@@ -89,7 +101,15 @@ def evaluate(
     constraint: Annotated[str | None, typer.Option(help=CONSTRAINT_HELP)] = None,
     max_prompt_length: Annotated[int, typer.Option(help="longest prompt in tokens")] = 512,
     max_response_length: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
-    max_samples: Annotated[int, typer.Option(help="use at most this many rows; -1 means all")] = -1,
+    max_samples: Annotated[int, typer.Option(help="use at most this many rows, or samples of a task; -1: all")] = -1,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PACKAGE:TASK[,TASK]",
+            help="tasks of lm-eval or inspect in place of a dataset, with options of its command; may be repeated",
+        ),
+    ] = None,
+    suite_python: Annotated[str | None, typer.Option(help="Python in which the suite's package is installed")] = None,
     reward: Annotated[
         str | None, typer.Option(help="reward function as FILE:NAME, instead of the built-in scorer")
     ] = None,
@@ -99,16 +119,25 @@ def evaluate(
     prompt_key: PromptKey = "prompt",
     answer_key: AnswerKey = None,
     reward_fn_key: RewardKey = "data_source",
-    output: Annotated[Path | None, typer.Option(help="write every answer to this .jsonl file")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="write every answer to this .jsonl file; of a suite, all files to this folder")
+    ] = None,
     show: Annotated[int, typer.Option(help="print this many answers")] = 3,
     json_output: Annotated[bool, typer.Option("--json", help="print the metrics as JSON")] = False,
 ) -> None:
-    """Answer every prompt of a dataset, score the answers, and print accuracy by data source.
+    """Answer every prompt of a dataset, score the answers, and print accuracy by data source; or run suites of others.
 
     A model in the directory of a run uses that run's blocks multi_turn and agent. The reward is that
     of the rows, unless an option or key says another. Example:
     hone eval runs/calc --data val.parquet multi_turn.max_assistant_turns=4 reward=[exact_match,rewards.py:short]
     """
+    if suite:
+        require_defaults(context, _OF_DATA, "with --suite", "the suite has its own data, prompts and sampling")
+        _evaluate_suites(model, suite, suite_python, max_samples, dtype.value, output, as_json=json_output)
+        return
+    if not data:
+        raise ConfigError("nothing is evaluated", fix="--data FILE, or --suite lm-eval:TASK", where="--data")
+    require_defaults(context, ("suite_python",), "without --suite", "the rows are scored by Hone")
     from hone.config.overrides import hydra_value
     from hone.generation.constraints import constraint_option
     from hone.trainers.episode_keys import episode_keys, reward_of
@@ -141,3 +170,32 @@ def evaluate(
     report(evaluation, show=show, as_json=json_output, output=output)
     if all(score.error is not None for score in evaluation.scores):
         raise typer.Exit(2)  # nothing was measured
+
+
+_OF_DATA = (
+    "data", "episodes", "n", "temperature", "top_p", "constraint", "max_prompt_length", "max_response_length", "reward",
+    "scorer", "seed", "prompt_key", "answer_key", "reward_fn_key", "show",
+)  # fmt: skip
+
+
+def _evaluate_suites(
+    model: str, texts: list[str], python: str | None, limit: int, dtype: str, output: Path | None, *, as_json: bool
+) -> None:
+    from hone.agents.suites import PACKAGES, all_metrics, read_suites
+
+    suites = read_suites(texts, dict.fromkeys(PACKAGES, python) if python else {}, "--suite-python")
+    from hone.agents.program.base import MODEL
+    from hone.trainers.served_model import ServeRequest
+    from hone.trainers.serving import run_suites
+
+    with tempfile.TemporaryDirectory(prefix="hone-suites-") as folder:
+        scores = run_suites(ServeRequest(model, MODEL, port=0, dtype=dtype), suites, output or Path(folder), limit)
+    metrics = all_metrics(scores)
+    if as_json:
+        versions = {f"val-suite/{score.suite}/version": score.version for score in scores}
+        print_json({**metrics, **versions})
+        return
+    for score in scores:
+        typer.echo(f"{score.suite} {score.version}, task {score.task} (version {score.task_version})")
+    for name, value in sorted(metrics.items()):
+        typer.echo(f"  {name}  {value:.4f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,3 +113,12 @@ def new_group(about: str) -> typer.Typer:
     group = typer.Typer(add_completion=False, no_args_is_help=True, help=about)
     group.callback()(lambda: None)
     return group
+
+
+def require_defaults(context: typer.Context, names: Sequence[str], how: str, why: str) -> None:
+    """Check that none of these options is given; ``how`` is what makes them useless, such as `with --train`."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option = next(one.opts[0] for one in context.command.params if one.name == name)
+            raise ConfigError(f"{option} has no effect {how}", why=why, fix=f"leave {option} out", where=option)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.options import ComputeDtype, Dtype
-from hone.errors import ConfigError
+from hone.cli.options import ComputeDtype, Dtype, require_defaults
 
 _WITHOUT_TRAINING = ("chat_template", "renderer", "parser", "engine", "replicas", "audit")
 _OF_TRAINING = ("out", "max_rank", "max_adapters")
@@ -78,12 +77,18 @@ def serve(
         "allow_long_max_model_len": allow_long_max_model_len,
         "dtype": dtype.value,
     }
-    _check_options(context, train=train)
     if train:
+        require_defaults(
+            context,
+            _WITHOUT_TRAINING,
+            "with --train",
+            "a training service has the client's tokens and one native engine",
+        )
         from hone.apps.tinker.serve import TrainRequest, serve_training
 
         serve_training(TrainRequest(**server, out=out, max_rank=max_rank, max_adapters=max_adapters))
         return
+    require_defaults(context, _OF_TRAINING, "without --train", "nothing is trained")
     from hone.trainers.served_model import ServeRequest
     from hone.trainers.serving import serve
 
@@ -98,19 +103,3 @@ def serve(
             audit=audit,
         )
     )
-
-
-def _check_options(context: typer.Context, *, train: bool) -> None:
-    """Check that no option of the other kind of server is given."""
-    for name in _WITHOUT_TRAINING if train else _OF_TRAINING:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{option} has no effect {'with' if train else 'without'} --train",
-                why="a training service has the client's tokens and one native engine"
-                if train
-                else "nothing is trained",
-                fix=f"leave {option} out, or {'leave --train out' if train else 'add --train'}",
-                where=option,
-            )

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hone.cluster.dispatch import Answer, RemoteTensors, RowGroups
 
 if TYPE_CHECKING:
     from hone.agents.forking import ForkPoint
+    from hone.agents.suites import Suite, TaskScore
     from hone.cluster.any_batch import AnyBatch
     from hone.cluster.weight_broadcast import Bucket, Meeting
     from hone.data.types import Sample
@@ -151,6 +153,9 @@ class Rollout(Protocol):
     def play_forks(
         self, points: Sequence[ForkPoint], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
     ) -> Answer[AnyBatch]: ...
+    def run_suite(
+        self, worker: int, suite: Suite, folder: Path, limit: int, stops: tuple[int, ...], during_training: bool
+    ) -> Answer[list[TaskScore]]: ...
     def limit_validation(self, share: float | None) -> Answer[None]: ...
     def take_engine_metrics(self) -> Answer[dict[str, float]]: ...
 

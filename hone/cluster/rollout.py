@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +15,8 @@ from hone.agents.base import EpisodeContext
 from hone.agents.episode import LimitedClient
 from hone.agents.forking import ForkPoint, play_forks
 from hone.agents.player import Player
+from hone.agents.program.base import serve_policy
+from hone.agents.suites import Suite, TaskScore, measure
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.cluster.handles import Weights
@@ -28,10 +32,11 @@ from hone.generation import is_served
 from hone.generation.build import build_engine, replica_limit
 from hone.generation.options import has_adapter, needs_untied_head, sends_adapter
 from hone.generation.pool import EnginePool, ReplicaState
-from hone.generation.protocol import Engine, SamplingParams
+from hone.generation.protocol import Alternatives, Engine, SamplingParams
 from hone.generation.remote.transports import share_parameters
 from hone.models.loading import causal_lm, load_policy
 from hone.models.tied import untie
+from hone.training.prompt_log_probs import prompt_log_probs
 
 SERVING = "replica/serving"
 DRAFTED, ACCEPTED, ACCEPTANCE = "rollout/drafted_tokens", "rollout/accepted_tokens", "rollout/draft_acceptance"
@@ -52,6 +57,15 @@ def _acceptance(metrics: dict[str, float]) -> dict[str, float]:
 def joined(parts: Sequence[list[Any]]) -> list[Any]:
     """Return the lists of all workers as one."""
     return [entry for part in parts for entry in part]
+
+
+def scorer_of(engine: Engine) -> Callable[[Sequence[int], int], list[Alternatives]] | None:
+    """Return the function that computes log-probs of prompts; None if the model is in another process."""
+    from hone.generation.native.engine import NativeEngine
+
+    if not isinstance(engine, NativeEngine):
+        return None
+    return functools.partial(prompt_log_probs, engine.model, device=engine.device, dtype=engine.dtype)
 
 
 def lowest_limit(limits: Sequence[tuple[int, str]]) -> tuple[int, str]:
@@ -279,6 +293,23 @@ class RolloutWorker(WeightTarget):
     ) -> Batch:
         """Play like :meth:`play`, in one worker only."""
         return await self.play(samples, sampling, n=n, seeding=seeding)
+
+    @dispatch(Split.ONE, Collect.FIRST)
+    async def run_suite(
+        self, suite: Suite, folder: Path, limit: int, stops: tuple[int, ...], during_training: bool
+    ) -> list[TaskScore]:
+        """Run a suite against this worker's engine, see :func:`hone.agents.suites.measure`; ``stops``: tokens that end an answer.
+
+        ``during_training``: take as many requests at once as :meth:`limit_validation` allows.
+        """
+        player, scorer = self.validation_player if during_training else self.player, scorer_of(self.engine)
+        endpoint, server = serve_policy(
+            player.context, player.client, token=None, stop_token_ids=stops, prompt_log_probs=scorer
+        )
+        try:
+            return await measure(suite, server.url, endpoint.services.current.max_model_len, folder, limit=limit)
+        finally:
+            await asyncio.to_thread(server.stop)
 
     @dispatch(Split.ALL, Collect.FIRST, lenders=True)
     async def gather_weights(self, version: int) -> None:

@@ -92,7 +92,7 @@ class DataConfig:
     train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows (the first ones); -1 means all."""
     val_max_samples: int = number(-1, low=-1)
-    """Use at most this many validation rows (the first ones); -1 means all."""
+    """Use at most this many validation rows (the first ones), and samples of each task of trainer.val_suites; -1 means all."""
     shuffle: bool = True
     """Visit the training rows in a new random order every epoch; the order depends on data.seed and the epoch only."""
     seed: int | None = number(None, low=0)

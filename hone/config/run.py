@@ -146,6 +146,13 @@ class TrainerConfig(RunConfig):
     archive has, 0 none."""
     log_val_generations: int = number(8, low=0)
     """Samples written to validation/ per validation."""
+    val_suites: list[str] = field(default_factory=list)
+    """Tasks of other packages that each validation runs, with options of the package's command: ["lm-eval:gsm8k --num_fewshot 5",
+    "inspect:tasks.py@mine"]. data.val_max_samples limits the samples of a task. See `hone eval --suite` in docs/serving.md. The first
+    validation of a run ends it if a suite fails; later failures are counted as val-suite/failed."""
+    suite_python: dict[str, str] = field(default_factory=dict)
+    """Python in which the package of a suite is installed, by name: {lm-eval: ~/suites/bin/python}. Others are looked for below
+    ~/.cache/hone/environments, then in the Python of this run."""
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@
       rollouts/step_<N>.txt         some episodes of several turns, as text
       rollouts/vocabulary.parquet   text of every token id
       validation/step_<N>.parquet   validation samples
+      suites/step_<N>/        what suites of other packages measured, see :mod:`hone.agents.suites`
       microbatches/step_<N>/        written by the actor, see :mod:`hone.training.microbatches`
       checkpoints/step_<N>/         written by the trainer
       profile/step_<N>.*      profiles of updates, see :mod:`hone.training.step_profile`

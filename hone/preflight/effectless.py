@@ -201,9 +201,14 @@ def _asynchronous(config: RLConfig, *, asynchronous: bool) -> Iterator[Switch]:
     )
     if asynchronous:
         yield Switch(f"{block}.engine_threads", "trainer.runtime=local")
-    validation = [f"{ROLLOUT}.val_kwargs", "trainer.log_val_generations", "data.val_batch_size"]
-    validation += [f"{block}.validation_share"] * asynchronous
-    yield Switch(f"{{{','.join(validation)}}}", "data.val_files=FILE", bool(config.data.val_files))
+    validation, rows = (
+        [f"{ROLLOUT}.val_kwargs", "trainer.log_val_generations", "data.val_batch_size"],
+        bool(config.data.val_files),
+    )
+    yield Switch(f"{{{','.join(validation)}}}", "data.val_files=FILE", rows)
+    if asynchronous:
+        yield Switch(f"{block}.validation_share", "data.val_files=FILE", rows or bool(config.trainer.val_suites))
+    yield Switch("trainer.suite_python", "trainer.val_suites=[lm-eval:TASK]", bool(config.trainer.val_suites))
 
 
 def _distillation(config: RLConfig) -> Iterator[Switch]:

@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from hone.agents.suites import read_suites
 from hone.cluster.any_batch import concat_batches
 from hone.cluster.context import RoleSpec, run_tokenizer
 from hone.cluster.handles import Computing, Rollout
@@ -148,6 +149,7 @@ class RLTrainer(Algorithm):
 
     def __init__(self, config: RLConfig, supervisor: Supervisor | None = None) -> None:
         self.config, self.supervisor = config, supervisor or Supervisor(Path(), 0)
+        suites = read_suites(config.trainer.val_suites, config.trainer.suite_python, "trainer.val_suites")
         self.session = RunSession(config, on_hang=self.supervisor.on_hang)
         resume, tokenizer = self.session.resumed_from, run_tokenizer(config)
         self.step = resume.step if resume else 0
@@ -162,9 +164,11 @@ class RLTrainer(Algorithm):
         )
         roles, ledger = Roles(self.runtime), CoverageLedger(self.session.directory.coverage)
         super().__init__(config, roles, dataset, sampler, training_sampling(config, tokenizer), ledger, total_steps)
-        self.validator = Validator(config, tokenizer, self.rollout, self.work, self.judged, self.session.directory)
+        self.validator = Validator(
+            config, tokenizer, self.rollout, self.work, self.judged, self.session.directory, suites
+        )
         share = config.trainer.async_training.validation_share
-        if self.spec.asynchronous and share and self.validator.dataset is not None:
+        if self.spec.asynchronous and share and self.validator.has_work:
             limit = self.rollout.limit_validation
             self.rollouter.validation = ValidationTask(self._validate_and_log, limit, share)
         sources = dataset.data_sources() + self.validator.data_sources()
@@ -257,8 +261,8 @@ class RLTrainer(Algorithm):
         return {name: await seconds for name, seconds in pending.items()}
 
     async def validate(self, step: int) -> dict[str, float]:
-        """Answer the validation prompts with the weights of a step; return the metrics, empty without a dataset or after a stop."""
-        if self.validator.dataset is None:
+        """Answer the validation prompts with the weights of a step; return the metrics, empty without any work or after a stop."""
+        if not self.validator.has_work:
             return {}
         version, during = step if self.weight_sync.copies else None, self.rollouter.validation is not None
         metrics = None

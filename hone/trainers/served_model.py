@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hone.generation.pool import EnginePool
-    from hone.generation.protocol import Alternatives, Engine
+    from hone.generation.protocol import Engine
 
 log = logging.getLogger("hone.serve")
 
@@ -54,16 +52,6 @@ class ServeRequest(ServerRequest):
     engine: str = "native"
     replicas: int | None = None
     audit: Path | None = None
-
-
-def scorer_of(engine: Engine) -> Callable[[Sequence[int], int], list[Alternatives]] | None:
-    """Return the function that computes log-probs of prompts; None if the model is in another process."""
-    from hone.generation.native.engine import NativeEngine
-    from hone.training.prompt_log_probs import prompt_log_probs
-
-    if not isinstance(engine, NativeEngine):
-        return None
-    return functools.partial(prompt_log_probs, engine.model, device=engine.device, dtype=engine.dtype)
 
 
 def open_engine(

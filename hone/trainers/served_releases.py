@@ -14,10 +14,11 @@ from hone.agents.serving.errors import ApiError
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.service import Service
 from hone.agents.serving.swapping import Opened
+from hone.cluster.rollout import scorer_of
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import HoneError
 from hone.trainers.evaluation import stops_of, weights_of
-from hone.trainers.served_model import ServeRequest, context_length, open_engine, scorer_of, vocabulary_size
+from hone.trainers.served_model import ServeRequest, context_length, open_engine, vocabulary_size
 from hone.training.releases import Release, Shelf
 
 if TYPE_CHECKING:

@@ -6,21 +6,19 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from hone.errors import ConfigError, HoneError
 from hone.extras import install_command
 from hone.insight.audit import AuditLog
-from hone.trainers.served_model import (
-    ServeRequest,
-    ServerRequest,
-    context_length,
-    open_engine,
-    scorer_of,
-    vocabulary_size,
-)
+from hone.trainers.served_model import ServeRequest, ServerRequest, context_length, open_engine, vocabulary_size
+
+if TYPE_CHECKING:
+    from hone.agents.serving.server import HttpServer
+    from hone.agents.suites import Suite, TaskScore
 
 SWITCH_SECONDS = 0.0002
 """Longest wait of the engine's thread for the interpreter while another thread computes.
@@ -59,12 +57,24 @@ def serve(request: ServeRequest) -> None:
     Raises:
         HoneError: the model cannot be loaded, or the address is not available.
     """
+    with served(request) as server:
+        server.run()
+
+
+@contextmanager
+def served(request: ServeRequest) -> Iterator[HttpServer]:
+    """Load the model, and yield a server of it that does not run yet.
+
+    Raises:
+        HoneError: the model cannot be loaded, or the address is not available.
+    """
     max_model_len = prepare_server(request)
     from hone.agents.episode import EngineClient
     from hone.agents.serving.app import Endpoint
     from hone.agents.serving.gateway import Gateway
     from hone.agents.serving.server import HttpServer
     from hone.agents.serving.service import TOOLS_AS_TEXT, Service
+    from hone.cluster.rollout import scorer_of
     from hone.data.tokenizer import set_template
     from hone.trainers.evaluation import stops_of, weights_of
     from hone.trainers.served_releases import Releases
@@ -96,9 +106,31 @@ def serve(request: ServeRequest) -> None:
         server = HttpServer(endpoint.app, host=request.host, port=request.port)
         log.info("serving '%s' at %s/v1 (%s)", service.model, server.url, "token required" if token else "no token")
         try:
-            server.run()
+            yield server
         finally:
             endpoint.services.current.gateway.client.engine.close()
+
+
+def run_suites(request: ServeRequest, suites: Sequence[Suite], folder: Path, limit: int) -> list[TaskScore]:
+    """Serve a model for suites of other packages, and return what they measured; see :func:`hone.agents.suites.measure`.
+
+    Raises:
+        HoneError: the model cannot be loaded, or a suite failed.
+    """
+    from hone.agents.suites import measure, write_scores
+    from hone.trainers.evaluation import weights_of
+
+    scores = []
+    with served(request) as server:
+        server.start()
+        try:
+            length = context_length(weights_of(request.model))
+            for suite in suites:
+                scores += asyncio.run(measure(suite, server.url, length, folder, limit=limit, shown=True))
+        finally:
+            server.stop()
+    write_scores(folder, scores)
+    return scores
 
 
 def check_names(request: ServeRequest) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.agents.suites import Suite, SuiteError, TaskScore, all_metrics, write_scores
 from hone.cluster.any_batch import AnyBatch, concat_batches
 from hone.cluster.handles import Rollout, Work
 from hone.config.tree import RLConfig
@@ -19,10 +21,13 @@ from hone.trainers.inputs import prompt_dataset, validation_sampling
 
 TESTING = "timing_s/testing"
 """Metric of every validation: its seconds."""
+FAILED = "val-suite/failed"
+
+log = logging.getLogger("hone")
 
 
 class Validator:
-    """Validation of a run; does nothing without validation files. ``judged``: function that returns a batch with its scores."""
+    """Validation of a run; does nothing without validation files and suites. ``judged``: function that returns a batch with its scores."""
 
     def __init__(
         self,
@@ -32,12 +37,15 @@ class Validator:
         work: Work,
         judged: Callable[..., Awaitable[AnyBatch]],
         directory: RunDirectory,
+        suites: Sequence[Suite] = (),
     ) -> None:
         self.config, self.rollout, self.work, self._judged, self.directory = config, rollout, work, judged, directory
         self.dataset: PromptDataset | None = None
         if config.data.val_files:
             self.dataset = prompt_dataset(config, config.data.val_files, tokenizer, config.data.val_max_samples)
         self.sampling = validation_sampling(config, tokenizer)
+        self.suites, self._worked = suites, set[Suite]()
+        self.has_work = self.dataset is not None or bool(suites)  # whether there is anything to validate on
 
     def data_sources(self) -> Counter[str]:
         """Return the number of rows by data source."""
@@ -59,15 +67,22 @@ class Validator:
                 :class:`~hone.trainers.validator.ValidationTask`.
 
         Returns:
-            The metrics; empty without a dataset.
+            The metrics; empty without a dataset and suites.
 
         Raises:
             InvariantError: an answer is by another version of the weights.
         """
-        if self.dataset is None:
-            return {}
-        started = time.perf_counter()
-        config, samples = self.config, [self.dataset[row] for row in range(len(self.dataset))]
+        started, metrics = time.perf_counter(), dict[str, float]()
+        if self.dataset is not None:
+            metrics |= await self._answer(self.dataset, step, version, during_training)
+        if self.suites:
+            metrics |= await self._run_suites(step, during_training)
+        return metrics and {**metrics, TESTING: time.perf_counter() - started}
+
+    async def _answer(
+        self, dataset: PromptDataset, step: int, version: int | None, during_training: bool
+    ) -> dict[str, float]:
+        config, samples = self.config, [dataset[row] for row in range(len(dataset))]
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size or len(samples)
         seeding = (config.trainer.seed, "validation")
         play = self.rollout.play_during_training if during_training else self.rollout.play
@@ -80,7 +95,25 @@ class Validator:
         metrics, records = await self.work.validation(scored, n, shown, version)
         if records:
             self.directory.write_validation(step, records)
-        return {**metrics, TESTING: time.perf_counter() - started}
+        return metrics
+
+    async def _run_suites(self, step: int, during_training: bool) -> dict[str, float]:
+        """Run the suites with the current weights; the failure of one that has worked before is counted."""
+        folder, limit = self.directory.path / "suites" / f"step_{step}", self.config.data.val_max_samples
+        scores, failed = list[TaskScore](), 0
+        for suite in self.suites:
+            try:
+                scores += await self.rollout.run_suite(
+                    0, suite, folder, limit, self.sampling.stop_token_ids, during_training
+                )
+                self._worked.add(suite)
+            except SuiteError as error:
+                if suite not in self._worked:
+                    raise
+                log.error("%s", error)
+                failed += 1
+        write_scores(folder, scores)
+        return all_metrics(scores) | {FAILED: float(failed)}
 
     def is_logged(self, step: int) -> bool:
         """Return whether ``metrics.jsonl`` has the validation of a step."""

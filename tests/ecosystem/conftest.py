@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.capitals import write_tasks
 from support.forked_python import Forks
 from support.real_model import smollm2
 from support.serve import serving
@@ -23,3 +24,9 @@ def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> 
     log = tmp_path_factory.mktemp("served") / "log"
     with serving(forks, model, log, "--name", "smollm2", "--max-model-len", "4096", "--dtype", "float32") as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task of choosing and one of writing."""
+    return write_tasks(tmp_path_factory.mktemp("tasks"))

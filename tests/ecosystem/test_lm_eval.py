@@ -10,55 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.capitals import CAPITALS, LABELS
+from support.capitals import LM_EVAL as PACKAGE
 from support.environments import foreign_python
 from support.patience import LONG
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.long("hone/agents/serving", "hone/training/prompt_log_probs.py")
-PACKAGE = "lm-eval[api]==0.4.13"
-CAPITALS = {
-    "France": ["Paris", "Lyon", "Nice"],
-    "Italy": ["Milan", "Rome", "Naples"],
-    "Australia": ["Sydney", "Melbourne", "Canberra"],
-    "Brazil": ["Rio de Janeiro", "Brasília", "São Paulo"],
-    "Japan": ["Tokyo", "Kyoto", "Osaka"],
-    "Turkey": ["Istanbul", "Izmir", "Ankara"],
-}
-LABELS = [0, 1, 2, 1, 0, 2]
-CHOOSE = """task: hone_capitals
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "The capital of {{country}} is"
-doc_to_choice: "{{cities}}"
-doc_to_target: label
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-WRITE = """task: hone_written
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-output_type: generate_until
-test_split: test
-doc_to_text: "The capital of {{country}} is"
-doc_to_target: " {{cities[label]}}"
-generation_kwargs: {until: [",", "."], max_gen_toks: 8, do_sample: false}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a task of choosing and one of writing."""
-    folder = tmp_path_factory.mktemp("tasks")
-    rows = [
-        {"country": country, "cities": cities, "label": label}
-        for (country, cities), label in zip(CAPITALS.items(), LABELS, strict=True)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in (("choose", CHOOSE), ("write", WRITE)):
-        (folder / f"{name}.yaml").write_text(text.replace("FILE", str(folder / "rows.jsonl")))
-    return folder
 
 
 def evaluate(url: str, tasks: Path, out: Path, *options: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:

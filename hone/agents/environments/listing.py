@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -47,7 +48,8 @@ def environments(python: str | None = None) -> list[Listed]:
     Raises:
         ConfigError: ``python`` does not run.
     """
-    elsewhere = _versions(python) if python is not None else {}
+    names = [package for package, extra in PACKAGES.values() if extra is None]
+    elsewhere = versions_in(python, names) if python is not None else {}
     listed = []
     for name in sorted({*ENVIRONMENTS.names(), "verifiers"}):
         rows = "verifiers:NAME" if name == "verifiers" else f"environment:{name}"
@@ -68,8 +70,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _versions(python: str) -> dict[str, str | None]:
-    names = [package for package, extra in PACKAGES.values() if extra is None]
+def versions_in(python: str, names: Sequence[str], where: str = "--python") -> dict[str, str | None]:
+    """Return the versions of packages in the environment of a Python, None for those that are missing.
+
+    Raises:
+        ConfigError: it does not run; ``where`` names the option or key.
+    """
     interpreter = str(Path(python).expanduser())
     try:
         answer = subprocess.run(
@@ -80,5 +86,5 @@ def _versions(python: str) -> dict[str, str | None]:
         raise ConfigError(
             f"{interpreter} does not say which packages it has: {error}",
             fix=f"give the path of a Python, such as {sys.executable}",
-            where="--python",
+            where=where,
         ) from error

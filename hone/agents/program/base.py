@@ -14,6 +14,8 @@ from hone.insight.audit import AuditLog
 
 if TYPE_CHECKING:
     from hone.agents.episode import Episode
+    from hone.agents.serving.app import Endpoint
+    from hone.agents.serving.server import HttpServer
     from hone.agents.serving.session import Prompt, Session
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,42 @@ MODEL = "policy"
 """Model name of the trained policy in agents' requests."""
 
 
+def serve_policy(
+    context: EpisodeContext, client: EngineClient, *, token: str | None, **service: Any
+) -> tuple[Endpoint, HttpServer]:
+    """Start a server of the policy on loopback; its engine's loop is the running one.
+
+    ``service``: further arguments of :class:`~hone.agents.serving.service.Service`.
+    """
+    try:
+        from hone.agents.serving.app import Endpoint
+        from hone.agents.serving.gateway import Gateway
+        from hone.agents.serving.server import HttpServer
+        from hone.agents.serving.service import Service
+        from hone.agents.serving.session import Sessions
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the policy's endpoint needs the package '{error.name}', which is not installed",
+            why="agents that are programs, and suites of other packages, send requests to it",
+            fix=install_command("serve"),
+        ) from error
+    policy = Service(
+        model=MODEL,
+        tokenizer=context.tokenizer,
+        gateway=Gateway(client, asyncio.get_running_loop()),
+        max_model_len=context.max_model_len or 2**31,
+        renderer=context.multi_turn.renderer,
+        parser=context.multi_turn.format,
+        template_kwargs=context.template_kwargs,
+        standalone=False,
+        **service,
+    )
+    endpoint = Endpoint(policy, token=token, sessions=Sessions(max_sessions=2**31, named_by_path=False))
+    server = HttpServer(endpoint.app)
+    server.start()
+    return endpoint, server
+
+
 class TrainingEndpoint:
     """Server of the policy for the agents of a run, on loopback.
 
@@ -38,34 +76,10 @@ class TrainingEndpoint:
     """
 
     def __init__(self, context: EpisodeContext, client: EngineClient) -> None:
-        try:
-            from hone.agents.serving.app import Endpoint
-            from hone.agents.serving.gateway import Gateway
-            from hone.agents.serving.server import HttpServer
-            from hone.agents.serving.service import Service
-            from hone.agents.serving.session import Sessions
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"agents that are programs need the package '{error.name}', which is not installed",
-                fix=install_command("serve"),
-            ) from error
-        self._context = context
-        self._gateway = Gateway(client, asyncio.get_running_loop())
-        self._service = Service(
-            model=MODEL,
-            tokenizer=context.tokenizer,
-            gateway=self._gateway,
-            max_model_len=context.max_model_len or 2**31,
-            renderer=context.multi_turn.renderer,
-            parser=context.multi_turn.format,
-            template_kwargs=context.template_kwargs,
-            standalone=False,
-            audit=AuditLog(folder) if (folder := context.multi_turn.audit_dir) is not None else None,
-        )
-        self._sessions = Sessions(max_sessions=2**31, named_by_path=False)
-        endpoint = Endpoint(self._service, token=secrets.token_urlsafe(24), sessions=self._sessions)
-        self._server = HttpServer(endpoint.app)
-        self._server.start()
+        folder = context.multi_turn.audit_dir
+        audit = AuditLog(folder) if folder is not None else None
+        endpoint, self._server = serve_policy(context, client, token=secrets.token_urlsafe(24), audit=audit)
+        self._gateway, self._sessions = endpoint.services.current.gateway, endpoint.sessions
         self.url = f"{self._server.url}/v1"  # value of ``OPENAI_BASE_URL``
 
     def open(self, episode: Episode) -> Session:

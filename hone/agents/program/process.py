@@ -61,33 +61,55 @@ class ProgramOutcome:
 async def run_program(command: Sequence[str], row: Mapping[str, Any], variables: Mapping[str, str]) -> ProgramOutcome:
     """Run an agent's program to its end.
 
-    The program receives the row as JSON on standard input, and this process's environment plus ``variables``. If the last line of
-    its standard output is JSON, it is the result; see :class:`ProgramOutcome`. It leads a new process group, which is killed when
-    the program ends or the caller is cancelled.
+    The program receives the row as JSON on standard input. If the last line of its standard output is JSON, it is the result;
+    see :class:`ProgramOutcome`.
 
     Raises:
         ProgramFailed: the program exited with a nonzero code, or its result is invalid.
     """
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, **variables},
-        )
+        output = await run_to_end(command, variables, json.dumps(row, default=str).encode() + b"\n")
     except OSError as error:
         raise ConfigError(
             f"the agent's program '{command[0]}' cannot be started: {error.strerror}",
             where="actor_rollout_ref.rollout.agent.program.command",
             fix="give the program and its arguments as a list, as in [python, my_agent.py]",
         ) from error
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    except ProgramFailed as failed:
+        raise ProgramFailed(f"the agent's program {failed}") from None
+    return ProgramOutcome.parse(last_json(output))
+
+
+async def run_to_end(
+    command: Sequence[str], variables: Mapping[str, str], given: bytes = b"", *, shown: bool = False
+) -> str:
+    """Run a program to its end; return the end of its standard output.
+
+    It leads a new process group, which is killed when the program ends or the caller is cancelled.
+
+    Args:
+        variables: set in addition to this process's environment.
+        given: standard input.
+        shown: write all of its output to this process's standard error instead.
+
+    Raises:
+        ProgramFailed: the program exited with a nonzero code.
+        OSError: it cannot be started.
+    """
+    where = 2 if shown else asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=where,
+        stderr=where,
+        start_new_session=True,
+        env={**os.environ, **variables},
+    )
+    assert process.stdin is not None
     output, errors = _Tail(), _Tail()
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the program does not read its row
-            process.stdin.write(json.dumps(row, default=str).encode() + b"\n")
+            process.stdin.write(given)
             await process.stdin.drain()
         process.stdin.close()
         reading = asyncio.gather(output.read(process.stdout), errors.read(process.stderr))
@@ -101,10 +123,10 @@ async def run_program(command: Sequence[str], row: Mapping[str, Any], variables:
         if process.returncode is None:
             await process.wait()
     if code != 0:
-        shown = errors.text()[-_MAX_SHOWN:] or output.text()[-_MAX_SHOWN:]
+        tail = errors.text()[-_MAX_SHOWN:] or output.text()[-_MAX_SHOWN:]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise ProgramFailed(f"the agent's program {how}: {shown}")
-    return ProgramOutcome.parse(last_json(output.text()))
+        raise ProgramFailed(f"{how}: {tail}")
+    return output.text()
 
 
 def last_json(text: str) -> Any:
@@ -120,8 +142,8 @@ class _Tail:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    async def read(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(65536):
+    async def read(self, stream: asyncio.StreamReader | None) -> None:
+        while stream is not None and (chunk := await stream.read(65536)):
             self._bytes += chunk
             del self._bytes[:-TAIL_BYTES]
 
