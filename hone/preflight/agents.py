@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.agents.tool_agent import compaction_reserve
@@ -15,6 +17,14 @@ from hone.preflight.rules import Findings, Stage, error, error_of, rule, warning
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SINGLE = ("single_turn", "single_turn_agent")
+
+
+LEAST_WORDS = 3
+"""Words below which a description says nothing."""
+MOST_OF_A_PROMPT = 0.75
+"""Share of the longest prompt from which on schemas leave too little of it."""
+SAME_WORDS = 0.8
+"""Share of common words from which on two descriptions are nearly the same."""
 
 
 @rule("R38")
@@ -168,6 +178,60 @@ def tools_are_shown(config: RLConfig, evidence: Evidence) -> None:
     except HoneError:
         return  # R48 reports it
     setting.renderer.prompt([{"role": "user", "content": "What is 1 + 1?"}], schemas or None)
+
+
+@rule("R96", Stage.TEMPLATE)
+def tools_are_described(config: RLConfig, evidence: Evidence) -> Findings:
+    """The schemas of tools say what each tool and argument is for, tell the tools apart, and leave room in the prompt."""
+    if evidence.setting is None:
+        return
+    try:
+        schemas = evidence.setting.toolbox.schemas()
+    except HoneError:
+        return  # R48 reports it
+    faults = list(schema_faults([schema["function"] for schema in schemas]))
+    if faults:
+        yield warning(
+            "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else ""),
+            why="the policy chooses a tool and writes its arguments from the schema alone",
+            fix="a sentence on what each tool does and when, and on each argument with its unit or format (docstring or schema)",
+            where=f"{MULTI_TURN}.tool_config_path",
+        )
+    chat, limit = [{"role": "user", "content": "What is 1 + 1?"}], config.data.max_prompt_length
+    try:
+        prompts = [evidence.setting.renderer.prompt(chat, shown) for shown in (schemas or None, None)]
+    except HoneError:
+        return  # R35 reports it
+    tokens = len(prompts[0]) - len(prompts[1])
+    if tokens > MOST_OF_A_PROMPT * limit:
+        yield warning(
+            f"the schemas of {len(schemas)} tools take {tokens} tokens of every prompt, of data.max_prompt_length={limit}",
+            why="rows whose prompts do not fit are dropped, and every turn reads the schemas again",
+            fix=f"shorter descriptions, fewer tools in a row, or data.max_prompt_length={limit + tokens}",
+            where="data.max_prompt_length",
+        )
+
+
+def schema_faults(functions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the function schemas leave unsaid, and pairs of tools whose descriptions have nearly the same words."""
+    words: dict[str, set[str]] = {}
+    for function in functions:
+        name, about = function["name"], str(function.get("description") or "")
+        if len(about.split()) < LEAST_WORDS:
+            yield f"tool '{name}' says only '{about.strip()}'" if about.strip() else f"tool '{name}' has no description"
+        words[name] = set(re.findall(r"\w+", about.lower()))
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        silent = [
+            str(argument)
+            for argument, schema in properties.items()
+            if str(argument).lower() not in words[name]  # a description such as "compute an expression" says it
+            and not (isinstance(schema, Mapping) and schema.keys() & {"description", "enum", "const"})
+        ]
+        if silent:
+            yield f"tool '{name}' does not say what {', '.join(silent)} is"
+    for (one, these), (other, those) in itertools.combinations(words.items(), 2):
+        if len(these & those) >= max(LEAST_WORDS, SAME_WORDS * len(these | those)):
+            yield f"tools '{one}' and '{other}' have nearly the same description"
 
 
 @rule("R37")

@@ -36,6 +36,13 @@ BAD_CALL = {
 """A message whose call no parser reads."""
 
 
+def tool_file(about: str, argument: dict[str, str]) -> str:
+    """Return a file of a tool with the schema of another program."""
+    function = {"name": "weigh", "description": about, "parameters": {"type": "object", "properties": {"x": argument}}}
+    schema = {"type": "function", "function": function}
+    return f"from hone.agents.tools import tool\n\n\n@tool(schema={schema!r})\ndef weigh(x: float) -> str:\n    return 'kg'\n"
+
+
 KUHN = {"extra_info": {"environment": {"name": "kuhn_poker", "seed": 1}}}
 """Columns of a row with a game."""
 
@@ -434,6 +441,15 @@ TURNS = [
         fix=f"{MULTI}.max_tool_response_length=30",
         given=f"{TOOLS} {SHOWN} preflight.allow=[R47]",
         breaks=lambda world: world.rows(at=tool_rows(["2", "7" * 30], 2)),
+        warns=True,
+    ),
+    Case(
+        "R96 agents.tools_are_described",
+        says=("'weigh' has no description", "what x is"),
+        advice="each argument",
+        given=f"{TOOLS} {SHOWN} {MULTI}.function_tool_path=TMP/own_tools.py preflight.allow=[R47]",
+        breaks=lambda world: world.write("own_tools.py", tool_file("", {"type": "number"})),
+        repairs=lambda world: world.write("own_tools.py", tool_file("Weigh x on the scale.", {"type": "number"})),
         warns=True,
     ),
     Case(

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from support.preflight import change, rows, write_rows
 
+from hone.agents.tools.loading import BUILT_IN
 from hone.config import RLConfig
 from hone.preflight import findings
+from hone.preflight.agents import schema_faults
 
 MULTI = "actor_rollout_ref.rollout.multi_turn"
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -143,3 +145,27 @@ def test_limits_of_tools(rl: RLConfig, data: Path, results, calls, changes, repa
     assert [f.stops for f in with_code] == [False]
     assert all(word in with_code[0].error.render() for word in words), with_code[0].error.render()
     assert [f for f in findings(change(rl, repair)) if f.error.code == "R37"] == []
+
+
+FUNCTIONS = [
+    {"name": "get_order", "description": "Return the order of a customer by its number."},
+    {"name": "get_orders", "description": "Return the order of a customer by number."},
+    {"name": "cancel", "description": "cancel", "parameters": {"properties": {"why": {"enum": ["late", "broken"]}}}},
+    {
+        "name": "pay",
+        "description": "Pay an amount to somebody.",
+        "parameters": {"properties": {"amount": {"type": "number"}, "whom": True}},
+    },
+    {"name": "wait", "description": "Wait until something happens.", "parameters": None},
+]
+
+
+def test_what_schemas_leave_unsaid_is_named() -> None:
+    assert [fault.replace("'", "") for fault in schema_faults(FUNCTIONS)] == [
+        "tool cancel says only cancel",
+        "tool pay does not say what whom is",
+        "tools get_order and get_orders have nearly the same description",
+    ]
+    assert not list(schema_faults(FUNCTIONS[4:]))
+    built_in = [BUILT_IN.get(name)().schema["function"] for name in ("calculator", "python", "lookup")]
+    assert not list(schema_faults(built_in))
