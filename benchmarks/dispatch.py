@@ -34,7 +34,7 @@ from hone.cluster.plan import model_roles
 from hone.cluster.ray.runtime import Failures, RayGroup, RayRuntime
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Shard, Stored
 from hone.config import RLConfig, load_config
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.types import Sample

@@ -89,8 +89,7 @@ def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, name: str)
     import torch.distributed as dist
 
     from hone.config.model import ModelConfig, OptimConfig
-    from hone.config.parallel import FsdpConfig, ParallelConfig
-    from hone.config.parallel_layout import Layout
+    from hone.config.parallel import FsdpConfig, Layout, ParallelConfig
     from hone.models.heads import PolicyHead
     from hone.training.backends.registry import build_train_backend
     from hone.training.engine import TrainSettings

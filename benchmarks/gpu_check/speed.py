@@ -31,8 +31,7 @@ from hone.models.loading import as_policy
 from hone.preflight.plan.devices import MATMUL_SHARE, device_named
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.objectives import DIVISORS, PolicyObjective
-from hone.training.updates import PartialLoss
+from hone.training.objectives import DIVISORS, PartialLoss, PolicyObjective
 
 SAMPLES = 8
 """Responses of a prompt."""

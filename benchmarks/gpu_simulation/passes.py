@@ -28,8 +28,7 @@ from hone.models.heads import PolicyHead
 from hone.models.loading import prepare
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.objectives import DIVISORS, PolicyObjective
-from hone.training.updates import PartialLoss
+from hone.training.objectives import DIVISORS, PartialLoss, PolicyObjective
 
 _TENSORS_A_LAUNCH = 24
 """Parameters that one launch of a fused multi-tensor kernel handles."""

@@ -33,7 +33,7 @@ from hone.registry import Registry
 if TYPE_CHECKING:
     from hone.agents.interactions.base import Interaction
     from hone.agents.rendering import Renderer
-    from hone.agents.tools.toolbox import Toolbox
+    from hone.agents.tools.base import Toolbox
     from hone.data.image_processor import ImageProcessor
 
 

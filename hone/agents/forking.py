@@ -25,9 +25,8 @@ from hone.agents.messages import Message
 from hone.agents.player import Player
 from hone.agents.tool_agent import ChatLoop, Tools
 from hone.config.algorithm import ForksConfig
-from hone.data.batch import Batch
+from hone.data.batch import Batch, episode_rows, is_broken, to_batch
 from hone.data.seeding import derive_seed
-from hone.data.trajectories import episode_rows, is_broken, to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import EpisodeError
 from hone.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams

@@ -6,7 +6,7 @@ A conversation parses turns of the policy into messages, and appends messages as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,35 @@ from hone.agents.environments.base import Environment, make_environment
 from hone.agents.episode import BudgetSpent, Episode
 from hone.agents.interactions.base import Interaction
 from hone.agents.messages import AssistantTurn, Message, check_read
-from hone.agents.tools.delegate import NAME, SCHEMA, Delegate
-from hone.agents.tools.toolbox import ToolSession
+from hone.agents.tools.base import Tool, ToolSession, text_schema
 from hone.config.agents import AgentConfig, CompactionConfig, MultiTurnConfig
 from hone.data.episode_log import EpisodeEnd
 from hone.data.prompts import ShownOf
 from hone.data.types import Sample, StopReason
 from hone.errors import DataError, did_you_mean
 from hone.text import valid_data
+
+DELEGATE = text_schema(
+    "delegate",
+    "Give a task to an assistant with an empty conversation and the same tools; returns its answer.",
+    "task",
+    "the task, with all that is needed to solve it",
+)
+
+
+class Delegate(Tool):
+    """Tool through which the policy gives a task to a sub-agent: itself, in a conversation of its own. Of one episode."""
+
+    timeout = float("inf")  # the episode's limits bound a sub-agent
+    retries = 0
+
+    def __init__(self, play: Callable[[str], Awaitable[str]]) -> None:
+        super().__init__(DELEGATE)
+        self._play = play
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
+        return await self._play(arguments["task"])
+
 
 REMOVED = "(result removed)"
 """Content of a tool result that was dropped."""
@@ -224,7 +245,7 @@ class ToolAgent(ChatLoop):
     async def _delegated(self, episode: Episode, tools: ToolSession, task: str) -> str:
         """Play a task in a conversation of its own; return the answer, or the limit that ended it."""
         messages: list[Message] = [{"role": "user", "content": task}]
-        schemas = [schema for schema in tools.schemas if schema["function"]["name"] != NAME]
+        schemas = [schema for schema in tools.schemas if schema["function"]["name"] != DELEGATE["function"]["name"]]
         child = episode.child(messages, self.renderer.prompt(messages, schemas or None))
         try:
             turn = await self._converse(child, tools.shared_with(child, schemas))
@@ -403,7 +424,7 @@ def tools_of(context: EpisodeContext) -> Callable[[Sample], Sequence[dict[str, A
             return make_environment(spec["name"], options, pythons).tools if "name" in spec else ()
         schemas = context.toolbox.schemas(sample.extra_info.get("tool_selection"))
         delegates = context.multi_turn.subagents and issubclass(loop, ToolAgent)
-        return [*schemas, SCHEMA] if delegates else schemas
+        return [*schemas, DELEGATE] if delegates else schemas
 
     return tools
 

@@ -14,8 +14,18 @@ from hone.algorithms.distillation import (
     distillation_loss,
     distillation_token_loss,
 )
-from hone.algorithms.kl import DIVERGENCES, KL_KINDS, apply_kl_penalty, divergence, full_kl, kl_penalty
-from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
+from hone.algorithms.kl import (
+    DIVERGENCES,
+    KL_KINDS,
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    apply_kl_penalty,
+    divergence,
+    full_kl,
+    kl_controller,
+    kl_penalty,
+)
 from hone.algorithms.logits import (
     chunked_log_probs,
     chunked_sum_pi_squared,

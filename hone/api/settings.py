@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from hone.config import load_config
-from hone.config.check import raise_together
-from hone.config.keys import key_named, unknown_key
+from hone.config.keys import key_named, raise_together, unknown_key
 from hone.config.load import PYTHON_NAMES
 from hone.config.migration.reading import Outcome, outcome_text, trl_error, trl_setting
 from hone.config.overrides import hydra_value

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hone.agents.environments import Environment
     from hone.agents.interactions import Interaction
     from hone.config.trees import AnyConfig
-    from hone.trainers.callbacks import OnSample, OnStep
+    from hone.trainers.session import OnSample, OnStep
 
 
 @api_call
@@ -187,7 +187,7 @@ def _run(
     from hone.cli.programs import announce, local_models_and_data, run_training
     from hone.cluster.torchrun.ranks import follows
     from hone.preflight import check
-    from hone.trainers.callbacks import Callbacks, calling
+    from hone.trainers.session import Callbacks, calling
     from hone.user_objects import in_use
 
     log_to_stderr()

@@ -16,9 +16,8 @@ from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, 
 from hone.cli.output import print_json
 from hone.cli.programs import configured, local_config
 from hone.config import load_config
-from hone.config.check import yaml_value
 from hone.config.environment import written_tree
-from hone.config.keys import KeyDoc, blocks, documentation, members_of
+from hone.config.keys import KeyDoc, blocks, documentation, members_of, yaml_value
 from hone.config.load import PRESETS, differences, explained, preset_names, read_config
 from hone.config.migration import Outcome
 from hone.config.overrides import hydra_value

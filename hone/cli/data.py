@@ -124,7 +124,7 @@ def check(
     """
     from hone.apps.lab.data.inspection import html_report
     from hone.data.checks import read_gates
-    from hone.data.overlong import check_policy
+    from hone.data.tokenizing import check_policy
     from hone.preflight.dataset import DatasetOptions, check_dataset
 
     check_policy(truncation)

@@ -128,7 +128,7 @@ def recommend_method(
 
 def _described(method: Method) -> str:
     from hone.apps.explain.catalogue import KINDS
-    from hone.apps.explain.catalogue.examples import example
+    from hone.apps.explain.catalogue.pages import example
 
     also = f", also {', '.join(method.aliases)}" if method.aliases else ""
     lines = [f"{method.name}  ({KINDS[method.kind]}{also})", "", f"    {method.formula}", "", method.description, ""]

@@ -14,8 +14,7 @@ from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
 from hone.config import TREES, RLConfig, load_with_provenance
 
 if TYPE_CHECKING:
-    from hone.config.preference import PreferenceConfig, RewardModelConfig
-    from hone.config.sft import SFTConfig
+    from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
     from hone.config.tree import RLConfig
     from hone.config.trees import AnyConfig
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.data.image_processor import ImageProcessor, load_image_processor

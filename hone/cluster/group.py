@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.cluster.any_batch import AnyBatch, rows_of
 from hone.cluster.columns import assembled, stored
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, offer_methods
+from hone.cluster.handles import AnyBatch, rows_of
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Stored
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.config.trees import AnyConfig, model_block
 from hone.data.balance import CostModel, Lengths, balance, balance_metrics, in_order
 from hone.data.batch import Batch

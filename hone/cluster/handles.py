@@ -2,28 +2,62 @@
 
 A handle stands for all workers of a role. A method has the parameters of the worker's; its batches may be elsewhere, and it returns
 an :class:`~hone.cluster.dispatch.Answer`. The classes are in :mod:`hone.cluster.plan`;
-``tests/unit/cluster/test_handles.py`` compares both.
+``tests/unit/cluster/test_handles.py`` compares both. :class:`AnyBatch` is a batch of the driver, wherever its columns are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from hone.cluster.dispatch import Answer, RemoteTensors, RowGroups
 
 if TYPE_CHECKING:
     from hone.agents.forking import ForkPoint
     from hone.agents.suites import Suite, TaskScore
-    from hone.cluster.any_batch import AnyBatch
     from hone.cluster.weight_broadcast import Bucket, Meeting
     from hone.data.types import Sample
     from hone.generation.protocol import SamplingParams
     from hone.insight.metrics import MetricStore
-    from hone.training.updates import UpdateResult
+    from hone.training.objectives import UpdateResult
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class AnyBatch(Protocol):
+    """Batch with columns here (:class:`~hone.data.batch.Batch`) or elsewhere.
+
+    Columns elsewhere are a :class:`~hone.cluster.remote_batch.RemoteBatch`. Both have these operations.
+    """
+
+    @property
+    def uids(self) -> list[str]: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, name: object) -> bool: ...
+    def names(self) -> list[str]: ...
+    def select(self, *names: str) -> AnyBatch: ...
+    def rename(self, names: Mapping[str, str]) -> AnyBatch: ...
+    def updated(self, other: Any) -> AnyBatch: ...
+    def reorder(self, rows: Sequence[int]) -> AnyBatch: ...
+    def slice(self, start: int, stop: int) -> AnyBatch: ...
+
+
+def concat_batches(batches: Sequence[AnyBatch]) -> AnyBatch:
+    """Concatenate the rows of batches, in order."""
+    kind: Any = type(batches[0])
+    return kind.concat(batches)
+
+
+def rows_of(keys: Iterable[Key]) -> dict[Key, list[int]]:
+    """Return the rows of each key, such as a prompt's uid, in order of first occurrence."""
+    rows: dict[Key, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -118,7 +152,7 @@ class Teacher(Computing, Protocol):
 
 
 class RewardModel(Protocol):
-    """A model that scores (:mod:`~hone.cluster.reward_model`, :mod:`~hone.cluster.generative_reward_model`)."""
+    """A model that scores (:mod:`~hone.cluster.reward_model`, :mod:`~hone.cluster.reward_model`)."""
 
     def score(self, batch: AnyBatch) -> Answer[AnyBatch]: ...
 

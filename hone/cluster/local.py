@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Dispatch, Split, offer_methods
+from hone.cluster.handles import AnyBatch
 from hone.config.derived import RunSpec
 from hone.config.pools import check_local, divided_cores
 from hone.config.tree import RLConfig

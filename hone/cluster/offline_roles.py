@@ -9,12 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.roles import FrozenPolicy, SupervisedModel
-from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig
 from hone.config.specs import OfflineSpec
 from hone.config.trees import OfflineConfig
 from hone.data.batch import Batch
-from hone.models.loading import saved_model
-from hone.models.padding import set_tokenizer_padding
+from hone.models.loading import saved_model, set_tokenizer_padding
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.learners import learner_of
 

@@ -19,7 +19,7 @@ _CLASSES = {
     "reference": "hone.cluster.roles:ReferenceWorker",
     "critic": "hone.cluster.roles:CriticWorker",
     "reward_model": "hone.cluster.reward_model:RewardModelWorker",
-    "generative reward_model": "hone.cluster.generative_reward_model:GenerativeRewardModelWorker",
+    "generative reward_model": "hone.cluster.reward_model:GenerativeRewardModelWorker",
     "teacher": "hone.cluster.teacher:TeacherWorker",
     "offline actor": "hone.cluster.offline_roles:LearnerWorker",
     "offline reference": "hone.cluster.offline_roles:FrozenPolicyWorker",

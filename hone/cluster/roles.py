@@ -36,10 +36,9 @@ from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import Outputs, TrainSettings, train_batches
 from hone.training.learners import teacher_distance
 from hone.training.microbatches import MicroBatchTarget
-from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
+from hone.training.objectives import DIVISORS, LossFn, PartialLoss, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
-from hone.training.updates import LossFn, PartialLoss
 
 log = logging.getLogger("hone")
 

@@ -15,7 +15,7 @@ from hone.agents.base import EpisodeContext
 from hone.agents.episode import LimitedClient
 from hone.agents.forking import ForkPoint, play_forks
 from hone.agents.player import Player
-from hone.agents.program.base import serve_policy
+from hone.agents.program.loop import serve_policy
 from hone.agents.suites import Suite, TaskScore, measure
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
@@ -24,9 +24,8 @@ from hone.cluster.weight_broadcast import WeightTarget
 from hone.config.derived import RunSpec
 from hone.config.pools import engine_devices
 from hone.config.tree import RLConfig
-from hone.data.batch import Batch
+from hone.data.batch import Batch, to_batch
 from hone.data.seeding import derive_seed
-from hone.data.trajectories import to_batch
 from hone.data.types import Sample
 from hone.generation import is_served
 from hone.generation.build import build_engine, replica_limit

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import RoleSpec
-from hone.cluster.handles import Actor, Critic, Reference, RewardModel, Rollout, Teacher, Work
+from hone.cluster.handles import Actor, AnyBatch, Critic, Reference, RewardModel, Rollout, Teacher, Work
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
 

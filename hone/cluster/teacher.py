@@ -12,7 +12,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.roles import ModelRole, build_frozen_policy, first_adapter
 from hone.config.distillation import SAMPLED_MODES, is_address
-from hone.config.sft import SFTConfig
+from hone.config.offline import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import model_block
 from hone.data.batch import Batch

@@ -37,9 +37,9 @@ from hone.cluster.failures import BroadcastError
 from hone.config.limits import BROADCAST_BUFFERS
 from hone.config.tree import RLConfig
 from hone.generation.protocol import Engine
-from hone.generation.remote.transports.layout import Named, layout, view
+from hone.generation.remote.transports import Named, layout, view
 from hone.insight import activity
-from hone.training.rendezvous import gpu_identity, require_separate_gpus
+from hone.training.layout import gpu_identity, require_separate_gpus
 
 SOURCE = 0
 """Rank of the actor's first worker; the rollout workers follow it."""
@@ -177,7 +177,7 @@ class Bucket:
 
     Attributes:
         number: of the bucket in its weight sync.
-        places: of the weights in the buffer (:mod:`hone.generation.remote.transports.layout`).
+        places: of the weights in the buffer (:mod:`hone.generation.remote.transports`).
         size: bytes of the buffer.
     """
 

@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hone.cluster.any_batch import AnyBatch
 from hone.cluster.dispatch import Answer, RemoteTensors
 from hone.cluster.failures import BroadcastError, WorkerLost
-from hone.cluster.handles import Actor, Rollout, Weights
+from hone.cluster.handles import Actor, AnyBatch, Rollout, Weights
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.types import Sample

@@ -6,8 +6,7 @@
 
 from hone.config.keys import KeyDoc, documentation
 from hone.config.load import load_config, load_with_provenance, to_yaml
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 

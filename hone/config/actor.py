@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from hone.config.algorithm import corrects
 from hone.config.fields import block, choice, named, number
 from hone.config.model import OptimConfig
 from hone.config.parallel import ParallelConfig
@@ -44,6 +45,16 @@ class PolicyLossConfig:
     """m2po: largest mean squared log-ratio; tokens with the largest log-ratios are masked until it holds."""
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further options of the loss, by name."""
+
+
+def policy_loss_name(loss_mode: str, settings: dict[str, Any]) -> str:
+    """Return the policy loss in use: ``vanilla`` becomes ``bypass_mode`` in bypass mode with a correction.
+
+    ``settings``: all keys of ``algorithm.rollout_correction``.
+    """
+    if loss_mode == "vanilla" and settings["bypass_mode"]:
+        return "bypass_mode" if corrects(settings) or settings["loss_type"] != "ppo_clip" else "vanilla"
+    return loss_mode
 
 
 @dataclass

@@ -50,6 +50,10 @@ class RolloutCorrectionConfig:
     """Reject whole sequences that contain a token whose probability under the trainer is below this share of the engine's."""
 
 
+def corrects(settings: dict[str, Any]) -> bool:
+    return any(settings[name] is not None for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold"))
+
+
 @dataclass
 class FilterGroupsConfig:
     """Dynamic sampling (DAPO): groups with equal rewards carry no signal and are replaced by new prompts."""

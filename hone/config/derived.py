@@ -16,7 +16,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.actor import policy_loss_name
+from hone.config.algorithm import RolloutCorrectionConfig, corrects
 from hone.config.dtypes import dtype_keys
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS, REPORT_SUPPORT, micro_batch_tokens
 from hone.config.parallel import ParallelConfig
@@ -51,17 +52,6 @@ def correction_settings(config: RolloutCorrectionConfig) -> dict[str, Any]:
         )
     named, defaults = ROLLOUT_CORRECTION_PRESETS[config.preset], vars(RolloutCorrectionConfig())
     return {name: named[name] if value == defaults[name] else value for name, value in settings.items()}
-
-
-def corrects(settings: dict[str, Any]) -> bool:
-    return any(settings[name] is not None for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold"))
-
-
-def policy_loss_name(loss_mode: str, settings: dict[str, Any]) -> str:
-    """Return the policy loss in use: ``vanilla`` becomes ``bypass_mode`` in bypass mode with a correction."""
-    if loss_mode == "vanilla" and settings["bypass_mode"]:
-        return "bypass_mode" if corrects(settings) or settings["loss_type"] != "ppo_clip" else "vanilla"
-    return loss_mode
 
 
 T = TypeVar("T")

@@ -26,10 +26,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.check import Provenance, check_values, complaints, place, raise_together, wrong_type
 from hone.config.derived import RunSpec
 from hone.config.environment import environment_values, unresolved, written_leaves, written_tree
-from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation, key_named, leaf_of, unknown_key
+from hone.config.keys import (
+    TYPE_WORDS,
+    KeyDoc,
+    Provenance,
+    blocks,
+    check_values,
+    complaints,
+    documentation,
+    key_named,
+    leaf_of,
+    place,
+    raise_together,
+    unknown_key,
+    wrong_type,
+)
 from hone.config.migration.reading import (
     Outcome,
     means_another,

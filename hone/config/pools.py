@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hone.config.engines import SERVED
-from hone.config.parallel import ParallelConfig
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout, ParallelConfig
 from hone.config.run import OwnPoolConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig

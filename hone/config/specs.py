@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hone.config.derived import Decision, Derived, RoleNeed, RunSpec, dtype_line, micro_batch_line, pool_line
+from hone.config.offline import PreferenceConfig, SFTConfig
 from hone.config.pools import MAIN_POOL, Pool
-from hone.config.preference import PreferenceConfig
-from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, OfflineConfig
 from hone.methods import PREFERENCE_LOSS_NEEDS

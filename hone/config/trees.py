@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hone.config.model import ModelConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
 from hone.config.parallel import ParallelConfig
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 
 TREES: dict[str, type] = {

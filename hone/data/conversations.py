@@ -16,9 +16,8 @@ from hone.data.files import Row, RowReader, read_rows
 from hone.data.image_processor import ImageProcessor
 from hone.data.images import ImageData
 from hone.data.messages import check_messages, plain, schemas_of
-from hone.data.overlong import check_policy, overlong_rows, shortened
 from hone.data.row_images import RowImages, loses_image
-from hone.data.tokenizing import Chats, tokenize
+from hone.data.tokenizing import Chats, check_policy, overlong_rows, shortened, tokenize
 from hone.errors import DataError
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Samplers other than the plain epoch: mixtures of data sources, easy rows first, rows of medium pass rate first.
 
-A curriculum of stages is in :mod:`hone.data.curriculum`. All have the interface of :class:`~hone.data.sampler.EpochSampler`. ``epoch``
+A curriculum of stages is in :mod:`hone.data.curriculum`. All have the interface of :class:`~hone.data.prompts.EpochSampler`. ``epoch``
 is the number of drawn rows divided by the size of the dataset.
 
 Staged curriculum: named sets of rows, each with a gate that the policy's measured success opens.
@@ -25,8 +25,7 @@ from typing import Any
 
 from hone.config.data import DataConfig
 from hone.data.custom import custom_sampler
-from hone.data.prompts import PromptDataset
-from hone.data.sampler import EpochSampler
+from hone.data.prompts import EpochSampler, PromptDataset
 from hone.data.seeding import derive_seed
 from hone.errors import CheckpointError, ConfigError, DataError, did_you_mean
 

@@ -15,7 +15,7 @@ from hone.config.data import DataConfig
 from hone.data.files import EVERY_COLUMN, Row, RowReader, answer_columns, read_rows, with_answer
 from hone.data.media import refuse_media
 from hone.data.messages import plain
-from hone.data.sampler import EpochSampler
+from hone.data.prompts import EpochSampler
 from hone.data.sharegpt import to_messages
 from hone.errors import CheckpointError, ConfigError, DataError
 from hone.user_code import UserCodeError, build, call, load_class, load_function

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.preference import PreferenceDataConfig
+from hone.config.offline import PreferenceDataConfig
 from hone.data.batch import Batch
 from hone.data.files import Row, RowReader, read_rows
 from hone.data.image_processor import ImageProcessor
 from hone.data.images import images_column
 from hone.data.messages import plain, schemas_of
-from hone.data.overlong import check_policy, overlong_rows
 from hone.data.ragged import Ragged
 from hone.data.responses import Response, Side, render_sides, side_with_label, sides_of_pair
 from hone.data.row_images import RowImages, loses_image
+from hone.data.tokenizing import check_policy, overlong_rows
 from hone.errors import DataError
 
 log = logging.getLogger(__name__)

@@ -248,7 +248,7 @@ CANARY_FLOOR = {"float32": 1e-4, "bfloat16": 5e-3, "float16": 1e-3}
 
 
 class Update(Protocol):
-    """Result of an optimizer update: see ``hone.training.updates.UpdateResult``."""
+    """Result of an optimizer update: see ``hone.training.objectives.UpdateResult``."""
 
     @property
     def grad_norm(self) -> float: ...

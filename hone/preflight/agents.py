@@ -152,7 +152,7 @@ def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Findings:
 
 def _check_noise(rows: Sequence[Row]) -> None:
     """Raise the error of the first row whose noise of a tool is not valid."""
-    from hone.agents.tools.toolbox import noise_of_row
+    from hone.agents.tools.base import noise_of_row
 
     for row in rows:
         extra = row.values.get("extra_info")

@@ -16,7 +16,7 @@ from hone.config.distillation import (
     TeacherConfig,
     is_address,
 )
-from hone.config.sft import SFTConfig, SFTDataConfig
+from hone.config.offline import SFTConfig, SFTDataConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import model_block
 from hone.errors import HoneError

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hone.config.check import yaml_value
 from hone.config.derived import RunSpec
 from hone.config.distillation import TOP_K_MODES
-from hone.config.keys import documentation, leaf_values
+from hone.config.keys import documentation, leaf_values, yaml_value
 from hone.config.migration.entries import expand
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block

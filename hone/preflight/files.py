@@ -6,8 +6,7 @@ from pathlib import Path
 
 from hone.config.derived import RunSpec, longest_sequence
 from hone.config.engines import SERVED
-from hone.config.preference import RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import RewardModelConfig, SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.data.chat_formats import read_template

@@ -14,10 +14,9 @@ from hone.config.derived import HALF_A_GPU, RunSpec
 from hone.config.dtypes import dtype_keys
 from hone.config.limits import REPORT_EXPERTS
 from hone.config.model import OptimConfig
-from hone.config.parallel_layout import Layout
+from hone.config.offline import RewardModelConfig, SFTConfig
+from hone.config.parallel import Layout
 from hone.config.pools import Pool, check_engines, check_local
-from hone.config.preference import RewardModelConfig
-from hone.config.sft import SFTConfig
 from hone.config.specs import spec_of
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, OfflineConfig, model_block, parallel_block

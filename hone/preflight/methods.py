@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection
 
-from hone.config.check import yaml_value
 from hone.config.derived import RunSpec
-from hone.config.keys import documentation
-from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.keys import documentation, yaml_value
+from hone.config.offline import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError, HoneError, did_you_mean

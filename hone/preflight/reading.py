@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.derived import RunSpec
-from hone.config.sft import SFTConfig
+from hone.config.offline import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.data.files import NO_SOURCE

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hone.config.derived import RunSpec
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block, parallel_block
 from hone.data.files import ANSWER_COLUMNS, Row, file_list

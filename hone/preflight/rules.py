@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
-from hone.config.check import raise_together
+from hone.config.keys import raise_together
 from hone.config.trees import TREES, AnyConfig
 from hone.errors import ConfigError, Finding, HoneError, UnknownMethod, did_you_mean
 from hone.preflight.evidence import Evidence

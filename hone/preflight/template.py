@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.config.preference import PreferenceConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import PreferenceConfig, SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.data.files import Row

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from hone.config.derived import RunSpec, longest_sequence
 from hone.config.dtypes import DtypeKey, dtype_keys, is_narrow
 from hone.config.model import ModelConfig, OptimConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
 from hone.config.param_groups import read_param_groups
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.errors import ConfigError, HoneError

@@ -19,7 +19,7 @@ from hone.rewards.manager import RewardManager, logger
 from hone.rewards.probes import FORMS, PRINTS, Probe, after_thoughts, is_agentic, ordinary, traps, with_episodes
 from hone.rewards.score import Cause, Score
 from hone.rewards.scorers import SCORERS
-from hone.rewards.target import HAVE
+from hone.rewards.worker import HAVE
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from hone.rewards.score import Cause, Score
 from hone.rewards.scorers import SCORERS, scorer_for
 from hone.rewards.services import Services
 from hone.rewards.sources import ScorerSource, Source, function_source
-from hone.rewards.target import NoVerdictRate, Outcome, failed, is_usable, shown_number
 from hone.rewards.terms import Term, combine, read_terms
+from hone.rewards.worker import NoVerdictRate, Outcome, failed, is_usable, shown_number
 
 logger = logging.getLogger("hone.rewards")
 

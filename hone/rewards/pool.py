@@ -39,7 +39,7 @@ from hone.insight.environment import usable_memory
 from hone.insight.redaction import redact_text
 from hone.rewards.frames import MAX_ANSWER, NONCE_BYTES, Channel, ChannelError, socket_pair
 from hone.rewards.score import Cause, Score
-from hone.rewards.target import BROKEN, LoadFailure, Outcome, Ready, Target, decode_result, decode_start, failed
+from hone.rewards.worker import BROKEN, LoadFailure, Outcome, Ready, Target, decode_result, decode_start, failed
 
 WINDOW = 60.0  # seconds after which a worker may print as much again
 _CHUNK = 1 << 16

@@ -20,7 +20,7 @@ from hone.rewards.http import JsonService, ServiceError, Throttle
 from hone.rewards.pool import ASYNC_GRACE, WorkerLimits, WorkerPool
 from hone.rewards.scorers import SCORERS, Scorer, scorer_for
 from hone.rewards.services import Services
-from hone.rewards.target import (
+from hone.rewards.worker import (
     ARGUMENTS,
     CONVERSATIONS,
     PLURALS,

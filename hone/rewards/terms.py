@@ -13,7 +13,7 @@ from hone.config.reward import CustomRewardConfig
 from hone.data.types import Trajectory
 from hone.errors import ConfigError, did_you_mean
 from hone.rewards.score import Cause, Score
-from hone.rewards.target import as_number
+from hone.rewards.worker import as_number
 from hone.user_objects import is_user_object
 
 NORMALIZATIONS = ("group", "batch")

@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from hone.algorithms import advantage_estimators
-from hone.cluster.any_batch import AnyBatch, concat_batches, rows_of
 from hone.cluster.dispatch import RowGroups
-from hone.cluster.handles import RoleUpdate, Rollout, Work
+from hone.cluster.handles import AnyBatch, RoleUpdate, Rollout, Work, concat_batches, rows_of
 from hone.cluster.runtime import Roles
 from hone.cluster.weight_sync import WeightSync
 from hone.config.derived import OldLogProbs, RunSpec
 from hone.config.tree import RLConfig
-from hone.data.prompts import PromptDataset
-from hone.data.sampler import EpochSampler
+from hone.data.prompts import EpochSampler, PromptDataset
 from hone.data.seeding import derive_seed
 from hone.data.spans import TEACHER_RESPONSES
 from hone.data.types import Sample
@@ -37,14 +35,12 @@ from hone.errors import ConfigError
 from hone.generation.protocol import SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.trainers.archiving import Archiving
-from hone.trainers.estimates import needed_columns, suppliers
-from hone.trainers.group_buffer import GroupBuffer
+from hone.trainers.estimates import KEPT, needed_columns, suppliers
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.inputs import quarantined_rows
-from hone.trainers.rollouter import Rollouter, Score
+from hone.trainers.rollouter import GroupBuffer, Rollouter, Score
 from hone.trainers.stages import SAMPLED, SCORED, Stage, StepState
 from hone.trainers.step_metrics import update_metrics
-from hone.trainers.update_view import KEPT
 
 if TYPE_CHECKING:
     from hone.agents.forking import ForkPoint

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from hone.cluster.any_batch import AnyBatch, concat_batches
-from hone.cluster.handles import Work
+from hone.cluster.handles import AnyBatch, Work, concat_batches
 from hone.config.run import TrainerConfig
 from hone.data.prompts import PromptDataset
 from hone.data.types import row_of

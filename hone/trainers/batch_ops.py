@@ -25,20 +25,18 @@ from torch import Tensor
 from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
 from hone.algorithms.advantages.roles import RoleBaselines
-from hone.cluster.any_batch import rows_of
 from hone.cluster.columns import TOKENS
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
-from hone.cluster.handles import GroupMeans, RoleUpdate
+from hone.cluster.handles import GroupMeans, RoleUpdate, rows_of
 from hone.cluster.reward_model import JUDGED, JUDGEMENT
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
-from hone.data.batch import Batch, same_column
+from hone.data.batch import Batch, same_column, to_batch
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.images import ImageData
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import decoded, outside_tokenizer, token_texts
-from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.insight.archive.read import table_records
 from hone.insight.archive.schema import BY_NAME, FLOATS, IDS, INTS
@@ -52,12 +50,11 @@ from hone.models.loading import saved_settings
 from hone.rewards.doctor import EnvironmentDoctor
 from hone.rewards.manager import JudgedRewards, share_rewards, token_rewards
 from hone.rewards.score import Score
-from hone.rewards.target import no_verdict_metrics
+from hone.rewards.worker import no_verdict_metrics
 from hone.trainers.archiving import TRAINED
-from hone.trainers.estimates import estimate, turn_baselines
+from hone.trainers.estimates import KEPT, correct, estimate, turn_baselines, update_view
 from hone.trainers.reporting import age_metrics, batch_metrics, prompt_text, score_values
 from hone.trainers.teacher_inputs import TeacherInputs, mixed_advantages, span_columns
-from hone.trainers.update_view import KEPT, correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.checkpoints.storage import Storage
 from hone.training.preferences import own_pairs

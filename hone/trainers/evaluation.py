@@ -18,7 +18,6 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.base import EpisodeContext
-from hone.agents.contract import agent_contract
 from hone.agents.player import Player
 from hone.agents.tool_agent import shown_of
 from hone.cluster.context import prepare_torch
@@ -46,7 +45,7 @@ from hone.models.loading import load_policy
 from hone.progress import counting, progress
 from hone.rewards.manager import RewardManager, share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
-from hone.trainers.inputs import reads_columns, report_contract, self_scored_by, show_first_prompt
+from hone.trainers.inputs import agent_contract, reads_columns, report_contract, self_scored_by, show_first_prompt
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.releases import Shelf

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from hone.cluster.any_batch import AnyBatch
+from hone.cluster.handles import AnyBatch
 from hone.config.algorithm import FilterGroupsConfig
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore

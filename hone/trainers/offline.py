@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hone.cluster.any_batch import AnyBatch
 from hone.cluster.context import run_image_processor, run_tokenizer
 from hone.cluster.dispatch import RowGroups
-from hone.cluster.handles import Learner
+from hone.cluster.handles import AnyBatch, Learner
 from hone.cluster.plan import offline_roles
 from hone.cluster.runtime import Runtime
 from hone.cluster.supervisor import Supervisor
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
 from hone.data.batch import Batch
-from hone.data.sampler import EpochSampler
+from hone.data.prompts import EpochSampler
 from hone.data.seeding import derive_seed
 from hone.insight import activity
 from hone.insight.metrics import MetricStore

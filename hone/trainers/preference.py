@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hone.algorithms import kto_kl
-from hone.cluster.any_batch import AnyBatch
-from hone.cluster.handles import FrozenPolicy
+from hone.cluster.handles import AnyBatch, FrozenPolicy
 from hone.cluster.supervisor import Supervisor
-from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig
 from hone.config.specs import OfflineSpec
 from hone.data.batch import Batch
 from hone.data.custom import row_reader

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hone.config.reward import EpisodePricesConfig
-from hone.data.batch import Batch
+from hone.data.batch import Batch, episode_rows
 from hone.data.images import content_text
-from hone.data.trajectories import episode_rows
 from hone.data.types import StopReason, Trajectory
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.metrics import MetricStore

@@ -1,7 +1,7 @@
 """RL trainer: one loop for every algorithm, engine, reward and runtime.
 
 A step runs the stages of :mod:`hone.trainers.algorithm`, then validation and checkpoint where they are due. In asynchronous training
-the stage ``gen`` returns groups that were played during earlier steps; :mod:`hone.trainers.group_buffer` bounds their age. Validation
+the stage ``gen`` returns groups that were played during earlier steps; :mod:`hone.trainers.rollouter` bounds their age. Validation
 is then a task that runs during the next step (:class:`~hone.trainers.validator.ValidationTask`).
 """
 
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.agents.suites import read_suites
-from hone.cluster.any_batch import concat_batches
 from hone.cluster.context import RoleSpec, run_tokenizer
-from hone.cluster.handles import Computing, Rollout
+from hone.cluster.handles import Computing, Rollout, concat_batches
 from hone.cluster.plan import model_roles
 from hone.cluster.runtime import Roles
 from hone.cluster.supervisor import Supervisor

@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from hone.cluster.any_batch import AnyBatch
-from hone.cluster.handles import Teacher
+from hone.cluster.handles import AnyBatch, Teacher
 from hone.config.distillation import TOP_K_MODES
-from hone.config.sft import SFTConfig
+from hone.config.offline import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
 from hone.data.custom import row_reader

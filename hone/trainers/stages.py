@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.cluster.any_batch import AnyBatch, concat_batches
+from hone.cluster.handles import AnyBatch, concat_batches
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
-from hone.trainers.group_buffer import Group
+from hone.trainers.rollouter import Group
 
 SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
 """Columns of played episodes."""

@@ -13,7 +13,7 @@ from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN
 from hone.insight.metrics import MetricStore
 
 if TYPE_CHECKING:
-    from hone.training.updates import Statistics, UpdateResult
+    from hone.training.objectives import Statistics, UpdateResult
 
 
 def update_metrics(metrics: MetricStore, results: Sequence[UpdateResult], role: str, learning_rate: float) -> None:

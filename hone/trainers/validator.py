@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.suites import Suite, SuiteError, TaskScore, all_metrics, write_scores
-from hone.cluster.any_batch import AnyBatch, concat_batches
-from hone.cluster.handles import Rollout, Work
+from hone.cluster.handles import AnyBatch, Rollout, Work, concat_batches
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
 from hone.insight.run_directory import RunDirectory, read_metrics

@@ -40,10 +40,10 @@ from hone.progress import ON_DONE
 from hone.training.checkpoints.model_state import ModelParts, ModelStager
 from hone.training.export_stream import STREAMS
 from hone.training.microbatches import MicroBatchRecorder
+from hone.training.objectives import GatheredRows, LossFn, PartialLoss, Statistics, Totals, UpdateResult
 from hone.training.optimizer import LossScale, ScheduledOptimizer
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
-from hone.training.updates import GatheredRows, LossFn, PartialLoss, Statistics, Totals, UpdateResult
 
 
 class DeviceClock:

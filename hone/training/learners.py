@@ -10,17 +10,15 @@ import torch
 from hone.algorithms.teacher import TeacherDistance
 from hone.config.distillation import SAMPLED_MODES, TOP_K_MODES, WHOLE_MODES
 from hone.config.model import ModelConfig
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import OfflineConfig, model_block
 from hone.models.heads import Head, PolicyHead
 from hone.models.loading import saved_settings
 from hone.models.teacher import HiddenHead, TopKHead, output_layer
 from hone.training.backends.protocol import ModelKind
-from hone.training.objectives import imitation_objective, token_loss_options
+from hone.training.objectives import LossFn, imitation_objective, token_loss_options
 from hone.training.preferences import ScoreHead, bradley_terry_objective, loss_and_options, preference_objective
-from hone.training.updates import LossFn
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from hone.models.devices import computes_bfloat16
 from hone.models.loading import causal_lm, layers_of
 from hone.registry import imported
 from hone.training import eight_bits
-from hone.training.updates import Statistics, UpdateResult
+from hone.training.objectives import Statistics, UpdateResult
 
 MUON = "Muon"  # value of ``optim.optimizer``
 ORTHOGONAL = "orthogonal"  # key of a parameter group: whether its parameters are matrices for Muon

@@ -23,9 +23,9 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import Head
 from hone.training.engine import Forward, MicroBatchLoop, Outputs, TrainSettings, micro_batch_loss
+from hone.training.objectives import LossFn, Statistics, Totals
 from hone.training.optimizer import LossScale
 from hone.training.ranks import RankGroup
-from hone.training.updates import LossFn, Statistics, Totals
 
 MicroBatch = tuple[list[int], Batch]
 LossOf = Callable[[list[int], Batch, dict[str, Tensor]], Tensor]

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from hone.algorithms import PreferenceLoss, best_worst_pairs, bradley_terry_loss, preference_losses
 from hone.algorithms.preference_losses import COUNTED_BY, pair_rows
 from hone.config.actor import OnlinePreferenceConfig
-from hone.config.preference import PreferenceConfig
+from hone.config.offline import PreferenceConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import hidden_states
 from hone.models.inputs import PackedSequences
 from hone.models.loading import causal_lm, value_head
 from hone.training.backends.protocol import TrainBackend
-from hone.training.objectives import ratio_to
-from hone.training.updates import LossFn, Statistics, Totals
+from hone.training.objectives import LossFn, Statistics, Totals, ratio_to
 
 
 def preference_objective(loss: PreferenceLoss, options: dict[str, Any], name: str = "train/loss") -> LossFn:

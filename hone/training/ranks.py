@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hone.data.batch import Batch
-from hone.training.updates import GatheredRows, Statistics, Totals
+from hone.training.objectives import GatheredRows, Statistics, Totals
 
 
 class RankGroup(Protocol):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hone.config.check import yaml_value
-from hone.config.keys import KeyDoc, blocks, documentation
+from hone.config.keys import KeyDoc, blocks, documentation, yaml_value
 from hone.config.migration import TABLES, VALUES
 from hone.config.migration.entries import described, kind
 from hone.config.trees import TREES

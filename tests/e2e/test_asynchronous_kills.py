@@ -16,7 +16,7 @@ from support.launch import Command, hone
 from support.slow_loop import ASYNCHRONOUS, PROMPTS
 from support.world import World, metrics, rl_command, run_record
 
-pytestmark = pytest.mark.long("hone/trainers/rollouter.py", "hone/trainers/group_buffer.py")
+pytestmark = pytest.mark.long("hone/trainers/rollouter.py", "hone/trainers/rollouter.py")
 DRIVER_KILLS, ENGINE_KILLS, STEPS = 12, 8, 40
 
 

@@ -29,7 +29,7 @@ LORA = (
     "actor_rollout_ref.model.lora_rank=4",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
 )
-LONG = pytest.mark.long("hone/training/checkpoints", "hone/trainers", "hone/data/sampler.py")
+LONG = pytest.mark.long("hone/training/checkpoints", "hone/trainers", "hone/data/prompts.py")
 """Of kinds whose state the others of a test have a part of."""
 RUNS = {"grpo": GRPO, "ppo": PPO, "lora": LORA}
 COMMON = (

@@ -16,7 +16,7 @@ REPLAY = f"{ACTOR}.router_replay.mode=R3"
 GAP = "training/rollout_log_probs_diff_mean"
 EXPERTS = pytest.mark.long(
     *("hone/models/experts.py", "hone/generation/native", "hone/training/engine.py", "hone/apps/lab/replay"),
-    *("hone/data/types.py", "hone/trainers/group_buffer.py"),
+    *("hone/data/types.py", "hone/trainers/rollouter.py"),
 )
 STEPS = (
     "trainer.total_training_steps=3",

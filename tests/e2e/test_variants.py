@@ -9,7 +9,7 @@ from support.archives import records
 from support.launch import Command
 from support.world import World, curve, metrics, rl_command
 
-from hone.generation.remote.transports import shared_memory
+from hone.generation.remote import transports
 
 pytestmark = [pytest.mark.slow, pytest.mark.application("hone/algorithms", "hone/trainers", "hone/training")]
 
@@ -188,7 +188,7 @@ def without_copies() -> None:
         raise AssertionError("weights were copied on their way")
 
     forked_engines.install()
-    shared_memory.copy = refuse
+    transports.copy = refuse
 
 
 def test_weights_reach_an_engine_in_a_process_of_its_own_without_a_copy(world: World, tmp_path: Path):

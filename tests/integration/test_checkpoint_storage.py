@@ -9,7 +9,7 @@ import pytest
 from support.small_sft import make_small_sft, small_sft_settings
 
 from hone.config import load_config
-from hone.config.sft import SFTConfig
+from hone.config.offline import SFTConfig
 from hone.errors import CheckpointError
 from hone.trainers.sft import SFTTrainer
 from hone.training.checkpoints.checkpoint import find_checkpoint

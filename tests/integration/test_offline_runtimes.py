@@ -21,7 +21,7 @@ from hone.cluster.ray.connection import SETTINGS
 from hone.config import PreferenceConfig, RewardModelConfig, SFTConfig, load_config
 from hone.insight import activity
 from hone.trainers import preference, sft
-from hone.trainers.callbacks import Callbacks, calling
+from hone.trainers.session import Callbacks, calling
 
 pytestmark = pytest.mark.long(
     "hone/trainers/offline.py",

@@ -27,9 +27,9 @@ from hone.training.checkpoints.model_state import ModelStager
 from hone.training.engine import MicroBatchLoop, Outputs, TrainSettings
 from hone.training.export_stream import STREAMS
 from hone.training.layout import Meshes
+from hone.training.objectives import GatheredRows, LossFn, UpdateResult
 from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import ProcessRanks, RankGroup, SingleRank
-from hone.training.updates import GatheredRows, LossFn, UpdateResult
 
 pytestmark = pytest.mark.application("hone/training", "hone/cluster")
 

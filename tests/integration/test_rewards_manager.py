@@ -21,7 +21,7 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
 from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
-from hone.rewards.target import no_verdict_metrics
+from hone.rewards.worker import no_verdict_metrics
 
 FUNCTIONS = """
 import asyncio, os, signal, sys, threading, time

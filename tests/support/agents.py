@@ -75,7 +75,7 @@ def sample(question: str = "What is 6*7?", uid: str = "row", tools: Sequence[dic
 
 def setting(tools: Sequence[Any] = (), agent: dict[str, Any] | None = None, **multi_turn: Any) -> EpisodeContext:
     """A setting with these tools."""
-    from hone.agents.tools.toolbox import Toolbox
+    from hone.agents.tools.base import Toolbox
 
     several = MultiTurnConfig(**{"enable": True, **multi_turn})
     made = EpisodeContext(

@@ -21,8 +21,7 @@ from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.derived import correction_settings
 from hone.config.model import ModelConfig, OptimConfig
-from hone.config.parallel import FsdpConfig, MixedPrecisionConfig, ParallelConfig
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import FsdpConfig, Layout, MixedPrecisionConfig, ParallelConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import PolicyHead, ValueHead

@@ -15,8 +15,8 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.experts import expert_routers
 from hone.models.loading import causal_lm, load_policy, load_value_model
+from hone.training.objectives import Totals
 from hone.training.optimizer import LR_MULT, build_optimizer, learning_rate
-from hone.training.updates import Totals
 
 
 def load(case: Case) -> nn.Module:

@@ -14,7 +14,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.roles import PolicyWorker, ReferenceWorker
 from hone.config import RLConfig, load_config
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.native.engine import NativeEngine

@@ -14,7 +14,7 @@ from hone.cluster.dispatch import RowGroups
 from hone.cluster.roles import PolicyWorker
 from hone.cluster.teacher import TeacherWorker
 from hone.config import RLConfig, load_config
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.data.ragged import Ragged
 from hone.models.teacher import SPANS
 from hone.training.layout import build_meshes

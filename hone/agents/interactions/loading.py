@@ -18,13 +18,13 @@ from typing import Any
 
 from hone.agents.interactions.base import Interaction, Reply
 from hone.agents.messages import Message
-from hone.agents.yaml_files import read_yaml
+from hone.agents.tools.loading import read_yaml
 from hone.data.types import Sample
 from hone.errors import ConfigError, HoneError
 from hone.registry import Registry, imported
 from hone.rewards.scorers import scorer_for
 from hone.rewards.scorers.base import SCORERS
-from hone.rewards.target import to_score
+from hone.rewards.worker import to_score
 from hone.user_objects import PREFIX, is_user_object
 
 

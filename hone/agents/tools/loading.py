@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hone.agents.tools.base import FunctionTool, Tool
-from hone.agents.tools.toolbox import NoiseOptions, Noisy, Toolbox
-from hone.agents.yaml_files import missing_file, read_yaml
+import yaml
+
+from hone.agents.tools.base import FunctionTool, NoiseOptions, Noisy, Tool, Toolbox
 from hone.config.agents import MultiTurnConfig
 from hone.errors import ConfigError, HoneError, did_you_mean
 from hone.registry import Registry, imported
@@ -236,3 +236,25 @@ def _call(maker: Callable[..., Any], arguments: dict[str, Any], where: str) -> A
         raise ConfigError(
             f"the tool cannot be made: {error}", where=where, fix="see its settings in docs/agents.md"
         ) from error
+
+
+def read_yaml(path: Path, key: str) -> Any:
+    """Return the content of a YAML file."""
+    if not path.is_file():
+        raise missing_file(path, key)
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        reason = getattr(error, "problem", None) or error
+        raise ConfigError(f"'{path}'{line} is not valid YAML: {reason}", where=key, fix="correct the line") from error
+
+
+def missing_file(path: Path, key: str) -> ConfigError:
+    """Return the error for a file that does not exist, with the closest name in its folder."""
+    near = [file.name for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+    fix = did_you_mean(path.name, near) if near else f"put it there: {path.parent} has no file *{path.suffix}"
+    return ConfigError(
+        f"file '{path}' does not exist", why="its tools would be missing", fix=fix, where=key, code="R33"
+    )

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.check import yaml_value
-from hone.config.keys import KeyDoc, blocks, documentation, unknown_key
+from hone.config.keys import KeyDoc, blocks, documentation, unknown_key, yaml_value
 from hone.config.load import with_whole_block
 from hone.config.migration import TABLES, trl_table
 from hone.config.migration.entries import described

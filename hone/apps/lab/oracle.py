@@ -34,15 +34,13 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.errors import HoneError
 from hone.models.heads import autocast
-from hone.models.layer_states import layer_hooks
 from hone.models.loading import causal_lm, load_policy, saved_model
 from hone.models.registry import family_of
 from hone.models.routing import attention_of
-from hone.training.microbatches import MAX_ELEMENTS, SavedMicroBatch
-from hone.training.objectives import PolicyObjective
+from hone.training.microbatches import MAX_ELEMENTS, SavedMicroBatch, layer_hooks
+from hone.training.objectives import LossFn, PolicyObjective
 from hone.training.packing import packed_rows, supports_of
 from hone.training.preferences import online_objective
-from hone.training.updates import LossFn
 
 CPU = torch.device("cpu")
 _LOW = (torch.float16, torch.bfloat16, torch.float32)

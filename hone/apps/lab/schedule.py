@@ -1,7 +1,7 @@
 """Steps of a recorded run under other schedules, for ``hone plan --schedule``: simulated from event to event.
 
 The learner's turn: wait for a batch -> update -> (wait for the groups under way, unless partial rollouts) -> weight sync -> free the
-slots. Which groups are admitted and trained is decided by the :class:`~hone.trainers.group_buffer.GroupBuffer` of a real run. Tests
+slots. Which groups are admitted and trained is decided by the :class:`~hone.trainers.rollouter.GroupBuffer` of a real run. Tests
 compare with rollouter, player and engine client on virtual time. The schedule is fitted to the recorded run.
 """
 
@@ -27,7 +27,7 @@ from hone.data.types import Sample
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
 from hone.threads import divided
-from hone.trainers.group_buffer import GroupBuffer
+from hone.trainers.rollouter import GroupBuffer
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from statistics import median
 from typing import Any
 
 from hone.apps.lab.compare import Run
-from hone.apps.lab.expected import TAIL, expected_pattern
 from hone.apps.lab.samples import spread
 from hone.errors import did_you_mean
 from hone.insight.archive.read import require_archive
@@ -572,3 +572,23 @@ def _share(result: Triage) -> str:
 def _example(failure: Failure) -> str:
     place = f"step {failure.step}, uid {failure.uid}, episode {failure.index}, turn {failure.turn} of {failure.turns}"
     return f"- {place}: {failure.evidence}\n  > {failure.text or '(no text)'}"
+
+
+TAIL = 240
+"""Characters at the end of an answer in which the expected one is looked for."""
+_LONG = 100
+"""Most characters of an expected answer that is looked for."""
+
+
+def expected_pattern(expected: Any) -> re.Pattern[str] | None:
+    """Return the pattern of an expected answer as a word; None for one that cannot be looked for."""
+    if isinstance(expected, Mapping):
+        expected = next((expected[name] for name in ("answer", "target", "ground_truth") if name in expected), None)
+    if isinstance(expected, list) and len(expected) == 1:
+        expected = expected[0]
+    if isinstance(expected, bool) or not isinstance(expected, (str, int, float)):
+        return None
+    text = str(expected).strip()
+    if not text or len(text) > _LONG:
+        return None
+    return re.compile(rf"(?<![\w.,-]){re.escape(text)}(?![\w]|[.,]\d)")

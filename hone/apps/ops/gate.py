@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hone import __version__
-from hone.agents.yaml_files import read_yaml
+from hone.agents.tools.loading import read_yaml
 from hone.apps.lab.paired import bootstrap_interval
 from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.errors import ConfigError, did_you_mean

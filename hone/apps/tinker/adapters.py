@@ -27,8 +27,8 @@ from hone.errors import RequestError, did_you_mean
 from hone.models.heads import PolicyHead
 from hone.models.loading import causal_lm, narrow_frozen_matrices
 from hone.training.engine import MicroBatchLoop, Outputs, TrainSettings
+from hone.training.objectives import Statistics, Totals
 from hone.training.ranks import SingleRank
-from hone.training.updates import Statistics, Totals
 
 Inputs = Mapping[str, Tensor]
 """Inputs of the tokens ``[N]``, by name."""

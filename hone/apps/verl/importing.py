@@ -27,12 +27,11 @@ from hone.apps.verl.launch import (
     shown,
 )
 from hone.apps.verl.script import Trace, follow
-from hone.config.check import yaml_value
-from hone.config.keys import blocks, documentation, leaf_of, nearest_keys
+from hone.config.keys import blocks, documentation, leaf_of, nearest_keys, yaml_value
 from hone.config.migration import DEFAULTS, LLAMA_FACTORY, TABLES, Outcome, Reading, read_by, read_setting
 from hone.config.migration.entries import Foreign, Unsupported
+from hone.config.offline import SFTConfig
 from hone.config.overrides import override_value, parse_overrides
-from hone.config.sft import SFTConfig
 from hone.config.trees import TREES
 from hone.errors import ConfigError, did_you_mean
 

@@ -25,14 +25,13 @@ from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Collect, RemoteTensors, dispatched
 from hone.cluster.failures import PeersUnreachable
 from hone.cluster.remote_batch import LayerPart, Shard
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
 from hone.insight import activity
 from hone.models.kernels.cpu.memory import MemoryUse
 from hone.startup import quiet_imports
-from hone.training.layout import build_meshes
-from hone.training.rendezvous import join_ranks, meeting_store
+from hone.training.layout import build_meshes, join_ranks, meeting_store
 from hone.user_objects import UserObject, receive_objects
 
 log = logging.getLogger("hone")

@@ -39,7 +39,7 @@ from hone.cluster.group import Arguments, WorkerGroup, WorkerRuntime
 from hone.cluster.plan import place
 from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.config.pools import Pool, check_engines, check_layouts
 from hone.config.trees import AnyConfig
 from hone.data.balance import CostModel

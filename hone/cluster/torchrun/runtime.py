@@ -17,15 +17,14 @@ from hone.cluster.plan import place
 from hone.cluster.remote_batch import Shard
 from hone.cluster.torchrun.exchange import Ranks, joined_ranks
 from hone.cluster.torchrun.ranks import POOL, check_launched
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.config.pools import check_layouts
 from hone.config.trees import AnyConfig
 from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.insight import activity
 from hone.models.kernels.cpu.memory import MemoryUse
-from hone.training.layout import build_meshes
-from hone.training.rendezvous import join_ranks
+from hone.training.layout import build_meshes, join_ranks
 
 
 class RankAnswer(LocalAnswer):

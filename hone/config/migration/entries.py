@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.check import yaml_value
+from hone.config.keys import yaml_value
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "disable", "disabled", "none")  # values that switch a feature off
 

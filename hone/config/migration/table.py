@@ -23,8 +23,7 @@ from hone.config.migration.entries import (
     Table,
     Unsupported,
 )
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import PreferenceConfig, RewardModelConfig, SFTConfig
 from hone.config.tree import RLConfig
 from hone.text import read_yaml
 

@@ -18,8 +18,7 @@ from hone.data.image_processor import ImageProcessor
 from hone.data.types import ExpertIds, StopReason
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import EXPERTS, KVCache, RowEntries, closing_moves, columns, with_spare
-from hone.generation.native.contexts import DecodeContext, RowExtent, rope_offsets
-from hone.generation.native.prefill import Prefill
+from hone.generation.native.contexts import DecodeContext, Prefill, RowExtent, rope_offsets
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
 from hone.generation.native.rows import End, HostWork, LastToken, RowStore, not_finite
 from hone.generation.native.sampler import Draws, RowSampling, sample

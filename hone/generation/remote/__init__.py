@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hone.generation.remote.connection import Connection, EngineLost
 from hone.generation.remote.engine import ServedEngine
+from hone.generation.remote.messages import Connection, EngineLost
 from hone.generation.remote.process import EngineProcess, LaunchPlan
 
 __all__ = ["Connection", "EngineLost", "EngineProcess", "LaunchPlan", "ServedEngine"]

@@ -19,9 +19,8 @@ from hone.errors import ConfigError, GenerationError
 from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest, incomplete_weights
 from hone.generation.remote import messages
-from hone.generation.remote.connection import Connection
 from hone.generation.remote.delta import REFUSED, Differences, as_entry, as_tensors, change_of
-from hone.generation.remote.messages import MISSING, SentImages
+from hone.generation.remote.messages import MISSING, Connection, SentImages
 from hone.generation.remote.process import EngineProcess, LaunchPlan
 from hone.generation.remote.transports import CHUNK_BYTES, CHUNKS_IN_FLIGHT, CUDA_IPC, Named, Route, buckets
 from hone.insight import activity

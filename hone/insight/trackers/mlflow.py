@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.insight.detectors import render_alert
-from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, require
-from hone.insight.trackers.shown import COLUMNS, Rollouts
+from hone.insight.trackers.base import COLUMNS, TRACKERS, Rollouts, RunInfo, Tracker, require
 
 _BATCH = 1000  # limit of metrics, and _PARAMS of parameters, in one MLflow request
 _PARAMS = 100

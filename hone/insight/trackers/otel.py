@@ -12,8 +12,17 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, require
-from hone.insight.trackers.shown import Rollouts, ending, mean_advantage, prompt_of, shortened
+from hone.insight.trackers.base import (
+    TRACKERS,
+    Rollouts,
+    RunInfo,
+    Tracker,
+    ending,
+    mean_advantage,
+    prompt_of,
+    require,
+    shortened,
+)
 
 _BATCH = 512  # spans of one request
 

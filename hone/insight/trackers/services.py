@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hone.insight.detectors import render_alert
-from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, require
-from hone.insight.trackers.shown import COLUMNS, Rollouts
+from hone.insight.trackers.base import COLUMNS, TRACKERS, Rollouts, RunInfo, Tracker, require
 
 
 class ServiceTracker(Tracker):

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.insight.detectors import render_alert
-from hone.insight.trackers.base import TRACKERS, RunInfo, Tracker, require
-from hone.insight.trackers.shown import COLUMNS, Rollouts
+from hone.insight.trackers.base import COLUMNS, TRACKERS, Rollouts, RunInfo, Tracker, require
 
 _RESULTS = ("critic/rewards/mean", "train/loss", "rewards/accuracies", "val/loss", "val/rewards/accuracies")
 """Metrics that the page of hyperparameters compares, with those of the first validation."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from hone.config.derived import RunSpec
 from hone.config.limits import micro_batch_tokens
+from hone.config.offline import SFTConfig
 from hone.config.run import RunConfig
-from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 

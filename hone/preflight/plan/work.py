@@ -15,9 +15,9 @@ from hone.config.distillation import is_address
 from hone.config.dtypes import is_narrow, resolve_dtype
 from hone.config.limits import PACKED_BYTES, micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
+from hone.config.offline import SFTConfig
 from hone.config.pools import Pool, check_layouts
 from hone.config.rollout import RolloutConfig
-from hone.config.sft import SFTConfig
 from hone.config.specs import OfflineSpec
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block

@@ -17,8 +17,8 @@ from hone.models.loading import (
     load_reward_model,
     load_value_model,
     narrow_frozen_matrices,
+    set_model_padding,
 )
-from hone.models.padding import set_model_padding
 from hone.training.backends.protocol import ModelKind
 from hone.training.engine import LoopBackend, MicroBatchLoop, TrainSettings, model_stager
 from hone.training.layout import Meshes

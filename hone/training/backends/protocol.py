@@ -21,7 +21,7 @@ from hone.data.ragged import Ragged
 from hone.models.heads import Head
 from hone.training.engine import Outputs, TrainSettings, Weights
 from hone.training.layout import Meshes
-from hone.training.updates import GatheredRows, LossFn, PartialLoss, UpdateResult
+from hone.training.objectives import GatheredRows, LossFn, PartialLoss, UpdateResult
 
 ModelKind = Literal["policy", "frozen", "value", "reward"]
 """A trained ``policy`` (with adapters if configured), a ``frozen`` policy, a ``value`` model, or a trained ``reward`` model."""

@@ -34,7 +34,7 @@ from hone.insight.run_directory import trajectory_record
 from hone.insight.run_files import jsonable
 from hone.rewards.http import JsonService
 from hone.rewards.services import Judge
-from hone.rewards.target import MAX_NESTING, to_score
+from hone.rewards.worker import MAX_NESTING, to_score
 
 LONE = "\ud800"
 SCHEMA = Calculator().schema

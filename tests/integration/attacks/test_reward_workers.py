@@ -29,7 +29,7 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ProcessError, RewardError
 from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
-from hone.rewards.target import LARGEST, to_score
+from hone.rewards.worker import LARGEST, to_score
 
 pytestmark = pytest.mark.application("hone/rewards")
 

@@ -15,7 +15,7 @@ from support.preflight import change
 from support.small_sft import make_small_sft, small_sft_settings
 
 from hone.config import RLConfig, documentation, load_config, to_yaml
-from hone.config.sft import SFTConfig
+from hone.config.offline import SFTConfig
 from hone.config.trees import TREES
 from hone.errors import CheckpointError, ConfigError
 from hone.insight.redaction import HIDDEN, is_secret_name, redact_command, redact_text, redact_tree

@@ -19,21 +19,18 @@ from support.schedule.engine import SimulatedEngine, Speed
 from support.schedule.workload import SimulatedContext, Workload
 
 from hone.agents.player import Player
-from hone.cluster.any_batch import concat_batches
-from hone.cluster.handles import GroupMeans
+from hone.cluster.handles import GroupMeans, concat_batches
 from hone.config.agents import AgentConfig, MultiTurnConfig
 from hone.config.algorithm import FilterGroupsConfig
-from hone.data.batch import Batch
-from hone.data.sampler import EpochSampler
+from hone.data.batch import Batch, is_broken
+from hone.data.prompts import EpochSampler
 from hone.data.seeding import derive_seed
-from hone.data.trajectories import is_broken
 from hone.data.types import Sample, Trajectory
 from hone.generation.protocol import SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.insight.run_files import StepLines
-from hone.trainers.group_buffer import Group, GroupBuffer
 from hone.trainers.group_filter import GroupFilter
-from hone.trainers.rollouter import Rollouter
+from hone.trainers.rollouter import Group, GroupBuffer, Rollouter
 
 LOOP = "support.schedule.workload:PlannedLoop"
 UNLIMITED = 2**40

@@ -23,8 +23,8 @@ from support.simulated_cuda.sharing import MAPPED, REFUSE_VARIABLE
 
 from hone.errors import GenerationError
 from hone.generation.protocol import Completion, SamplingParams
-from hone.generation.remote import ServedEngine
-from hone.generation.remote.transports import CHUNKS_IN_FLIGHT, CudaSender, Mappings, open_chunk, padded, route
+from hone.generation.remote import ServedEngine, transports
+from hone.generation.remote.transports import CHUNKS_IN_FLIGHT, CudaSender, Mappings, open_chunk, padded
 
 DEVICE = torch.device("cuda", 0)
 BUCKET_BYTES = 60_000
@@ -40,7 +40,7 @@ def deliver(words: list[str]) -> None:
         words: directory of a model.
     """
     forked_engines.install()
-    route.CudaSender = functools.partial(CudaSender, chunk_bytes=20_000)  # type: ignore[misc,assignment]
+    transports.CudaSender = functools.partial(CudaSender, chunk_bytes=20_000)  # type: ignore[misc,assignment]
     versions = [make_model("tied", seed=seed) for seed in (5, 6, 7)]
     size = sum(parameter.nbytes for parameter in versions[0].parameters())
     with (

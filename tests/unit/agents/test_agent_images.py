@@ -77,7 +77,7 @@ def shown(*images: ImageData) -> list[dict[str, Any]]:
 
 
 def played(made: EpisodeContext, sample: Sample, value: Any) -> tuple[Any, Any]:
-    from hone.agents.tools.toolbox import Toolbox
+    from hone.agents.tools.base import Toolbox
 
     made.toolbox = Toolbox([Look(value)], made.multi_turn)
     (trajectory,), engine = play(made, lambda name, turn: call("look") if turn == 0 else "red", [sample])

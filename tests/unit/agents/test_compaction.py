@@ -12,8 +12,8 @@ from support.agents import ScriptedEngine, call, play, sample, setting
 from hone.agents.tool_agent import REMOVED, SUMMARY, Compactor, latest_turns, tools_of
 from hone.agents.tools.base import Tool
 from hone.config.agents import CompactionConfig, MultiTurnConfig
+from hone.data.batch import to_batch
 from hone.data.episode_log import CallStatus, EpisodeEnd
-from hone.data.trajectories import to_batch
 from hone.data.types import Trajectory
 from hone.insight.records import trace, trajectory_record
 from hone.trainers.estimates import join_segments

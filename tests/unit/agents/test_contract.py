@@ -7,10 +7,9 @@ import logging
 import pytest
 from support.agents import setting
 
-from hone.agents.contract import VERSION, agent_contract, contract_changes
 from hone.agents.tools.calculator import Calculator
 from hone.agents.tools.lookup import Lookup
-from hone.trainers.inputs import report_contract
+from hone.trainers.inputs import VERSION, agent_contract, contract_changes, report_contract
 
 
 def test_a_contract_has_a_version_and_a_hash_of_every_part() -> None:

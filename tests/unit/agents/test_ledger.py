@@ -12,7 +12,7 @@ from support.models import VOCABULARY, tiny_model
 from hone.agents.base import AGENT_LOOPS, AgentLoop
 from hone.agents.episode import TokenLedger
 from hone.algorithms.masked import where_mask
-from hone.data.trajectories import to_batch
+from hone.data.batch import to_batch
 from hone.data.types import StopReason
 from hone.errors import ConfigError, InvariantError
 from hone.generation.protocol import Completion

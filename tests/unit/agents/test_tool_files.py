@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from support.messages import raises
 from support.templates import tokenizer
 
-from hone.agents.tools.base import ToolError
+from hone.agents.tools.base import Noisy, ToolError, truncate
 from hone.agents.tools.calculator import calculate
 from hone.agents.tools.loading import load_toolbox, tools_of_yaml
-from hone.agents.tools.toolbox import Noisy, truncate
 from hone.config.agents import MultiTurnConfig
 from hone.errors import ConfigError, HoneError
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from hone.algorithms import advantage_estimators, policy_losses
 from hone.apps.explain.catalogue import KINDS, Situation, find, methods, recommend
-from hone.apps.explain.catalogue.examples import batch_of_four, example, token_push
 from hone.apps.explain.catalogue.methods import description
+from hone.apps.explain.catalogue.pages import batch_of_four, example, token_push
 from hone.apps.explain.catalogue.recommend import REWARDS, size_text
 from hone.cli.explain import app
 from hone.config import RLConfig, load_config
@@ -156,7 +156,7 @@ def test_every_recommendation_can_be_started() -> None:
 def _tree(command: str) -> type:
     if command == "train":
         return RLConfig
-    from hone.config.preference import PreferenceConfig
+    from hone.config.offline import PreferenceConfig
 
     return PreferenceConfig
 

@@ -17,7 +17,7 @@ from hone.cluster.failures import (
 )
 from hone.config import RLConfig, load_config
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS
-from hone.config.sft import SFTConfig
+from hone.config.offline import SFTConfig
 from hone.errors import EXIT_FAILED, ProcessError
 from hone.insight import activity
 from hone.insight.activity import Record, Span

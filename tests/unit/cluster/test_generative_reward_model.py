@@ -13,8 +13,8 @@ from support.messages import mentioned, raises
 from transformers import AutoModelForCausalLM
 
 from hone.cluster.context import WorkerContext
-from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
 from hone.cluster.plan import model_roles
+from hone.cluster.reward_model import GenerativeRewardModelWorker
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.chat import render_prompt

@@ -7,10 +7,9 @@ import pytest
 
 from hone.cluster import handles
 from hone.cluster.dispatch import Split, dispatch, dispatched
-from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
 from hone.cluster.local import LocalGroup
 from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
-from hone.cluster.reward_model import RewardModelWorker
+from hone.cluster.reward_model import GenerativeRewardModelWorker, RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.cluster.rollout import RolloutWorker
 from hone.cluster.teacher import TeacherWorker

@@ -13,7 +13,7 @@ from support.examples import examples
 from support.messages import raises
 
 from hone.config import TREES, RLConfig, SFTConfig, documentation, load_config, load_with_provenance, to_yaml
-from hone.config.check import ConfigProblems, check_values, raise_together
+from hone.config.keys import ConfigProblems, check_values, raise_together
 from hone.config.load import PRESET_KINDS, PRESETS, preset_names
 from hone.errors import ConfigError, did_you_mean
 

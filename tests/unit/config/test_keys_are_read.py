@@ -50,8 +50,7 @@ def default_of(method: Any, option: str) -> Any:
 def sources() -> list[str]:
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in NOT_READERS]
     files += [
-        PACKAGE / "config" / name
-        for name in ("data.py", "derived.py", "specs.py", "parallel_layout.py", "distillation.py")
+        PACKAGE / "config" / name for name in ("data.py", "derived.py", "specs.py", "parallel.py", "distillation.py")
     ]  # these act on keys
     return [path.read_text(encoding="utf-8") for path in files]
 

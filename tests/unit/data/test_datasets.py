@@ -13,8 +13,8 @@ from support.messages import raises
 from hone.data.conversations import ConversationDataset
 from hone.data.files import count_rows, read_rows
 from hone.data.messages import check_messages, plain
-from hone.data.overlong import overlong_rows
 from hone.data.prompts import PromptDataset
+from hone.data.tokenizing import overlong_rows
 from hone.errors import ConfigError, DataError
 
 

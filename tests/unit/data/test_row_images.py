@@ -22,6 +22,7 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from hone.apps.lab.data.inspection import inspect_row
 from hone.config.tree import RLConfig
+from hone.data.batch import to_batch
 from hone.data.chat import render_prompt
 from hone.data.checks import check_images
 from hone.data.conversations import ConversationDataset
@@ -29,12 +30,11 @@ from hone.data.files import read_all
 from hone.data.image_processor import Gemma3Processor as Gemma3Processing
 from hone.data.image_processor import GridProcessor, ImageProcessor, TileProcessor, load_image_processor
 from hone.data.images import ImageData, token_ids
-from hone.data.overlong import shortened
 from hone.data.preferences import PreferenceDataset, preference_batch
 from hone.data.prompts import PromptDataset
 from hone.data.row_images import RowImages
 from hone.data.tokenizer import decoded, load_tokenizer
-from hone.data.trajectories import to_batch
+from hone.data.tokenizing import shortened
 from hone.data.types import StopReason, Trajectory
 from hone.errors import DataError
 from hone.insight.run_directory import RunDirectory

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
 
-from hone.data.sampler import EpochSampler
+from hone.data.prompts import EpochSampler
 from hone.data.seeding import derive_seed
 from hone.errors import CheckpointError, DataError
 

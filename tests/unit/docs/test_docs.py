@@ -455,6 +455,21 @@ def test_the_architecture_names_files_and_folders_that_exist() -> None:
     }
 
 
+LONGEST_PATHS = (6, 15, 5, 18, 20)
+"""Files that may have to be opened to follow a key, a reward, old log-probs, weights, an episode."""
+
+
+def test_the_five_paths_of_the_architecture_are_as_short_as_they_say() -> None:
+    paths = re.findall(
+        r"^\*\*.* (\d+) files\..*\n\n\|.*\n\|.*\n((?:\|.*\n)+)", text("docs/architecture.md"), re.MULTILINE
+    )
+    assert len(paths) == len(LONGEST_PATHS)
+    for (said, table), most in zip(paths, LONGEST_PATHS, strict=True):
+        files = re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE)
+        assert len(files) == len(set(files)) == len(table.splitlines()) == int(said) <= most
+        assert all((ROOT / "hone" / file).is_file() for file in files)
+
+
 @pytest.mark.parametrize("page", WRITTEN)
 def test_commands_named_in_the_text_exist(page: str) -> None:
     from hone.cli.main import COMMANDS

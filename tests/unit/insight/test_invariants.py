@@ -13,9 +13,8 @@ from support.agents import call, play, sample, setting
 from support.messages import mentioned, raises
 
 from hone.agents.tools.calculator import Calculator
-from hone.data.batch import Batch
+from hone.data.batch import Batch, to_batch
 from hone.data.ragged import Ragged
-from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import InvariantError
 from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN, Invariants, log_prob_gap, token_hash

@@ -20,10 +20,9 @@ from hone.insight import activity
 from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.insight.trackers import TRACKERS, RunInfo, Tracker, build_trackers
 from hone.insight.trackers import base as base_module
-from hone.insight.trackers.base import CompositeTracker, JsonlTracker
+from hone.insight.trackers.base import COLUMNS, CompositeTracker, JsonlTracker
 from hone.insight.trackers.console import ConsoleTracker, SignsOfLife, current_work
 from hone.insight.trackers.mlflow import metric_key
-from hone.insight.trackers.shown import COLUMNS
 from hone.progress import Lines
 
 METRICS = {

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from hone.config.model import ModelConfig
-from hone.models.padding import padding_token, set_model_padding, set_tokenizer_padding
+from hone.models.loading import padding_token, set_model_padding, set_tokenizer_padding
 
 VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "<pad>": 5}
 

@@ -14,8 +14,8 @@ from support import varlen_reference
 from support.examples import examples
 from torch import Tensor
 
-from hone.generation.native.paged.context import PagedContext
 from hone.generation.native.paged.pool import PagePool, PageShape
+from hone.generation.native.paged.rows import PagedContext
 from hone.models.attention import varlen
 from hone.models.attention.context import Scoring
 from hone.models.attention.paged import CachedPrompts, RowPages

@@ -16,7 +16,7 @@ from support.preflight import SMALL_MODEL, change
 from support.services import refusing_port
 
 from hone.config import RLConfig
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import Layout
 from hone.errors import ConfigError
 from hone.extras import install_command
 from hone.preflight import findings

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from support.messages import raises
 
-from hone.config.preference import RewardModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.offline import RewardModelConfig, SFTConfig
 from hone.config.tree import RLConfig
 from hone.data.image_processor import load_image_processor, reads_images, refuse_unread
 from hone.errors import ModelError

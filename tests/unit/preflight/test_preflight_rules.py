@@ -16,7 +16,7 @@ from support.messages import check_message
 from support.preflight import SMALL_MODEL, change, write_rows
 
 from hone.config import RLConfig, SFTConfig
-from hone.config.check import ConfigProblems
+from hone.config.keys import ConfigProblems
 from hone.errors import ConfigError, HoneError
 from hone.extras import install_command
 from hone.preflight import RULES, batch_plan, check, examine, findings, training_rows

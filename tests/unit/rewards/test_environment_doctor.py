@@ -16,7 +16,7 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import DataError
 from hone.rewards.doctor import FILE, QUARANTINE, EnvironmentDoctor, Finding, History, Prober
 from hone.rewards.score import Cause, Score
-from hone.rewards.target import to_score
+from hone.rewards.worker import to_score
 from hone.trainers.inputs import read_quarantine
 
 TASKS, N, STEPS = 12, 4, 6

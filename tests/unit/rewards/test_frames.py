@@ -12,8 +12,16 @@ from support.examples import examples
 
 from hone.rewards.frames import Channel, ChannelError, socket_pair
 from hone.rewards.score import Score
-from hone.rewards.target import LoadFailure, Outcome, Ready, Target, decode_result, decode_start, encode_result
-from hone.rewards.worker import _load_from_file
+from hone.rewards.worker import (
+    LoadFailure,
+    Outcome,
+    Ready,
+    Target,
+    _load_from_file,
+    decode_result,
+    decode_start,
+    encode_result,
+)
 
 NONCE = bytes(range(16))
 BODIES = st.lists(st.binary(max_size=300), min_size=1, max_size=5)

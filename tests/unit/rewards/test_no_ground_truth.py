@@ -10,7 +10,7 @@ from hone.errors import RewardError
 from hone.rewards.bench import bench_findings, run_bench
 from hone.rewards.scorers import SCORERS
 from hone.rewards.sources import with_conversation
-from hone.rewards.target import Adapted, to_score
+from hone.rewards.worker import Adapted, to_score
 
 PRICE = "def reward(completions, price, **kw):\n    return [float(str(p) in c) for c, p in zip(completions, price)]\n"
 

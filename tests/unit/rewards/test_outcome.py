@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.rewards.target import to_score
+from hone.rewards.worker import to_score
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.bool_(True), np.array(1.0), torch.tensor(1.0)])

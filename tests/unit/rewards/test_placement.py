@@ -9,7 +9,7 @@ from hone.data.episode_log import EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.manager import first_turns, place, token_rewards, turn_ends
 from hone.rewards.score import Score
-from hone.rewards.target import to_score, to_scores
+from hone.rewards.worker import to_score, to_scores
 
 
 def trajectory(mask: list[int], *, index: int = 0, part: int = 0, log: EpisodeLog | None = None) -> Trajectory:

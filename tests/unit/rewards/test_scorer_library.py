@@ -12,7 +12,7 @@ from hone.data.episode_log import CallRecord, CallStatus, EpisodeLog
 from hone.rewards.scorers import SCORERS, scorer_for
 from hone.rewards.scorers.code import last_program, read_tests, same_output, same_value
 from hone.rewards.scorers.matching import squad_normal
-from hone.rewards.target import to_score
+from hone.rewards.worker import to_score
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 

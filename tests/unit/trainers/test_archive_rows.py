@@ -17,10 +17,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hone.config.run import TrainerConfig
-from hone.data.batch import Batch
+from hone.data.batch import Batch, to_batch
 from hone.data.ragged import Ragged
 from hone.data.tokenizer import token_texts
-from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import HoneError
 from hone.insight.archive.read import table_records

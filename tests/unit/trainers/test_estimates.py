@@ -14,10 +14,9 @@ from hone.algorithms import advantage_estimators
 from hone.algorithms.advantages.base import INPUTS
 from hone.algorithms.advantages.roles import RoleBaselines
 from hone.config.algorithm import AlgorithmConfig
-from hone.data.batch import Batch
+from hone.data.batch import Batch, to_batch
 from hone.data.episode_log import EpisodeLog
 from hone.data.ragged import Ragged
-from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError
 from hone.rewards.score import Score

@@ -8,7 +8,7 @@ from support.messages import raises
 
 from hone.data.batch import Batch
 from hone.data.types import Sample
-from hone.trainers.group_buffer import GroupBuffer
+from hone.trainers.rollouter import GroupBuffer
 
 
 def sample(uid: str) -> Sample:

@@ -20,7 +20,7 @@ from hone.cluster.rollout import RolloutWorker
 from hone.config.algorithm import FilterGroupsConfig
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
-from hone.data.sampler import EpochSampler
+from hone.data.prompts import EpochSampler
 from hone.data.types import Sample, StopReason
 from hone.errors import ConfigError, RewardError
 from hone.generation.protocol import Completion, SamplingParams
@@ -29,9 +29,8 @@ from hone.insight.metrics import MetricStore
 from hone.insight.run_files import StepLines
 from hone.rewards.score import Cause, Score
 from hone.trainers.batch_ops import group_means, sort_rows, values_of
-from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
-from hone.trainers.rollouter import Rollouter
+from hone.trainers.rollouter import GroupBuffer, Rollouter
 
 N = 3
 

@@ -22,7 +22,7 @@ from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
 from hone.rewards.manager import JudgedRewards
 from hone.rewards.score import Cause, Score
-from hone.rewards.target import no_verdict_metrics
+from hone.rewards.worker import no_verdict_metrics
 
 ASK = [{"role": "user", "content": "copy 12"}]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hone.data.batch import to_batch
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.images import ImageData
-from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.score import Score
 from hone.trainers.batch_ops import load_groups, save_groups

@@ -17,8 +17,8 @@ from support.schedule.engine import Speed
 from support.schedule.simulation import Loss, Schedule, Simulation, Step
 from support.schedule.workload import Plan, Turn, Workload
 
-from hone.data.sampler import EpochSampler
-from hone.data.trajectories import is_broken
+from hone.data.batch import is_broken
+from hone.data.prompts import EpochSampler
 from hone.errors import ConfigError, EpisodeError
 
 PLENTY = 10_000

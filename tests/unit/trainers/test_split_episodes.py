@@ -12,10 +12,9 @@ from support.examples import examples
 
 from hone.algorithms import advantage_estimators
 from hone.config.algorithm import AlgorithmConfig
-from hone.data.batch import Batch
+from hone.data.batch import Batch, to_batch
 from hone.data.episode_log import EpisodeLog
 from hone.data.ragged import Ragged
-from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.manager import episode_lengths, share_rewards, token_rewards
 from hone.rewards.score import Score

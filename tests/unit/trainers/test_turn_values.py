@@ -11,8 +11,8 @@ from hone.agents.forking import fork_points, fork_rewards, play_forks, values_by
 from hone.agents.player import Player
 from hone.agents.tools.calculator import Calculator
 from hone.config.algorithm import ForksConfig
+from hone.data.batch import to_batch
 from hone.data.ragged import Ragged
-from hone.data.trajectories import to_batch
 from hone.generation.protocol import SamplingParams
 from hone.rewards.score import Score
 

@@ -9,13 +9,14 @@ from support.models import random_batch
 
 from hone.algorithms import ROLLOUT_CORRECTION_PRESETS, check_rollout_correction
 from hone.algorithms.resampling import resampling_weights
-from hone.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
-from hone.config.derived import correction_settings, corrects, policy_loss_name
+from hone.config.actor import policy_loss_name
+from hone.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig, corrects
+from hone.config.derived import correction_settings
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore
 from hone.trainers.algorithm import learnt_tokens
-from hone.trainers.update_view import correct, update_view
+from hone.trainers.estimates import correct, update_view
 
 
 def batch(gap: float = 0.5) -> Batch:

@@ -12,14 +12,13 @@ import pytest
 from hone.agents.episode import EngineClient, LimitedClient
 from hone.cluster.handles import GroupMeans
 from hone.data.batch import Batch
-from hone.data.sampler import EpochSampler
+from hone.data.prompts import EpochSampler
 from hone.data.types import Sample, StopReason
 from hone.errors import EpisodeError, GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.insight.run_files import StepLines
-from hone.trainers.group_buffer import GroupBuffer
-from hone.trainers.rollouter import Rollouter
+from hone.trainers.rollouter import GroupBuffer, Rollouter
 from hone.trainers.validator import ValidationTask
 
 GROUPS, PLACES, SHARE = 3, 8, 0.25

@@ -17,7 +17,7 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.rewards.score import Score
-from hone.rewards.target import FEWEST, LATEST, NoVerdictRate
+from hone.rewards.worker import FEWEST, LATEST, NoVerdictRate
 from hone.trainers.batch_ops import sort_rows
 from hone.trainers.estimates import estimate
 

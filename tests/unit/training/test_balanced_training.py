@@ -16,9 +16,8 @@ from hone.data.balance import CostModel, Lengths, balance, in_order
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import PolicyHead
-from hone.training.objectives import PolicyObjective
+from hone.training.objectives import PolicyObjective, Totals
 from hone.training.packing import pack, plan_micro_batches
-from hone.training.updates import Totals
 
 CPU = torch.device("cpu")
 COST = CostModel(40.0)

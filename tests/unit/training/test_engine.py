@@ -19,9 +19,8 @@ from hone.insight.invariants import RATIO_MAX
 from hone.models.heads import PolicyHead, ValueHead
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import Outputs, TrainSettings
-from hone.training.objectives import DIVISORS, PolicyObjective, imitation_objective, value_objective
+from hone.training.objectives import DIVISORS, PartialLoss, PolicyObjective, imitation_objective, value_objective
 from hone.training.packing import pack
-from hone.training.updates import PartialLoss
 
 CPU = torch.device("cpu")
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]

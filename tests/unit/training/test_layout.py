@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.messages import raises
 
-from hone.config.parallel import FsdpConfig, ParallelConfig
-from hone.config.parallel_layout import Layout
+from hone.config.parallel import FsdpConfig, Layout, ParallelConfig
 from hone.errors import ConfigError
 from hone.extras import install_command
 from hone.training.backends.registry import BackendEntry, backend_of

@@ -24,7 +24,7 @@ from hone.cluster.offline_roles import FrozenPolicyWorker, LearnerWorker
 from hone.cluster.roles import ReferenceWorker
 from hone.config.actor import OnlinePreferenceConfig
 from hone.config.model import ModelConfig, OptimConfig
-from hone.config.preference import PreferenceConfig
+from hone.config.offline import PreferenceConfig
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.preferences import Preference, preference_batch

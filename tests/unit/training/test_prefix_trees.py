@@ -28,9 +28,8 @@ from hone.models.loading import load_policy, load_value_model
 from hone.trainers.step_metrics import declared_metrics
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
+from hone.training.objectives import DIVISORS, LossFn, PolicyObjective, value_objective
 from hone.training.packing import pack
-from hone.training.updates import LossFn
 
 pytestmark = pytest.mark.application("hone/training", "hone/models")
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from hone.errors import ConfigError
-from hone.training.rendezvous import require_separate_gpus
+from hone.training.layout import require_separate_gpus
 
 
 def outcomes(gpus: list[str]) -> list[ConfigError | None]:

@@ -17,11 +17,10 @@ from hone import algorithms
 from hone.algorithms.advantages import INPUTS
 from hone.algorithms.preference_losses.base import NEEDS as preference_needs
 from hone.config import RLConfig, documentation
-from hone.config.check import yaml_value
 from hone.config.environment import flatten
-from hone.config.keys import KeyDoc
+from hone.config.keys import KeyDoc, yaml_value
 from hone.config.load import PRESETS, preset_names
-from hone.config.preference import PreferenceConfig
+from hone.config.offline import PreferenceConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry
 

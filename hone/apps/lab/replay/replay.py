@@ -12,10 +12,10 @@ from hone.apps.lab.divergence import Bisection, RunTrace, bisect_runs, read_trac
 from hone.apps.lab.replay.stored import StoredStep, checkpoint_before, checkpoints, load_step, require_stored_inputs
 from hone.config.trust import run_config
 from hone.errors import HoneError
-from hone.trainers.callbacks import Callbacks, calling
+from hone.trainers.estimates import KEPT
 from hone.trainers.rl import RLTrainer, train
+from hone.trainers.session import Callbacks, calling
 from hone.trainers.stages import SAMPLED, Stage, StepState
-from hone.trainers.update_view import KEPT
 from hone.training.checkpoints.checkpoint import complete_steps
 
 log = logging.getLogger("hone")

@@ -17,20 +17,19 @@ from hone.cluster.roles import PolicyWorker
 from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.config.trust import run_config
-from hone.data.batch import Batch
+from hone.data.batch import Batch, to_batch
 from hone.data.images import IMAGES
 from hone.data.ragged import Ragged
-from hone.data.trajectories import to_batch
 from hone.errors import HoneError
 from hone.insight.archive.read import open_archive
 from hone.insight.coverage import Fate
 from hone.models.devices import run_device
 from hone.rewards.score import Score
-from hone.trainers.update_view import KEPT
+from hone.trainers.estimates import KEPT
 from hone.training.backends.local import LocalBackend
 from hone.training.checkpoints.checkpoint import complete_steps
 from hone.training.checkpoints.storage import Storage
-from hone.training.updates import PartialLoss, Statistics, Totals
+from hone.training.objectives import PartialLoss, Statistics, Totals
 
 TOKEN_COLUMNS = {
     "old_log_probs": "old_log_probs",

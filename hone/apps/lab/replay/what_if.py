@@ -33,10 +33,8 @@ from hone.errors import HoneError
 from hone.insight.metrics import MetricStore
 from hone.insight.run_files import read_metrics
 from hone.trainers.algorithm import learnt_tokens, mini_batches
-from hone.trainers.estimates import COLUMNS, estimate
-from hone.trainers.update_view import KEPT, correct, update_view
-from hone.training.objectives import PolicyObjective
-from hone.training.updates import Totals
+from hone.trainers.estimates import COLUMNS, KEPT, correct, estimate, update_view
+from hone.training.objectives import PolicyObjective, Totals
 
 
 @dataclass(frozen=True)

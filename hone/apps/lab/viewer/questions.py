@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hone.apps.lab.expected import TAIL, expected_pattern
+from hone.apps.lab.triage import TAIL, expected_pattern
 from hone.apps.lab.viewer.index import Rows, RunIndex
 from hone.apps.lab.viewer.prompts import prompts_of, right_score
 from hone.apps.lab.viewer.queries import MASKS

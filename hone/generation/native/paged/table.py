@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.generation.native.batch import NO_TOKEN
-from hone.generation.native.paged.pool import SCRATCH
-from hone.generation.native.paged.transfer import to_device
+from hone.generation.native.paged.pool import SCRATCH, to_device
 from hone.generation.native.sampler import ALL_TOKENS, RowSampling, signed
 from hone.generation.native.scheduler import Job
 from hone.generation.protocol import SamplingParams

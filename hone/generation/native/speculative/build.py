@@ -16,8 +16,7 @@ from hone.config.limits import PREFILL_TOKENS
 from hone.config.model import ModelConfig
 from hone.config.rollout import SpeculativeConfig
 from hone.generation.native.cache import KVCache, closing_moves, with_spare
-from hone.generation.native.contexts import DecodeContext, RowExtent
-from hone.generation.native.prefill import Part, Prefill
+from hone.generation.native.contexts import DecodeContext, Part, Prefill, RowExtent
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.native.sessions import SessionCache

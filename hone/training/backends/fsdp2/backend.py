@@ -46,15 +46,14 @@ from hone.models.loading import (
     policy_factory,
     prepare,
     reward_factory,
+    set_model_padding,
     value_head,
 )
-from hone.models.padding import set_model_padding
 from hone.models.streaming import WeightFiles, fill, materialise
 from hone.training.backends.fsdp2.gradients import clip_gradients
-from hone.training.backends.fsdp2.pipeline import Computation, Fsdp2PipelineLoop, StageComputation
+from hone.training.backends.fsdp2.pipeline import Computation, Fsdp2PipelineLoop, StageComputation, Stages
 from hone.training.backends.fsdp2.ring import check_dropout
 from hone.training.backends.fsdp2.sequence_parallel import check_heads
-from hone.training.backends.fsdp2.stages import Stages
 from hone.training.backends.fsdp2.tensor_parallel import add_partial_gradients, apply_tensor_parallel
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.engine import LoopBackend, MicroBatchLoop, TrainSettings, model_stager

@@ -31,9 +31,8 @@ from hone.models.inputs import PackedSequences
 from hone.models.loading import model_settings
 from hone.training.backends.fsdp2.gradients import sum_of_squares
 from hone.training.backends.megatron.cpu import on_device
-from hone.training.backends.megatron.groups import Groups, build_groups
 from hone.training.backends.megatron.mapping import LoadedStage, load_stage
-from hone.training.backends.megatron.model import Stage
+from hone.training.backends.megatron.model import Groups, Stage, build_groups
 from hone.training.backends.megatron.support import require_model, require_settings
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.checkpoints.model_state import check_saved, optimizer_folder, writer_of_all
@@ -43,11 +42,11 @@ from hone.training.checkpoints.weights import in_layers, stage_layers
 from hone.training.engine import LoopBackend, MicroBatchLoop, TrainSettings
 from hone.training.export_stream import in_dtype
 from hone.training.layout import Meshes
+from hone.training.objectives import Statistics, UpdateResult
 from hone.training.optimizer import LR_MULT, create_optimizer, group_parameters, learning_rate
 from hone.training.packing import pack
 from hone.training.pipeline_loop import LossOf, MicroBatch, PipelineLoop
 from hone.training.ranks import ProcessRanks, RankGroup
-from hone.training.updates import Statistics, UpdateResult
 
 
 class ShardedOptimizer:

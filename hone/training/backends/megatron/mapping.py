@@ -22,8 +22,7 @@ from hone.config.model import ModelConfig
 from hone.errors import ModelError
 from hone.models.loading import VALUE_SETTINGS, load_empty, value_head
 from hone.training.backends.megatron.cpu import on_device
-from hone.training.backends.megatron.groups import Groups
-from hone.training.backends.megatron.model import Stage
+from hone.training.backends.megatron.model import Groups, Stage
 from hone.training.backends.protocol import ModelKind
 
 Select = Callable[[Tensor], Tensor]  # view of a part of one of Megatron's parameters
