@@ -80,13 +80,13 @@ def _print_enough(model: str, as_json: bool) -> None:
     from hone.preflight.plan.enough import COUNTS, GPUS, METHODS, enough
 
     config, _ = local_config(RLConfig, [f"actor_rollout_ref.model.path={model!r}"], None, None, None, weights=False)
-    found = list(enough(str(config.actor_rollout_ref.model.path)))
+    answers = list(enough(str(config.actor_rollout_ref.model.path)))
     if as_json:
-        print_json([one.as_json() for one in found])
+        print_json([one.as_json() for one in answers])
         return
     table = new_table("method", *(f"{gpu}>" for gpu in GPUS))
     for method in METHODS:
-        cells = [one.devices for one in found if one.method == method]
+        cells = [one.devices for one in answers if one.method == method]
         table.add_row(method, *("no" if count is None else str(count) for count in cells))
     new_console().print(table)
     typer.echo(

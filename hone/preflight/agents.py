@@ -182,7 +182,7 @@ def tools_are_shown(config: RLConfig, evidence: Evidence) -> None:
 
 @rule("R96", Stage.TEMPLATE)
 def tools_are_described(config: RLConfig, evidence: Evidence) -> Findings:
-    """The schemas of tools say what each tool and argument is for, tell the tools apart, and leave room in the prompt."""
+    """The schemas of tools say what each tool and argument is for, differ from each other, and leave tokens for the prompt."""
     if evidence.setting is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""What hardware is enough for a model: the fewest devices of one node that hold a run, by method and kind of GPU."""
+"""Hardware that is enough for a model: the fewest devices of one node that hold a run, by method and kind of GPU."""
 
 from __future__ import annotations
 
