@@ -102,7 +102,7 @@ def lowered(text: str, now: dict[str, Size]) -> str:
     """The text of the budget with today's figures where they are smaller; a place that is no more leaves."""
     lines = []
     for line in text.splitlines():
-        named = re.match(r'"([^"]+)" = \{', line)
+        named = re.match(r'"([^"]+)" = \{ lines', line)
         if named and named[1] not in now:
             continue
         if named:

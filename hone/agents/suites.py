@@ -15,9 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.agents.environments.listing import versions_in
-from hone.agents.program.loop import MODEL
-from hone.agents.program.process import ProgramFailed, run_to_end
+from hone.agents.program.process import MODEL, ProgramFailed, run_to_end, versions_in
 from hone.errors import ConfigError, HoneError, did_you_mean
 from hone.insight.run_files import write_atomically
 

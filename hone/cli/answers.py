@@ -184,7 +184,7 @@ def _evaluate_suites(
     from hone.agents.suites import PACKAGES, all_metrics, read_suites
 
     suites = read_suites(texts, dict.fromkeys(PACKAGES, python) if python else {}, "--suite-python")
-    from hone.agents.program.loop import MODEL
+    from hone.agents.program.process import MODEL
     from hone.trainers.served_model import ServeRequest
     from hone.trainers.serving import run_suites
 

@@ -152,7 +152,7 @@ class Teacher(Computing, Protocol):
 
 
 class RewardModel(Protocol):
-    """A model that scores (:mod:`~hone.cluster.reward_model`, :mod:`~hone.cluster.reward_model`)."""
+    """A model that scores (:mod:`hone.cluster.reward_model`)."""
 
     def score(self, batch: AnyBatch) -> Answer[AnyBatch]: ...
 

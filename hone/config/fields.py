@@ -1,6 +1,6 @@
 """Field helpers for the config tree: a default with its allowed values.
 
-:mod:`hone.config.keys` (values) and :mod:`hone.config.keys` (documentation) read the metadata that they store:
+:mod:`hone.config.keys` (checks of values, and documentation) reads the metadata that they store:
 
 - ``choices``: the strings allowed, or allowed in a list;
 - ``low``, ``high``, ``above``: bounds of a number, or of every number in a list;

@@ -61,11 +61,6 @@ from hone.config.trees import PRESET_KINDS, AnyConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.text import read_yaml
 
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-    from omegaconf import DictConfig
-
-
 log = logging.getLogger("hone.config")
 
 Tree = TypeVar("Tree", bound=AnyConfig)

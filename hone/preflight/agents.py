@@ -21,8 +21,6 @@ SINGLE = ("single_turn", "single_turn_agent")
 
 LEAST_WORDS = 3
 """Words below which a description says nothing."""
-MOST_OF_A_PROMPT = 0.75
-"""Share of the longest prompt from which on schemas leave too little of it."""
 SAME_WORDS = 0.8
 """Share of common words from which on two descriptions are nearly the same."""
 
@@ -180,9 +178,9 @@ def tools_are_shown(config: RLConfig, evidence: Evidence) -> None:
     setting.renderer.prompt([{"role": "user", "content": "What is 1 + 1?"}], schemas or None)
 
 
-@rule("R96", Stage.TEMPLATE)
+@rule("R96", Stage.FILES)
 def tools_are_described(config: RLConfig, evidence: Evidence) -> Findings:
-    """The schemas of tools say what each tool and argument is for, differ from each other, and leave tokens for the prompt."""
+    """The schemas of tools say what each tool and argument is for, and differ from each other."""
     if evidence.setting is None:
         return
     try:
@@ -196,19 +194,6 @@ def tools_are_described(config: RLConfig, evidence: Evidence) -> Findings:
             why="the policy chooses a tool and writes its arguments from the schema alone",
             fix="a sentence on what each tool does and when, and on each argument with its unit or format (docstring or schema)",
             where=f"{MULTI_TURN}.tool_config_path",
-        )
-    chat, limit = [{"role": "user", "content": "What is 1 + 1?"}], config.data.max_prompt_length
-    try:
-        prompts = [evidence.setting.renderer.prompt(chat, shown) for shown in (schemas or None, None)]
-    except HoneError:
-        return  # R35 reports it
-    tokens = len(prompts[0]) - len(prompts[1])
-    if tokens > MOST_OF_A_PROMPT * limit:
-        yield warning(
-            f"the schemas of {len(schemas)} tools take {tokens} tokens of every prompt, of data.max_prompt_length={limit}",
-            why="rows whose prompts do not fit are dropped, and every turn reads the schemas again",
-            fix=f"shorter descriptions, fewer tools in a row, or data.max_prompt_length={limit + tokens}",
-            where="data.max_prompt_length",
         )
 
 

@@ -17,7 +17,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from hone.agents.suites import read_suites
 from hone.cluster.context import RoleSpec, run_tokenizer
 from hone.cluster.handles import Computing, Rollout, concat_batches
 from hone.cluster.plan import model_roles
@@ -52,7 +51,7 @@ from hone.trainers.inputs import (
 from hone.trainers.session import RunSession, session_steps
 from hone.trainers.stages import StepState, check_stages, data_flow, run_stages
 from hone.trainers.step_metrics import memory_metrics, overhead_metrics
-from hone.trainers.validator import ValidationTask, Validator
+from hone.trainers.validator import ValidationTask, Validator, suites_of
 
 PERIOD = 1.0
 """Seconds between two looks at the run directory."""
@@ -148,7 +147,7 @@ class RLTrainer(Algorithm):
 
     def __init__(self, config: RLConfig, supervisor: Supervisor | None = None) -> None:
         self.config, self.supervisor = config, supervisor or Supervisor(Path(), 0)
-        suites = read_suites(config.trainer.val_suites, config.trainer.suite_python, "trainer.val_suites")
+        suites = suites_of(config)
         self.session = RunSession(config, on_hang=self.supervisor.on_hang)
         resume, tokenizer = self.session.resumed_from, run_tokenizer(config)
         self.step = resume.step if resume else 0

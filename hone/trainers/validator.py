@@ -7,16 +7,19 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.suites import Suite, SuiteError, TaskScore, all_metrics, write_scores
 from hone.cluster.handles import AnyBatch, Rollout, Work, concat_batches
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
 from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.together import gather_or_cancel
 from hone.trainers.inputs import prompt_dataset, validation_sampling
+
+if TYPE_CHECKING:
+    from hone.agents.suites import Suite, TaskScore
 
 TESTING = "timing_s/testing"
 """Metric of every validation: its seconds."""
@@ -43,7 +46,8 @@ class Validator:
         if config.data.val_files:
             self.dataset = prompt_dataset(config, config.data.val_files, tokenizer, config.data.val_max_samples)
         self.sampling = validation_sampling(config, tokenizer)
-        self.suites, self._worked = suites, set[Suite]()
+        self.suites = suites
+        self._worked: set[Suite] = set()
         self.has_work = self.dataset is not None or bool(suites)  # whether there is anything to validate on
 
     def data_sources(self) -> Counter[str]:
@@ -98,8 +102,11 @@ class Validator:
 
     async def _run_suites(self, step: int, during_training: bool) -> dict[str, float]:
         """Run the suites with the current weights; the failure of one that has worked before is counted."""
+        from hone.agents.suites import SuiteError, all_metrics, write_scores
+
         folder, limit = self.directory.path / "suites" / f"step_{step}", self.config.data.val_max_samples
-        scores, failed = list[TaskScore](), 0
+        scores: list[TaskScore] = []
+        failed = 0
         for suite in self.suites:
             try:
                 scores += await self.rollout.run_suite(
@@ -117,6 +124,15 @@ class Validator:
     def is_logged(self, step: int) -> bool:
         """Return whether ``metrics.jsonl`` has the validation of a step."""
         return any(row["step"] == step and TESTING in row for row in read_metrics(self.directory.path))
+
+
+def suites_of(config: RLConfig) -> list[Suite]:
+    """Return the suites of other packages that a run validates on. Raises ConfigError: one is wrong, or its package is missing."""
+    if not config.trainer.val_suites:
+        return []
+    from hone.agents.suites import read_suites
+
+    return read_suites(config.trainer.val_suites, config.trainer.suite_python, "trainer.val_suites")
 
 
 class ValidationTask:

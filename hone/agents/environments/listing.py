@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from hone.agents.environments.base import ENVIRONMENTS
-from hone.errors import ConfigError
+from hone.agents.program.process import versions_in
 from hone.extras import install_command
 
 PACKAGES = {
@@ -23,12 +18,6 @@ PACKAGES = {
     "verifiers": ("verifiers", None),
 }
 """Package of an environment, and the extra of Hone that has it; None if it has a Python environment of its own."""
-_SECONDS = 30.0
-_ASK = (
-    "import json, sys; from importlib import metadata\n"
-    "found = {one.metadata['Name'].lower().replace('_', '-'): one.version for one in metadata.distributions()}\n"
-    "print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))"
-)
 
 
 @dataclass(frozen=True)
@@ -68,23 +57,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def versions_in(python: str, names: Sequence[str], where: str = "--python") -> dict[str, str | None]:
-    """Return the versions of packages in the environment of a Python, None for those that are missing.
-
-    Raises:
-        ConfigError: it does not run; ``where`` names the option or key.
-    """
-    interpreter = str(Path(python).expanduser())
-    try:
-        answer = subprocess.run(
-            [interpreter, "-I", "-c", _ASK, *names], capture_output=True, text=True, timeout=_SECONDS, check=True
-        )
-        return dict(json.loads(answer.stdout))
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(
-            f"{interpreter} does not say which packages it has: {error}",
-            fix=f"give the path of a Python, such as {sys.executable}",
-            where=where,
-        ) from error

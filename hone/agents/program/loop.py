@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.agents.base import AGENT_LOOPS, AgentLoop, EpisodeContext
 from hone.agents.episode import BudgetSpent, EngineClient, Episode
-from hone.agents.program.process import ProgramFailed, ProgramOutcome, run_program
+from hone.agents.program.process import MODEL, ProgramFailed, ProgramOutcome, run_program
 from hone.data.episode_log import EpisodeEnd
 from hone.errors import ConfigError
 from hone.extras import install_command
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from hone.agents.serving.app import Endpoint
     from hone.agents.serving.server import HttpServer
     from hone.agents.serving.session import Prompt, Session
-
-
-MODEL = "policy"
-"""Model name of the trained policy in agents' requests."""
 
 
 def serve_policy(

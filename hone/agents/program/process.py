@@ -7,14 +7,19 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hone.errors import ConfigError
 
 TAIL_BYTES = 65536
 """Bytes kept from the end of an agent's output."""
+MODEL = "policy"
+"""Model name of the trained policy in requests of agents and suites."""
 _MAX_SHOWN = 2000
 _POLL_SECONDS = 0.05
 
@@ -154,3 +159,31 @@ class _Tail:
 def _kill_group(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+
+
+_SECONDS = 30.0
+_ASK = (
+    "import json, sys; from importlib import metadata\n"
+    "found = {one.metadata['Name'].lower().replace('_', '-'): one.version for one in metadata.distributions()}\n"
+    "print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))"
+)
+
+
+def versions_in(python: str, names: Sequence[str], where: str = "--python") -> dict[str, str | None]:
+    """Return the versions of packages in the environment of a Python, None for those that are missing.
+
+    Raises:
+        ConfigError: it does not run; ``where`` names the option or key.
+    """
+    interpreter = str(Path(python).expanduser())
+    try:
+        answer = subprocess.run(
+            [interpreter, "-I", "-c", _ASK, *names], capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+        return dict(json.loads(answer.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"{interpreter} does not say which packages it has: {error}",
+            fix=f"give the path of a Python, such as {sys.executable}",
+            where=where,
+        ) from error

@@ -13,8 +13,8 @@ from typing import Any
 from hone.agents.base import AGENT_LOOPS
 from hone.agents.episode import Episode
 from hone.agents.program.bridge import Bridge, verifiers_bridge
-from hone.agents.program.loop import MODEL, EndpointLoop
-from hone.agents.program.process import ProgramFailed, ProgramOutcome
+from hone.agents.program.loop import EndpointLoop
+from hone.agents.program.process import MODEL, ProgramFailed, ProgramOutcome
 from hone.errors import DataError
 
 PYTHON = "actor_rollout_ref.rollout.agent.verifiers.python"

@@ -129,6 +129,7 @@ class Supervisor:
 
     :class:`~hone.generation.pool.pool.Resizer` adds replicas in STARTING, and ends others in CLOSING.
 
+    Args:
         on_change: called when a replica starts to serve, or is given up.
         delta: whether engines accept changes since the previous version (:class:`~hone.generation.remote.ServedEngine`).
     """

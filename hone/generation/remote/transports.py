@@ -489,7 +489,7 @@ log = logging.getLogger("hone.generation.remote")
 class Route:
     """The transports of weights to one engine.
 
-    Weights on the engine's GPU stay on it, if the engine can map memory of the trainer (:mod:`.cuda_ipc`). All others, such as the
+    Weights on the engine's GPU stay on it, if the engine can map memory of the trainer (:class:`CudaSender`). All others, such as the
     copies for a replica that starts again, go through the host.
 
     Attributes:

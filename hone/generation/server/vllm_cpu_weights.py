@@ -35,7 +35,7 @@ _KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class TensorSlice(NamedTuple):
-    """A view of a tensor; the offset is relative to the tensor's first_source, in elements."""
+    """A view of a tensor; the offset is relative to the first element of the tensor that it views, in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
