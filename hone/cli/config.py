@@ -463,16 +463,22 @@ def _draw(config: Any, file: Path) -> None:
     from hone.trainers.algorithm import Algorithm
     from hone.trainers.stages import data_flow
 
-    if not isinstance(config, RLConfig) or file.suffix not in ("", ".mmd", ".svg"):
-        what = f"'{file}' is neither .svg nor .mmd" if isinstance(config, RLConfig) else "only hone train has stages"
+    kind = ".mmd" if str(file) == "-" else file.suffix.lower()
+    if not isinstance(config, RLConfig) or kind not in (".mmd", ".svg"):
+        what = (
+            f"'{file}' ends in neither .svg nor .mmd" if isinstance(config, RLConfig) else "only hone train has stages"
+        )
         raise ConfigError(what, where="--diagram", fix="hone config show --diagram step.svg, with keys of hone train")
     flow = data_flow(config, Algorithm.planned(config))
-    text = svg(flow) if file.suffix == ".svg" else mermaid(flow)
+    text = svg(flow) if kind == ".svg" else mermaid(flow)
     if str(file) == "-":
         typer.echo(text, nl=False)
         return
-    with disk_errors(file):
+    try:
         file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"'{file}' cannot be written: {error.strerror}"
+        raise ConfigError(what, where="--diagram", fix="a file in a folder that exists") from error
     typer.echo(f"{file}: {len(flow['stages'])} stages, {flow['sequences']:,} sequences a step")
 
 

@@ -10,6 +10,7 @@ from hone.cli.options import ConfigName, ConfigPath, Json, Overrides, Preset
 from hone.cli.output import print_json
 from hone.cli.programs import local_config
 from hone.config import RLConfig
+from hone.errors import ConfigError
 
 if TYPE_CHECKING:
     from hone.preflight import Report
@@ -37,6 +38,10 @@ def doctor(
         _print_rules(as_json)
         return
     if model is not None:
+        if overrides or preset or config_path or config_name:
+            raise ConfigError(
+                "--for plans the defaults of several methods", where="--for", fix="hone plan with your keys"
+            )
         _print_enough(model, as_json)
         return
     from hone.preflight import examine
@@ -77,10 +82,15 @@ def _print(checks: list[Check], report: Report | None) -> None:
 
 def _print_enough(model: str, as_json: bool) -> None:
     from hone.cli.output import new_console, new_table
+    from hone.errors import ModelError
     from hone.preflight.plan.enough import COUNTS, GPUS, METHODS, enough
 
     config, _ = local_config(RLConfig, [f"actor_rollout_ref.model.path={model!r}"], None, None, None, weights=False)
-    answers = list(enough(str(config.actor_rollout_ref.model.path)))
+    try:
+        answers = list(enough(str(config.actor_rollout_ref.model.path)))
+    except ModelError as error:
+        error.where, error.fix = "--for", error.fix and error.fix.rpartition("path=")[2]
+        raise
     if as_json:
         print_json([one.as_json() for one in answers])
         return

@@ -139,10 +139,19 @@ def trace(
     from hone.apps.lab.replay.trace import trace
 
     traced = trace(load_step(find_run(run, root).path, step), prompt)
+    numbers = sorted({sequence.index for sequence in traced.sequences})
+    if answer is not None and answer not in numbers:
+        fix = f"one of {', '.join(map(str, numbers))}"
+        raise HoneError(f"the prompt has no answer {answer}", where="--answer", fix=fix, code="E-runs")
     if as_json:
         print_json(traced.as_json())
     else:
         _print_trace(traced, answer, explain=explain)
+
+
+def _visible(text: str) -> str:
+    """Return text with control characters but newlines escaped: those of a dataset or a model do nothing to a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:
@@ -153,17 +162,10 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 def _print_trace(traced: PromptTrace, answer: int | None, *, explain: bool) -> None:
     console = new_console()
-    by_number = {sequence.index: sequence for sequence in traced.sequences}
-    if answer is not None and answer not in by_number:
-        raise HoneError(
-            f"the prompt has no answer {answer}",
-            where="--answer",
-            fix=f"one of {', '.join(map(str, sorted(by_number)))}",
-            code="E-runs",
-        )
-    shown = max(traced.sequences, key=lambda one: one.share) if answer is None else by_number[answer]
-    print_plain(console, f"step {traced.step}, prompt {traced.uid}: {traced.prompt_tokens} tokens")
-    print_plain(console, traced.prompt.strip() + "\n")
+    choices = [sequence for sequence in traced.sequences if answer in (None, sequence.index)]
+    shown = max(choices, key=lambda one: one.share)
+    print_plain(console, f"step {traced.step}, prompt {_visible(traced.uid)}: {traced.prompt_tokens} tokens")
+    print_plain(console, _visible(traced.prompt.strip()) + "\n")
     width = max(len(stage.name) for stage in traced.stages)
     for stage in traced.stages:
         print_plain(console, f"{stage.name:<{width}}  {stage.says}".rstrip())
@@ -171,9 +173,10 @@ def _print_trace(traced: PromptTrace, answer: int | None, *, explain: bool) -> N
             print_plain(console, f"{'':<{width}}  {stage.about}", style="dim")
     rows = [("answer", "tokens", "score", "advantage", "new/old", "gradient", "text")]
     for one in traced.sequences:
-        ratio = "" if one.ratio is None else f"{one.ratio[0]:.3f}..{one.ratio[1]:.3f}"
+        ratio = "" if one.ratio is None else f"{one.ratio[0]:.4f}..{one.ratio[1]:.4f}"
         numbers = (f"{len(one.tokens)}", f"{one.score:.4g}", f"{one.advantage:.4g}", ratio, f"{one.share:.2%}")
-        rows.append((f"{one.index}", *numbers, " ".join(one.text.split())[:60]))
+        label = f"{one.index}.{one.part}" if one.part else f"{one.index}"
+        rows.append((label, *numbers, _visible(" ".join(one.text.split())[:60])))
     print_plain(console, "\n" + _aligned(rows))
     print_plain(console, f"\nanswer {shown.index} by token; loss of the step's mini-batches: {traced.loss:.4g}")
     names = [name for name in shown.tokens[0] if name != "text"] if shown.tokens else []

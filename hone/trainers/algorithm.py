@@ -205,7 +205,12 @@ class Algorithm:
         if self.spec.streams:
             return self._streamed_stages()
         config, learn_policy = self.config, self._learns_policy(self.step)
-        kl = ("ref_log_probs",) if config.actor_rollout_ref.actor.use_kl_loss else ()
+        actor = config.actor_rollout_ref.actor
+        compared = actor.use_kl_loss or actor.preference_loss.loss_mode is not None
+        used = (
+            *(("ref_log_probs",) if compared else ()),
+            *(("rollout_is_weights",) if self._weighs_before(learn_policy) else ()),
+        )
         before_update, from_update, after_update = self._old_log_prob_stages(learn_policy=learn_policy)
         taught = ("teacher",) if config.distillation.enable else ()
         judge = "reward_model" if config.reward.reward_model.enable else "work"
@@ -284,7 +289,7 @@ class Algorithm:
             Stage(
                 "update_actor",
                 self.update_actor,
-                needs=("response_ids", "advantages", *kl, *(() if from_update else ("old_log_probs",))),
+                needs=("response_ids", "advantages", *used, *(() if from_update else ("old_log_probs",))),
                 adds=("old_log_probs",) if from_update else (),
                 when=learn_policy,
                 role="actor",
@@ -295,13 +300,13 @@ class Algorithm:
 
     @classmethod
     def planned(cls, config: RLConfig) -> list[Stage]:
-        """Return the stages of the first step of a run that is not built: to be read, not run.
+        """Return the stages of a step of a run that is not built, after `critic_warmup`: to be read, not run.
 
         Whether engines sleep is that of ``free_cache_engine``; without the key a run asks its device.
         """
         run, spec = cls.__new__(cls), RunSpec(config)
         roles = {role.name: cast("Any", role) for role in spec.roles}
-        run.config, run.spec, run.step = config, spec, 1
+        run.config, run.spec, run.step = config, spec, config.trainer.critic_warmup + 1
         run.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         run.reference, run.critic = roles.get("reference"), roles.get("critic")
         run.forks = cast("Any", spec) if "turn_values" in run.estimator.needs else None
@@ -311,6 +316,15 @@ class Algorithm:
 
     def _learns_policy(self, step: int) -> bool:
         return self.critic is None or not 0 < step <= self.config.trainer.critic_warmup
+
+    def _weighs_before(self, learn_policy: bool) -> bool:
+        """Return whether weights of the rollout correction are there before the update."""
+        own_pass = self.spec.old_log_probs.value is OldLogProbs.OWN_PASS or not learn_policy
+        return self.spec.corrects and own_pass
+
+    def _correction(self) -> Stage:
+        adds = ("rollout_is_weights",) if self.spec.corrects else ()
+        return Stage("rollout_corr", self.correct, needs=("old_log_probs", "rollout_log_probs"), adds=adds)
 
     def _old_log_prob_stages(self, *, learn_policy: bool) -> tuple[list[Stage], bool, list[Stage]]:
         """Return the stages that supply the old log-probs: those before the update, whether it adds them, and those after it."""
@@ -328,7 +342,7 @@ class Algorithm:
             switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
             role="actor",
         )
-        correct = Stage("rollout_corr", self.correct, needs=("old_log_probs",))
+        correct = self._correction()
         if source is OldLogProbs.OWN_PASS:
             return [own_pass, correct], False, []
         if source is OldLogProbs.ENGINE:
@@ -573,7 +587,7 @@ class Algorithm:
         computed = ("advantages", "returns", "old_log_probs")
         return [
             Stage("stream", self.stream, adds=(*SAMPLED, *SCORED, *computed), role="rollout"),
-            Stage("rollout_corr", self.correct, needs=("old_log_probs",)),
+            self._correction(),
             Stage("update_weights", self.publish, role="actor"),
         ]
 

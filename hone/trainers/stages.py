@@ -113,6 +113,7 @@ async def run_stages(stages: Sequence[Stage], state: StepState) -> StepState:
 TOKEN_BYTES = {"response_ids": 8, "response_mask": 8} | dict.fromkeys(
     (
         *("rollout_log_probs", "old_log_probs", "ref_log_probs", "sum_pi_squared", "values"),
+        "rollout_is_weights",
         *("token_level_scores", "token_level_rewards", "advantages", "returns"),
     ),
     4,
@@ -123,7 +124,7 @@ TOKEN_BYTES = {"response_ids": 8, "response_mask": 8} | dict.fromkeys(
 def data_flow(config: RLConfig, stages: Sequence[Stage]) -> dict[str, Any]:
     """Return what a step of a run computes where, for ``run.json`` and diagrams.
 
-    ``sequences`` and ``tokens`` of a step (at most), ``pools`` with their processes and roles, the active ``stages`` with the columns
+    ``sequences`` and ``tokens`` of a step (at most), ``staleness`` of their weights in steps (at most), ``pools`` with their processes and roles, the active ``stages`` with the columns
     that each needs and adds, and ``bytes`` of the columns (at most).
     """
     sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
@@ -132,6 +133,7 @@ def data_flow(config: RLConfig, stages: Sequence[Stage]) -> dict[str, Any]:
     return {
         "sequences": sequences,
         "tokens": tokens,
+        "staleness": config.trainer.async_training.max_staleness,
         "pools": [
             {"name": pool.name, "processes": pool.world, "roles": list(pool.roles)} for pool in RunSpec(config).pools
         ],

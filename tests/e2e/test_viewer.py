@@ -165,7 +165,7 @@ def test_every_view_is_drawn(viewer: Page) -> None:
     ):
         viewer.show(f"run?tab={tab}", selector)
     viewer.show("run?tab=flow", "img[alt='data flow of a training step']")
-    viewer.until("document.querySelector('.pad img').naturalWidth === 900")
+    viewer.until("document.querySelector('.pad img').naturalWidth === 1010")
     page = viewer.show("groups?q=step%3D4", ".answer")
     assert page.locator(".answer").count() == 4
     page = viewer.show("tokens/4/train:6/0/0", ".tokens [data-token]")

@@ -23,7 +23,7 @@ COLOURS = {
 }
 """Fill of a role's stages; those of others, which the controller computes, are grey."""
 GREY = "#ececea"
-ROW, BOX, LEFT, RIGHT, WIDTH = 58, (330, 240), 314, 586, 900
+ROW, BOX, LEFT, RIGHT, WIDTH = 58, (330, 240), 314, 586, 1010
 """Sizes in the SVG: height of a stage's row; left end and width of its box; ends of the columns at its sides; width of all."""
 
 
@@ -74,6 +74,7 @@ def svg(flow: Mapping[str, Any]) -> str:
 
 def _heading(flow: Mapping[str, Any], top: float) -> Iterator[str]:
     step = f"a step: {flow['sequences']:,} sequences, at most {flow['tokens']:,} response tokens"
+    step += f"; weights of up to {flow['staleness']} steps before" if flow["staleness"] else ""
     yield _text(20, 24, step, "start", "name")
     for number, pool in enumerate(flow["pools"]):
         many = f"{pool['processes']} process{'es' * (pool['processes'] != 1)}"

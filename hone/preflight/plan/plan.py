@@ -122,11 +122,14 @@ def model_shape(config: AnyConfig) -> ModelShape:
     Raises ModelError: its config.json is missing, or does not describe a decoder.
     """
     where, block = model_block(config)
-    dequantised_by(read_settings(block.path), block.path or "")
+    settings = read_settings(block.path)
+    dequantised_by(settings, block.path or "")
     shape = shape_of(block)
     if shape is None:
         raise ModelError(
-            f"'{block.path}' has no config.json of a decoder",
+            f"the config.json of '{block.path}' (model_type {settings.get('model_type')}) lacks sizes that the plan knows, such as hidden_size"
+            if settings
+            else f"'{block.path}' has no config.json of a decoder",
             why="its layers, widths and vocabulary decide about memory and time; weights are not needed",
             where=f"{where}.path",
             fix=f"{where}.path=<Hugging Face model directory, or a folder with its config.json>",

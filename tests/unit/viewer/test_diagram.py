@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.launch import hone
 
-from hone.apps.lab.diagram import mermaid, svg
+from hone.apps.lab.diagram import RIGHT, WIDTH, mermaid, svg
 from hone.apps.lab.viewer.overview import picture
 from hone.config import load_config
 from hone.config.tree import RLConfig
@@ -23,6 +23,8 @@ RUNS = {
     "ppo": ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true"),
     "remax": ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.free_cache_engine=true"),
     "rae": ("algorithm.adv_estimator=rae",),
+    "online_dpo": ("actor_rollout_ref.actor.preference_loss.loss_mode=dpo",),
+    "corrected": ("algorithm.rollout_correction.rollout_is=token",),
     "streamed": ("trainer.async_training.stream=true",),
     "bypass": ("algorithm.rollout_correction.bypass_mode=true",),
 }
@@ -54,6 +56,22 @@ def test_every_column_comes_from_the_last_stage_before_that_adds_it(run: str) ->
     assert drawn - {(len(names) - 1, 0, "weights")} == expected
     words = {text for node in ET.fromstring(svg(flow)).iter(f"{SVG}text") for text in [node.text or ""]}
     assert set(names) <= words and any("8 sequences" in word for word in words)
+
+
+def test_what_the_update_compares_with_is_drawn() -> None:
+    def reads(*overrides: str) -> list[str]:
+        stages = {stage["name"]: stage for stage in flow_of(*overrides)["stages"]}
+        return stages["update_actor"]["needs"]
+
+    assert "ref_log_probs" in reads("actor_rollout_ref.actor.preference_loss.loss_mode=dpo")
+    own_pass = "actor_rollout_ref.actor.recompute_old_log_probs=true"
+    assert "rollout_is_weights" in reads("algorithm.rollout_correction.rollout_is=token", own_pass)
+    assert reads("algorithm.adv_estimator=gae", "trainer.critic_warmup=5")  # the step after the warm-up
+    assert "7 steps" in svg(flow_of("trainer.async_training.max_staleness=7"))
+    kept = WIDTH - RIGHT
+    for run in RUNS.values():
+        for node in ET.fromstring(svg(flow_of("actor_rollout_ref.rollout.n=8", *run))).iter(f"{SVG}text"):
+            assert node.get("class") != "column" or len(node.text or "") * 7.3 <= kept
 
 
 def test_pools_and_roles_are_those_of_the_run() -> None:
@@ -93,7 +111,12 @@ def test_the_command_writes_a_picture_or_says_what_it_draws(tmp_path: Path) -> N
     )
     assert ended.code == 0, ended.output
     assert ET.parse(tmp_path / "step.svg").getroot().tag == f"{SVG}svg"
-    for arguments in (["--of", "sft", "--diagram", "-"], ["--diagram", str(tmp_path / "step.png")]):
+    for arguments in (
+        ["--of", "sft", "--diagram", "-"],
+        ["--diagram", str(tmp_path / "step.png")],
+        ["--diagram", str(tmp_path / "none/step.svg")],
+        ["--diagram", str(tmp_path / "step")],
+    ):
         refused = hone("config", "show", *arguments, log=tmp_path / "log")
         assert refused.code == 2 and "--diagram" in refused.output
     assert json.loads(json.dumps(flow_of())) == flow_of()

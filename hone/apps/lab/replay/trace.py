@@ -33,6 +33,7 @@ class TracedStage:
 @dataclass(frozen=True)
 class TracedSequence:
     index: int  # number of the answer in its group
+    part: int  # segment of an answer whose history was rewritten, from 0
     score: float
     advantage: float  # mean over the tokens that the update learns from; 0.0 without any
     ratio: tuple[float, float] | None  # range of new over old probability; None if the step did not store new log-probs
@@ -119,6 +120,7 @@ def _sequence(batch: Batch, row: int, computed: Recomputed, texts: list[str] | N
     moved = None if ratios is None or not bool(learnt.any()) else ratios[learnt]
     return TracedSequence(
         int(batch.objects("trajectory")[row].index),
+        int(batch.objects("trajectory")[row].part),
         batch.objects("score")[row].total,
         float(advantages.mean()) if len(advantages) else 0.0,
         None if moved is None else (float(moved.min()), float(moved.max())),
@@ -136,7 +138,7 @@ def _stages(
     metrics = next((row for row in read_metrics(stored.run) if row["step"] == stored.step), {})
     lengths, scores = batch.ragged("response_ids").lengths.tolist(), [sequence.score for sequence in sequences]
     says = {
-        "gen": f"{len(rows)} answers of {min(lengths)} to {max(lengths)} tokens, at temperature "
+        "gen": f"{len(rows)} sequences of {min(lengths)} to {max(lengths)} tokens, at temperature "
         f"{config.actor_rollout_ref.rollout.temperature:g}",
         "reward": f"scores {min(scores):.4g} to {max(scores):.4g}, mean {sum(scores) / len(scores):.4g}{_terms(batch)}",
         "adv": f"advantages {min(s.advantage for s in sequences):.4g} to {max(s.advantage for s in sequences):.4g} by "
@@ -148,14 +150,22 @@ def _stages(
     pairs = {
         "old_log_prob": ("old_log_probs", "rollout_log_probs", "trainer's log-probs less the engine's"),
         "ref": ("old_log_probs", "ref_log_probs", "log-probs less the reference's"),
-        "kl_in_reward": ("token_level_rewards", "token_level_scores", "rewards less the scores, by token,"),
+        "kl_in_reward": ("token_level_rewards", "token_level_scores", "rewards by token less the scores"),
         "update_critic": ("returns", "values", "targets less values"),
     }
     for name, (one, other, what) in pairs.items():
         if one in batch and other in batch:
             gap = (batch.ragged(one).values - batch.ragged(other).values)[batch.ragged("response_mask").values.bool()]
             says[name] = f"{what}: {float(gap.min()):.3g} to {float(gap.max()):.3g}" if len(gap) else "no sampled token"
-    says["rollout_corr"] = says.get("old_log_prob", "")
+    if "rollout_is_weights" in batch:
+        weights = batch.ragged("rollout_is_weights").values
+        says["rollout_corr"] = (
+            f"weights {float(weights.min()):.4g} to {float(weights.max()):.4g}" if len(weights) else ""
+        )
+    elif "old_log_prob" in says:
+        says["rollout_corr"] = "measured only"
+    if "reward_baselines" in batch:
+        says["gen_max"] = f"score of the greedy answer {float(batch.tensor('reward_baselines')[0]):.4g}"
     for stage in Algorithm.planned(config):
         if stage.when:
             about = (inspect.getdoc(stage.run) or "").split("\n\n")[0]
