@@ -23,7 +23,6 @@ from hone.cluster.plan import model_roles
 from hone.cluster.runtime import Roles
 from hone.cluster.supervisor import Supervisor
 from hone.config.tree import RLConfig
-from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
 from hone.errors import ConfigError, HoneError
 from hone.generation import is_served
@@ -146,6 +145,8 @@ class RLTrainer(Algorithm):
     """
 
     def __init__(self, config: RLConfig, supervisor: Supervisor | None = None) -> None:
+        from hone.data.curriculum import make_sampler  # not read with the loop: the sampler is one of many
+
         self.config, self.supervisor = config, supervisor or Supervisor(Path(), 0)
         suites = suites_of(config)
         self.session = RunSession(config, on_hang=self.supervisor.on_hang)
