@@ -180,7 +180,7 @@ class Finding:
 
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """Return ``"Did you mean a, b?"`` for the names nearest to ``name``, or a list of all names when none is near."""
-    known = sorted(known)
+    known = sorted(set(known))
     ends = name.endswith(
         (".yaml", ".yml", ".json", ".jsonl", ".py", ".parquet", ".csv")
     )  # equal ends do not make files near

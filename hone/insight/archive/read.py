@@ -112,7 +112,7 @@ class Archive:
             path = self._files().get(step, self.folder)
             try:
                 table = _bounded(file, names if uid is None else list(dict.fromkeys([*names, "uid"])), path)
-            except (pa.ArrowException, OSError, ValueError) as error:
+            except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # KeyError: a column is missing
                 raise _unreadable(path, error) from None
         if uid is None:
             return table

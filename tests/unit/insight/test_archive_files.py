@@ -96,6 +96,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     pq.write_table(table.replace_schema_metadata({VERSION_KEY: "99"}), step_file(tmp_path, 4))
     with raises(HoneError, "99", str(step_file(tmp_path, 4))):
         open_archive(tmp_path).complete(4)
+    pq.write_table(table.drop_columns(["rollout_log_probs"]), step_file(tmp_path, 4))
+    with raises(HoneError, "rollout_log_probs", code="E-runs"):
+        list(open_archive(tmp_path).records(4))
     step_file(tmp_path, 4).write_bytes(b"PAR1 half a file")
     with raises(HoneError, str(step_file(tmp_path, 4))):
         list(require_archive(tmp_path).records(4))
