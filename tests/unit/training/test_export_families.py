@@ -22,6 +22,10 @@ WAYS = {
 }
 
 
+NAMES = {("lfm2", "o_proj"): "out_proj", ("lfm2", "down_proj"): "w2"}
+"""Layers that a family names otherwise."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tied", [True, False])
@@ -37,7 +41,8 @@ def test_an_export_has_the_logits_of_the_trained_model(tmp_path, name, tied, way
     model.save_pretrained(tmp_path / ("actor" if WAYS[way] is None else "base"))
     if WAYS[way] is not None:
         torch.manual_seed(1)
-        settings = LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **WAYS[way])
+        keys = {key: [NAMES.get((name, one), one) for one in names] for key, names in WAYS[way].items()}
+        settings = LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **keys)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings)
         with torch.no_grad():
             for value in model.parameters():
