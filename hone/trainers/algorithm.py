@@ -207,10 +207,8 @@ class Algorithm:
         config, learn_policy = self.config, self._learns_policy(self.step)
         actor = config.actor_rollout_ref.actor
         compared = actor.use_kl_loss or actor.preference_loss.loss_mode is not None
-        used = (
-            *(("ref_log_probs",) if compared else ()),
-            *(("rollout_is_weights",) if self._weighs_before(learn_policy) else ()),
-        )
+        weighed = self.spec.corrects and self.spec.old_log_probs.value is OldLogProbs.OWN_PASS
+        used = (*(("ref_log_probs",) if compared else ()), *(("rollout_is_weights",) if weighed else ()))
         before_update, from_update, after_update = self._old_log_prob_stages(learn_policy=learn_policy)
         taught = ("teacher",) if config.distillation.enable else ()
         judge = "reward_model" if config.reward.reward_model.enable else "work"
@@ -316,11 +314,6 @@ class Algorithm:
 
     def _learns_policy(self, step: int) -> bool:
         return self.critic is None or not 0 < step <= self.config.trainer.critic_warmup
-
-    def _weighs_before(self, learn_policy: bool) -> bool:
-        """Return whether weights of the rollout correction are there before the update."""
-        own_pass = self.spec.old_log_probs.value is OldLogProbs.OWN_PASS or not learn_policy
-        return self.spec.corrects and own_pass
 
     def _correction(self) -> Stage:
         adds = ("rollout_is_weights",) if self.spec.corrects else ()
