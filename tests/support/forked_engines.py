@@ -19,7 +19,7 @@ from typing import IO, Any
 import psutil
 
 from hone.generation.remote import process
-from hone.generation.server import native_backend, program
+from hone.generation.server import native_backend, serve
 
 _PID = struct.Struct("i")
 _template: socket.socket
@@ -69,7 +69,7 @@ def _become_engine(files: list[int], parent: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.getppid = lambda: parent  # the end of its standard input tells it that the run is gone
     try:
-        program.main()
+        serve.main()
     finally:
         os._exit(1)
 

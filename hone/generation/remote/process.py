@@ -24,7 +24,7 @@ from hone.generation.remote import messages
 from hone.insight import activity
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_PROGRAM = "from hone.generation.server.program import main; main()"
+_PROGRAM = "from hone.generation.server.serve import main; main()"
 _TAIL_BYTES = 200_000
 _SHOWN_LINES = 6
 

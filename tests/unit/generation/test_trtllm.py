@@ -39,7 +39,7 @@ from hone.generation.options import engine_options
 from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 from hone.generation.remote.transports import SharedMemorySender
 from hone.generation.server.backend import BackendSettings
-from hone.generation.server.program import open_backend
+from hone.generation.server.serve import open_backend
 from hone.generation.server.trtllm_backend import EXTENSION, TrtllmBackend, sampling_arguments
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
