@@ -295,7 +295,7 @@ def ensure_trl() -> None:
     subprocess.run([sys.executable, "-m", "venv", TRL_ENV], check=True)
     pip = [TRL_ENV / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, f"torch=={torch.__version__.split('+')[0]}"], check=True)
-    subprocess.run([*pip, "trl", f"transformers=={transformers.__version__}"], check=True)
+    subprocess.run([*pip, "trl", "reasoning-gym", f"transformers=={transformers.__version__}"], check=True)
     (TRL_ENV / "complete").touch()
 
 
