@@ -33,7 +33,7 @@ from hone.algorithms.logits import (
     sum_pi_squared_from_logits,
     token_log_probs,
 )
-from hone.algorithms.masked import AGGREGATION_MODES, aggregate_loss, masked_mean, masked_sum
+from hone.algorithms.masked import AGGREGATION_MODES, aggregate_loss, largest_share, masked_mean, masked_sum
 from hone.algorithms.off_policy import (
     Correction,
     check_rollout_correction,
@@ -82,6 +82,7 @@ __all__ = [
     "kl_controller",
     "kl_penalty",
     "kto_kl",
+    "largest_share",
     "masked_mean",
     "masked_sum",
     "off_policy_metrics",

@@ -112,6 +112,9 @@ class AlgorithmConfig:
     """Weight of the turn's advantage relative to the response's (gigpo)."""
     forks: ForksConfig = block(ForksConfig)
     """Values of turns by continuations."""
+    top_entropy_share: float | None = number(None, above=0, high=1)
+    """Share of a step's sampled tokens that teach the policy. They are those with the largest entropy; the advantages of the others
+    become 0, and null means all. A pass for the old log-probs gives the entropies (arXiv:2506.01939)."""
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further options of the estimator, by name, for example {epsilon: 1e-4}."""
     use_kl_in_reward: bool = False

@@ -241,6 +241,7 @@ class RunSpec:
             f"{_CORRECTION} weights or rejects tokens": self.corrects,
             "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
             "algorithm.use_pf_ppo=true": algorithm.use_pf_ppo,
+            "algorithm.top_entropy_share chooses tokens by entropies": algorithm.top_entropy_share is not None,
             f"distillation.loss_mode={distillation.loss_mode} makes advantages of them": distillation.enable
             and distillation.by_advantage,
             "preference_loss.loss_mode is set": actor.preference_loss.loss_mode is not None,

@@ -165,6 +165,18 @@ def sum_pi_squared(config: RLConfig) -> Findings:
 
 
 @rule("R62")
+def top_entropy(config: RLConfig) -> Findings:
+    """Entropies are computed when tokens are chosen by them."""
+    if config.algorithm.top_entropy_share is not None and RunSpec(config).bypass:
+        yield error(
+            "the trainer computes entropies with its old log-probs, which bypass_mode=true skips",
+            why="algorithm.top_entropy_share chooses tokens by them",
+            fix=f"{CORRECTION}.bypass_mode=false or algorithm.top_entropy_share=null",
+            where=f"{CORRECTION}.bypass_mode",
+        )
+
+
+@rule("R62")
 def reward_components(config: RLConfig) -> Findings:
     """An estimator of reward components has their names and weights, and no KL penalty in the reward."""
     algorithm = config.algorithm

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
-from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
+from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller, largest_share
 from hone.algorithms.advantages.roles import RoleBaselines
 from hone.cluster.columns import TOKENS
 from hone.cluster.context import WorkerContext
@@ -246,6 +246,11 @@ class BatchOps:
         if self.config.distillation.enable and self.config.distillation.by_advantage:
             advantages = mixed_advantages(advantages, batch, self.config.distillation, self.metrics)
         self.invariants.check_finite("advantages", advantages, batch)
+        if (share := self.config.algorithm.top_entropy_share) is not None:
+            mask = batch.ragged("response_mask").values
+            learnt, least = largest_share(batch.ragged("entropy").values, mask, share)
+            self.metrics.add("actor/least_learnt_entropy", least)
+            advantages = advantages.with_values(torch.where(learnt, advantages.values, 0))
         return Batch({"advantages": advantages, "returns": returns})
 
     @dispatch(Split.ZERO)

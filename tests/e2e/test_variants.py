@@ -1,5 +1,6 @@
 """Settings that must work, or must change nothing: each in a short real run."""
 
+import math
 import re
 from pathlib import Path
 
@@ -151,6 +152,22 @@ def test_every_aggregation_with_an_entropy_bonus(train, mode):
     assert last["actor/grad_norm"] > 0
     if mode == "token-mean":
         assert last["actor/entropy_loss"] == pytest.approx(last["actor/entropy"], rel=1e-5)
+
+
+def test_only_tokens_with_much_entropy_teach(train):
+    directory = train("algorithm.top_entropy_share=0.25", "trainer.rollout_dump_freq=1")
+    least = curve(directory, "actor/least_learnt_entropy")
+    for step, bound in enumerate(least, start=1):
+        rows = records(directory, step)
+        tokens = [
+            (entropy, advantage)
+            for row in rows
+            for entropy, advantage, sampled in zip(row["entropy"], row["advantages"], row["response_mask"], strict=True)
+            if sampled
+        ]
+        assert all(advantage == 0 for entropy, advantage in tokens if entropy < bound)
+        assert sum(entropy >= bound for entropy, _ in tokens) == len(tokens) - math.ceil(0.75 * (len(tokens) - 1))
+        assert any(advantage != 0 for _, advantage in tokens)
 
 
 @pytest.mark.parametrize("extra", [(), (LORA,)], ids=["full", "lora"])

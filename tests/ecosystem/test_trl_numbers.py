@@ -10,7 +10,7 @@ import torch
 from support.peer_numbers import ROWS, Case, batch, gaps_of, loss_and_gradient, numbers_of
 from torch import Tensor
 
-from hone.algorithms import kl_penalty, masked_mean, preference_losses
+from hone.algorithms import kl_penalty, largest_share, masked_mean, preference_losses
 
 pytestmark = pytest.mark.long("hone/algorithms")
 TRL = "trl==1.16.0"
@@ -55,6 +55,13 @@ def policy(seed: int, *, holes: bool) -> list[Case]:
         }
         wide = {**columns, "advantages": of_row[:, None] * made["response_mask"]}
         cases.append(Case("grpo", name, tensors, theirs, functools.partial(loss_and_gradient, ours, wide, options)))
+    for share in (0.2, 0.5):
+        entropies = made["entropies"].float()  # TRL takes the quantile in float32
+        chosen, _ = largest_share(entropies.flatten(), made["response_mask"].flatten(), share)
+        few = {**columns, "advantages": wide["advantages"] * chosen.view_as(entropies)}
+        theirs = {"epsilon_low": 0.1, "epsilon_high": 0.3, "top_entropy_quantile": share}
+        call = functools.partial(loss_and_gradient, "vanilla", few, {"loss_agg_mode": "token-mean", **NO_DUAL_CLIP})
+        cases.append(Case("grpo", "dapo", {**tensors, "entropies": entropies}, theirs, call))
 
     def with_kl() -> list[Tensor]:
         new = made["log_probs"].clone().requires_grad_()

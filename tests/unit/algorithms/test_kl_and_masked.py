@@ -17,6 +17,7 @@ from hone.algorithms import (
     apply_kl_penalty,
     kl_controller,
     kl_penalty,
+    largest_share,
     masked_mean,
     masked_sum,
 )
@@ -133,3 +134,22 @@ def test_nan_outside_the_mask_does_not_reach_the_gradient() -> None:
     x = torch.tensor([[1.0, math.nan], [math.inf, 2.0]], requires_grad=True)
     masked_mean(x, torch.tensor([[1, 0], [0, 1]])).backward()
     assert x.grad is not None and x.grad.tolist() == [[0.5, 0.0], [0.0, 0.5]]
+
+
+@quick
+@given(
+    values=st.lists(st.floats(0, 10, width=32), min_size=1, max_size=40),
+    share=st.floats(0.01, 1),
+    data=st.data(),
+)
+def test_the_largest_share(values: list[float], share: float, data: st.DataObject) -> None:
+    mask = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
+    marked, least = largest_share(torch.tensor(values), torch.tensor(mask).int(), share)
+    counted = sorted(value for value, counts in zip(values, mask, strict=True) if counts)
+    if not counted:
+        assert not marked.any() and math.isnan(least)
+        return
+    bound = torch.quantile(torch.tensor(counted, dtype=torch.float64), 1 - share, interpolation="higher")
+    assert least == pytest.approx(float(bound))
+    assert marked.tolist() == [counts and value >= least for value, counts in zip(values, mask, strict=True)]
+    assert marked.sum() >= share * (len(counted) - 1)

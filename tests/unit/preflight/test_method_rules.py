@@ -32,6 +32,10 @@ CORRECTION = "algorithm.rollout_correction"
             {f"{ACTOR}.calculate_sum_pi_squared": True, f"{CORRECTION}.bypass_mode": True},
             *("R62", True, ["calculate_sum_pi_squared=true", "calculate_sum_pi_squared=null"]),
         ),
+        (
+            {"algorithm.top_entropy_share": 0.2, f"{CORRECTION}.bypass_mode": True},
+            *("R62", True, ["top_entropy_share=null", "bypass_mode=false"]),
+        ),
         ({"algorithm.adv_estimator": "gdpo"}, "R62", True, ["gdpo", "gdpo_reward_keys=[acc,format]"]),
         (
             {
