@@ -101,6 +101,10 @@ class Detector(ABC):
         self.settings = settings
         self._steps = 0
         self._absent = self.cool_down
+        self.begin()
+
+    def begin(self) -> None:  # noqa: B027 - not all have one
+        """Make the history, which is empty."""
 
     def observe(self, step: int, metrics: Metrics) -> Alert | None:
         """Read the metrics of a step; return an alert if an episode begins."""

@@ -16,7 +16,6 @@ from hone.insight.detectors.base import (
     Detector,
     Metrics,
     Reward,
-    Settings,
     Streak,
     Symptom,
     learning_rate_key,
@@ -43,8 +42,7 @@ class ZeroGradient(Detector):
     )
     why = "the weights do not change"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._streak, self._differed = Streak(), False
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -98,8 +96,7 @@ class GradientSpike(Detector):
     warm_up = 20
     columns = ("advantages", "old_log_probs")
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._norms, self._spikes, self._start = window(50), window(10), list[float]()
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -164,8 +161,7 @@ class EngineMismatch(Detector):
     columns = ("old_log_probs", "rollout_log_probs")
     problem, severe = 0.01, 0.05
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._streak, self._start = Streak(), Baseline()
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -237,8 +233,7 @@ class CriticLag(Detector):
     warm_up = 20
     columns = ("values", "returns")
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._explained = window(10)
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -301,8 +296,7 @@ class RatioExplosion(_Moves):
     mean, largest, drastic = (0.5, 2.0), 20.0, 1000.0
     first_ratio, engine_gap = 0.05, 0.01  # invariant D-ratio in bfloat16; verl's FAQ: a problem
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._streak = Streak()
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -355,8 +349,7 @@ class ClipFraction(_Moves):
     fires = "more than 0.5 (error: 0.8) of the tokens are clipped in 3 steps in a row (agent-loop notes: above 0.5 is too aggressive)"
     why = "clipped tokens have no gradient: most of the batch teaches nothing"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._streak = Streak()
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -382,8 +375,7 @@ class PolicyKL(_Moves):
     )
     why = "ratios far from 1 make the clipped objective a poor estimate of the improvement"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._streak = Streak()
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -411,8 +403,7 @@ class ReferenceKL(_Moves):
     columns = ("old_log_probs", "ref_log_probs")
     floor = 0.01
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._past, self._reward = window(100), Reward(20)
         self._jumps, self._negative = Streak(), Streak()
 
@@ -465,8 +456,7 @@ class _Entropy(Detector):
     warm_up = 20
     columns = ("entropy",)
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._baseline, self._first_reward = Baseline(), Baseline()
         self._latest, self._reward, self._streak = window(10), Reward(40), Streak()
 
@@ -575,8 +565,7 @@ class ResponseLength(Detector):
     warm_up = 10
     columns = ("response_ids",)
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._cut, self._lengths, self._reward = window(10), window(20), Reward(20)
 
     def examine(self, metrics: Metrics) -> Symptom | None:

@@ -41,8 +41,7 @@ class ZeroReward(Detector):
     columns = ("stop_reason", "terms")
     steps = 3
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._streak = Streak()
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -72,8 +71,7 @@ class FlatReward(Detector):
     size = 20
     some, most = 0.5, 0.8
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._shares, self._reward = window(self.size), Reward(self.size)
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -132,8 +130,7 @@ class AdvantageShift(Detector):
     columns = ("score", "advantages")
     times = 3.0
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._ranges, self._streak = window(50), Streak()
 
     def examine(self, metrics: Metrics) -> Symptom | None:
@@ -179,8 +176,7 @@ class RewardHacking(Detector):
     columns = ("score", "text")
     drift = 0.1
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._reward, self._streak = Reward(10), Streak()
         self._symptom: Symptom | None = None
         self._best: dict[str, tuple[float, float, float, float]] = {}
@@ -259,8 +255,7 @@ class ToolCalls(Detector):
     warm_up = 5
     columns = ("episode", "score")
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._bad, self._calls, self._streak = window(5), window(5), Streak()
         self._fewest_bad, self._most_calls = 1.0, 0.0
 
@@ -322,8 +317,7 @@ class SlowSteps(Detector):
     warm_up = 10
     columns = ("seconds",)
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._start, self._latest, self._idle = list[float](), window(10), window(10)
         self._first = True
 
@@ -406,8 +400,7 @@ class MemoryGrowth(Detector):
     columns = ("response_ids",)
     size = 20
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def begin(self) -> None:
         self._past = {name: window(self.size) for name in self.reads}
         self._children = window(self.size)
 
