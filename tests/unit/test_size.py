@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import size  # noqa: E402
+from pages.devices import by_module, places  # noqa: E402
 
 FIX = (
     "Take code away, or raise the figure in tests/size.toml by a commit of its own that says why. "
@@ -31,6 +32,19 @@ def test_no_package_is_larger_than_its_budget() -> None:
 def test_files_stay_small() -> None:
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "hone").rglob("*.py")}
     assert not {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > size.LONGEST}
+
+
+def test_no_more_places_decide_by_a_devices_name() -> None:
+    allowed, found = tomllib.loads(size.BUDGET.read_text(encoding="utf-8"))["devices"], by_module()
+    now = {"modules": len(found), "places": sum(map(len, found.values()))}
+    assert all(now[name] <= allowed[name] for name in allowed), (
+        f"{now}, allowed {allowed}: let hone/models/devices.py or the device's backend decide ({', '.join(found)})"
+    )
+
+
+def test_places_that_decide_by_a_devices_name_are_found() -> None:
+    source = "if x.device.type == 'cuda' or t.is_cuda:\n    s = torch.cuda.Stream(torch.device('cuda:1'))\ntorch.device(name)\n"
+    assert sorted(places(source)) == ["Stream", "asks", "asks", "makes"]
 
 
 IMPORTS = tomllib.loads(size.BUDGET.read_text(encoding="utf-8"))["imports"]
