@@ -273,7 +273,7 @@ class Algorithm:
             Stage(
                 "adv",
                 self.advantages,
-                needs=(*needed_columns(self.estimator), *taught),
+                needs=(*needed_columns(self.estimator), *taught, *self._entropy),
                 adds=("advantages", "returns"),
                 supplied_by=suppliers(self.estimator),
             ),
@@ -315,6 +315,11 @@ class Algorithm:
     def _learns_policy(self, step: int) -> bool:
         return self.critic is None or not 0 < step <= self.config.trainer.critic_warmup
 
+    @property
+    def _entropy(self) -> tuple[str, ...]:
+        """Column of entropies, where tokens are chosen by them."""
+        return () if self.config.algorithm.top_entropy_share is None else ("entropy",)
+
     def _correction(self) -> Stage:
         adds = ("rollout_is_weights",) if self.spec.corrects else ()
         return Stage("rollout_corr", self.correct, needs=("old_log_probs", "rollout_log_probs"), adds=adds)
@@ -330,7 +335,7 @@ class Algorithm:
             "old_log_prob",
             self.old_log_probs,
             needs=("response_ids",),
-            adds=("old_log_probs", *(("sum_pi_squared",) if self.spec.sum_pi_squared else ())),
+            adds=("old_log_probs", *(("sum_pi_squared",) if self.spec.sum_pi_squared else ()), *self._entropy),
             when=source is OldLogProbs.OWN_PASS,
             switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
             role="actor",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
-from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller, largest_share
+from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
 from hone.algorithms.advantages.roles import RoleBaselines
 from hone.cluster.columns import TOKENS
 from hone.cluster.context import WorkerContext
@@ -52,7 +52,7 @@ from hone.rewards.manager import JudgedRewards, share_rewards, token_rewards
 from hone.rewards.score import Score
 from hone.rewards.worker import no_verdict_metrics
 from hone.trainers.archiving import TRAINED
-from hone.trainers.estimates import KEPT, correct, estimate, turn_baselines, update_view
+from hone.trainers.estimates import KEPT, correct, estimate, turn_baselines, undecided_tokens, update_view
 from hone.trainers.reporting import age_metrics, batch_metrics, prompt_text, score_values
 from hone.trainers.teacher_inputs import TeacherInputs, mixed_advantages, span_columns
 from hone.trainers.validation import Evaluation, evaluate_answers
@@ -247,10 +247,7 @@ class BatchOps:
             advantages = mixed_advantages(advantages, batch, self.config.distillation, self.metrics)
         self.invariants.check_finite("advantages", advantages, batch)
         if (share := self.config.algorithm.top_entropy_share) is not None:
-            mask = batch.ragged("response_mask").values
-            learnt, least = largest_share(batch.ragged("entropy").values, mask, share)
-            self.metrics.add("actor/least_learnt_entropy", least)
-            advantages = advantages.with_values(torch.where(learnt, advantages.values, 0))
+            self.metrics.add("actor/least_learnt_entropy", undecided_tokens(batch, share)[1])
         return Batch({"advantages": advantages, "returns": returns})
 
     @dispatch(Split.ZERO)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms import AdvantageEstimator, rollout_correction
+from hone.algorithms import AdvantageEstimator, largest_share, rollout_correction
 from hone.algorithms.advantages.base import INPUTS
 from hone.algorithms.advantages.roles import RoleBaselines, role_returns
 from hone.algorithms.advantages.turn_level import Turns
@@ -121,15 +121,28 @@ def estimate(estimator: AdvantageEstimator, batch: Batch, algorithm: AlgorithmCo
     """Return advantages and returns of the batch, aligned with ``response_mask``; each episode counts once.
 
     The segments of an episode are joined before. An option of the estimator has the value of the key of the same name under
-    ``algorithm``, or in ``algorithm.adv_kwargs``.
+    ``algorithm``, or in ``algorithm.adv_kwargs``. With ``top_entropy_share`` the other tokens have advantage 0.
     """
+    advantages, returns = _estimate(estimator, batch, algorithm)
+    if algorithm.top_entropy_share is not None:
+        learnt, _ = undecided_tokens(batch, algorithm.top_entropy_share)
+        advantages = advantages.with_values(torch.where(learnt, advantages.values, 0))
+    return advantages, returns
+
+
+def undecided_tokens(batch: Batch, share: float) -> tuple[Tensor, float]:
+    """Mark the share of the sampled tokens with the largest entropy, ``[N]``; return the least of these entropies too."""
+    return largest_share(batch.ragged("entropy").values, batch.ragged("response_mask").values, share)
+
+
+def _estimate(estimator: AdvantageEstimator, batch: Batch, algorithm: AlgorithmConfig) -> tuple[Ragged, Ragged]:
     if is_split(batch):
         columns = {
             "response_mask",
             "token_level_rewards",
             *(COLUMNS[name] for name in estimator.needs | estimator.uses),
         }
-        joined = estimate(estimator, join_segments(batch, columns), algorithm)
+        joined = _estimate(estimator, join_segments(batch, columns), algorithm)
         return split_column(joined[0], batch), split_column(joined[1], batch)
     mask = batch.ragged("response_mask")
     inputs = [name for name in estimator.needs | estimator.uses if COLUMNS[name] in batch]

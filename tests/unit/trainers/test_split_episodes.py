@@ -22,7 +22,14 @@ from hone.trainers.estimates import COLUMNS, estimate, join_segments
 from hone.trainers.reporting import episode_sums, first_segments
 from hone.trainers.validation import evaluate_answers
 
-COLUMNS_OF_TOKENS = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+COLUMNS_OF_TOKENS = (
+    "token_level_rewards",
+    "values",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_is_weights",
+    "entropy",
+)
 BY_ROW = ("score", "reward_baselines", "turn_values", "turn_baselines")
 NAMES = sorted({advantage_estimators.get(name).name for name in advantage_estimators.names()})
 
@@ -92,10 +99,10 @@ def both_ways(found, seed: int) -> tuple[Batch, Batch]:
 
 @pytest.mark.parametrize("name", NAMES)
 @examples(15)
-@given(found=episodes(), seed=st.integers(0, 99))
-def test_advantages_are_those_of_the_episode_in_one_piece(name: str, found, seed: int) -> None:
+@given(found=episodes(), seed=st.integers(0, 99), share=st.sampled_from([None, 0.3]))
+def test_advantages_are_those_of_the_episode_in_one_piece(name: str, found, seed: int, share: float | None) -> None:
     estimator = advantage_estimators.get(name)
-    config = AlgorithmConfig(gamma=0.9, lam=0.8, gdpo_reward_keys=["acc", "score"])
+    config = AlgorithmConfig(gamma=0.9, lam=0.8, gdpo_reward_keys=["acc", "score"], top_entropy_share=share)
     whole, split = both_ways(found, seed)
     for one, other in zip(estimate(estimator, whole, config), estimate(estimator, split, config), strict=True):
         mine, theirs = (
