@@ -325,7 +325,8 @@ def main() -> None:
     print("before:", ", ".join(f"{task} {share:.3f}" for task, share in before.items()), flush=True)
     keys = [(trainer, task, seed) for seed in options.seeds for task in options.tasks for trainer in TRAINERS]
     with ThreadPoolExecutor(options.jobs) as pool:
-        curves = dict(zip(keys, pool.map(lambda key: one(*key, starts[key[1]], work), keys), strict=True))
+        jobs = {key: pool.submit(one, *key, starts[key[1]], work) for key in keys}
+        curves = {key: job.result() for key, job in jobs.items()}
     options.out.mkdir(parents=True, exist_ok=True)
     draw(curves, options.tasks, options.seeds, options.out / "learning.png")
     print(table(curves, before, options.seeds))

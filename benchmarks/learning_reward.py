@@ -16,7 +16,8 @@ def is_right(task: str, answer: str, entry: str) -> float:
     problem = json.loads(entry)
     if task == "reversed_text":
         return float(answer.strip() == problem["answer"])
-    return float(get_score_answer_fn(task)(answer.strip(), problem) >= 1.0)
+    verify: Any = get_score_answer_fn(task)
+    return float(verify(answer.strip(), problem) >= 1.0)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
@@ -26,4 +27,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def trl_reward(completions: list[Any], task: list[str], entry: list[str], **_: Any) -> list[float]:
     """Judge the answers of a batch for TRL."""
-    return [is_right(*row) for row in zip(task, (c[0]["content"] for c in completions), entry, strict=True)]
+    return [
+        is_right(name, completion[0]["content"], problem)
+        for name, completion, problem in zip(task, completions, entry, strict=True)
+    ]

@@ -32,9 +32,9 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds.append(time.perf_counter() - self.began)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "reward" in logs:
-            self.rewards.append(logs["reward"])
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if "reward" in kwargs["logs"]:
+            self.rewards.append(kwargs["logs"]["reward"])
 
 
 def main() -> None:
