@@ -22,7 +22,7 @@ from hone.models.attention.context import NAME, require_context
 
 STATES = -2
 """Layer of the caches of states: that of layer ``i`` is ``STATES - i``, because a layer may have attention besides."""
-_PARAMETERS = ("cache_params", "past_key_values")
+_PARAMETERS = ("cache", "cache_params", "past_key_values")  # the first since transformers 5.24
 _KEPT = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 """Calls by which a module keeps its states: those of Transformers' caches, and that of MiniMax."""
 
@@ -95,17 +95,17 @@ def _routed(kind: type[nn.Module]) -> type[nn.Module]:
 def hand_on(model: PreTrainedModel) -> None:
     """Let a model of states alone pass the context on as its cache, the only argument that its blocks hand to their mixers."""
     names = inspect.signature(type(model).forward).parameters
-    if "cache_params" in names and "position_ids" not in names and _as_cache not in model._forward_pre_hooks.values():
+    of_states = not names.keys().isdisjoint(_PARAMETERS[:2]) and "position_ids" not in names
+    if of_states and _as_cache not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_as_cache, with_kwargs=True)
 
 
 def _as_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    del module
     if (context := kwargs.pop("context", None)) is not None:
         kwargs.pop("position_ids", None)  # a recurrence has no positions
-        kwargs["cache_params"] = context
+        kwargs[next(name for name in _PARAMETERS if name in inspect.signature(module.forward).parameters)] = context
     return args, kwargs
 
 

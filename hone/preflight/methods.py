@@ -171,7 +171,7 @@ def top_entropy(config: RLConfig) -> Findings:
         yield error(
             "the trainer computes entropies with its old log-probs, which bypass_mode=true skips",
             why="algorithm.top_entropy_share chooses tokens by them",
-            fix=f"{CORRECTION}.bypass_mode=false or algorithm.top_entropy_share=null",
+            fix=f"{CORRECTION}.bypass_mode=false, or algorithm.top_entropy_share=null",
             where=f"{CORRECTION}.bypass_mode",
         )
 
