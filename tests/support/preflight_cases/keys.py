@@ -215,6 +215,13 @@ METHODS = [
         given="algorithm.adv_estimator=optimal_token_baseline",
     ),
     Case(
+        "R62 methods.top_entropy",
+        "algorithm.rollout_correction.bypass_mode=true",
+        ("top_entropy_share", "bypass_mode=true"),
+        fix="algorithm.rollout_correction.bypass_mode=false",
+        given="algorithm.top_entropy_share=0.2",
+    ),
+    Case(
         "R62 methods.reward_components",
         "algorithm.gdpo_reward_weights=[1.0]",
         ("1 weights", "2 reward components (a, b)"),
