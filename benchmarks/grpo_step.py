@@ -288,15 +288,17 @@ class Trl:
 
 
 def ensure_trl() -> None:
-    """Make `.venv-trl`: first this torch, so that pip downloads no other build, then the latest TRL."""
-    if (TRL_ENV / "complete").exists():
+    """Make `.venv-trl`: first this torch, so that pip downloads no other build, then the latest TRL and what `learning.py` needs."""
+    packages = ["trl", "reasoning-gym", f"transformers=={transformers.__version__}"]
+    complete = TRL_ENV / "complete"
+    if complete.exists() and complete.read_text() == " ".join(packages):
         return
     print(f"installing TRL into {TRL_ENV} (once; a few minutes) ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", TRL_ENV], check=True)
     pip = [TRL_ENV / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, f"torch=={torch.__version__.split('+')[0]}"], check=True)
-    subprocess.run([*pip, "trl", "reasoning-gym", f"transformers=={transformers.__version__}"], check=True)
-    (TRL_ENV / "complete").touch()
+    subprocess.run([*pip, *packages], check=True)
+    complete.write_text(" ".join(packages))
 
 
 async def measure(
