@@ -73,7 +73,7 @@ def problems(task: str, seed: int) -> Iterator[dict[str, Any]]:
     if task == "reversed_text":
         draw = random.Random(seed)
         while True:
-            text = "".join(draw.choice("abcdef") for _ in range(draw.randint(2, 4)))
+            text = "".join(draw.choice("abcdef") for _ in range(draw.randint(4, 7)))
             yield {"question": f"Reverse this text: {text}", "answer": text[::-1], "metadata": {}}
     from reasoning_gym import create_dataset
 
