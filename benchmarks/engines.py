@@ -1,4 +1,4 @@
-"""Compare the native engine with vLLM on one machine in one run: `python benchmarks/engines.py` (needs `hone engines install vllm --cpu`).
+"""Compare the native engine with vLLM on one machine in one run: `python benchmarks/engines.py` (needs `hone engines install vllm`).
 
 A Qwen3 of 5 or 30 million random parameters (vocabulary 512) answers 64 prompts of 64 tokens with 128 tokens each, sampled at
 temperature 1; every token comes with its log-probs. Both have the same number of threads. Runs alternate, so that other load on the

@@ -30,8 +30,3 @@ ensure_env() {
     echo "$wanted" >"$stamp"
   fi
 }
-
-# engine_build: what `hone engines install` is told besides the engine's name on this machine.
-engine_build() {
-  [ -e /dev/nvidiactl ] || echo --cpu
-}

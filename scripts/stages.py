@@ -32,7 +32,7 @@ STAGES = {
 SHORT = ("short",)
 """The stages of a bare `scripts/test`: fast tests, and slow ones that train and resume."""
 MARKERS = {**STAGES, "fast": f"not slow and {STAGES['short']}"}
-VLLM = "vllm and (engine_conformance or pretrained) and not (crash or untied or divided or drafted or copies)"
+VLLM = "vllm and (engine_conformance or pretrained or judging) and not (crash or untied or divided or drafted or copies)"
 """Tests of vLLM that need one start of the engine."""
 ABOUT_VLLM = ("hone/generation/", "tests/integration/engine_conformance.py", "constraints.txt")
 
@@ -104,18 +104,8 @@ def run_vllm() -> Ended:
     wanted = os.environ.get("HONE_TEST_ENGINES", "auto")
     if wanted == "0":
         return Ended("vllm", 0, "left out: HONE_TEST_ENGINES=0", 0.0)
-    build = [] if Path("/dev/nvidiactl").exists() else ["--cpu"]
-    install = [
-        "timeout",
-        "-k",
-        "10",
-        "900",
-        str(Path(sys.executable).parent / "hone"),
-        "engines",
-        "install",
-        "vllm",
-        *build,
-    ]
+    hone = str(Path(sys.executable).parent / "hone")
+    install = ["timeout", "-k", "10", "900", hone, "engines", "install", "vllm"]
     made = subprocess.run(install, cwd=ROOT, env={**os.environ, "PIP_RETRIES": "2"}, capture_output=True, text=True)
     if made.returncode == 0:
         return _followed("vllm", ["timeout", "-k", "30", "900", "scripts/conformance", "vllm", "-k", VLLM])

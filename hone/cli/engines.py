@@ -66,7 +66,7 @@ def list_engines(as_json: Json = False) -> None:
 @app.command()
 def install(
     name: Annotated[str, typer.Argument(help="vllm, sglang or trtllm")],
-    cpu: Annotated[bool, typer.Option("--cpu", help="the build for CPUs")] = False,
+    cpu: Annotated[bool | None, typer.Option("--cpu/--gpu", help="its build; default: what this machine has")] = None,
     env: Annotated[Path | None, _ENV] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an existing environment")] = False,
 ) -> None:

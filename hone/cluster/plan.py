@@ -20,6 +20,7 @@ _CLASSES = {
     "critic": "hone.cluster.roles:CriticWorker",
     "reward_model": "hone.cluster.reward_model:RewardModelWorker",
     "generative reward_model": "hone.cluster.reward_model:GenerativeRewardModelWorker",
+    "served reward_model": "hone.cluster.reward_model:ServedRewardModelWorker",
     "teacher": "hone.cluster.teacher:TeacherWorker",
     "offline actor": "hone.cluster.offline_roles:LearnerWorker",
     "offline reference": "hone.cluster.offline_roles:FrozenPolicyWorker",
@@ -32,10 +33,11 @@ def model_roles(config: RLConfig) -> list[RoleSpec]:
     """Return the roles with a model that the algorithm needs, in the order of their construction."""
     roles = []
     for role in RunSpec(config).roles:
-        generative = role.name == "reward_model" and config.reward.reward_model.kind == "generative"
-        cls = _class_of(f"generative {role.name}" if generative else role.name)
-        group = engine_devices(config) if role.name == "rollout" else 1
-        roles.append(RoleSpec(role.name, cls, replicated=role.replicated, group=group))
+        name, engines = role.name, {"rollout": config, "reward_model": RunSpec(config).judge}.get(role.name)
+        if name == "reward_model" and engines is not None:
+            name = f"{'generative' if config.reward.reward_model.kind == 'generative' else 'served'} {name}"
+        group = engine_devices(engines) if engines is not None else 1
+        roles.append(RoleSpec(role.name, _class_of(name), replicated=role.replicated, group=group))
     return roles
 
 

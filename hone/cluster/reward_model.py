@@ -7,28 +7,32 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.roles import ModelRole
+from hone.config.derived import RunSpec, as_judge
 from hone.config.model import ModelConfig
+from hone.config.pools import engine_devices
 from hone.config.tree import RLConfig
 from hone.data.answers import last_answer
 from hone.data.batch import Batch
 from hone.data.chat import render_prompts
 from hone.data.images import content_text
 from hone.data.ragged import Ragged
-from hone.data.responses import Side, render_sides
+from hone.data.responses import Response, Side, render_sides
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import decoded, load_tokenizer, stop_tokens
 from hone.data.types import Trajectory
-from hone.errors import ConfigError
-from hone.generation.native.engine import NativeEngine
+from hone.errors import ConfigError, HoneError
+from hone.generation import Engine, is_served
+from hone.generation.build import build_engine
 from hone.generation.protocol import GenerationRequest, SamplingParams
-from hone.models.devices import dtype_on
-from hone.models.loading import causal_lm, load_policy, load_reward_model
+from hone.models.loading import load_policy, load_reward_model
 from hone.rewards.rubric import Rubric, question_of
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
@@ -59,53 +63,79 @@ def reward_model_path(config: RLConfig) -> str:
     return path
 
 
-class RewardModelWorker(ModelRole):
-    """Score trajectories with ``reward.reward_model.path``.
+def token_budget(config: RLConfig) -> int:
+    """Return the tokens that a worker of the reward model reads at a time."""
+    actor = config.actor_rollout_ref.actor
+    return config.reward.reward_model.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
 
-    A reward model with the policy's vocabulary reads the sampled tokens; any other gets prompt and answer as messages, in its
-    chat template.
+
+def longest_judged(config: RLConfig) -> int:
+    """Return the tokens of the longest sequence that an engine judges: the budget, or the positions of the reward model."""
+    budget, trusted = token_budget(config), config.actor_rollout_ref.model.trust_remote_code
+    saved = AutoConfig.from_pretrained(reward_model_path(config), trust_remote_code=trusted).get_text_config()
+    return min(budget, getattr(saved, "max_position_embeddings", None) or budget)
+
+
+def judging_engine(context: WorkerContext[RLConfig], tokenizer: Any, longest: int) -> Engine | None:
+    """Build the engine of the reward model; None in a worker that lends its device to another's engine.
+
+    Args:
+        longest: tokens of the longest sequence.
+
+    Raises:
+        ConfigError: the engine refuses ``reward.reward_model.rollout``.
+    """
+    judge = RunSpec(context.config).judge
+    assert judge is not None
+    group, rollout = engine_devices(judge), judge.actor_rollout_ref.rollout
+    if context.rank % group:
+        return None
+    judge.data.max_prompt_length, judge.data.max_response_length = longest, 0
+    if not is_served(rollout) and rollout.max_cache_tokens is None:
+        rollout.max_cache_tokens = token_budget(context.config)
+    try:
+        return build_engine(
+            judge,
+            model=lambda: load_policy(
+                judge.actor_rollout_ref.model, device=context.device, seed=judge.trainer.seed, trainable=False
+            ),
+            tokenizer=tokenizer,
+            device=context.device,
+            shares_weights=False,
+            number=context.rank // group,
+            world=context.world // group,
+            devices=context.engine_devices,
+        )
+    except HoneError as error:
+        raise as_judge(error) from error
+
+
+class ScalarReader:
+    """What a scalar reward model reads of trajectories.
+
+    One with the policy's vocabulary reads the sampled tokens; any other gets prompt and answer as messages, in its chat
+    template.
 
     Raises:
         ConfigError: the path is not set.
-        ModelError: the directory has no scalar model.
     """
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
-        config, tokenizer, device = context.config, context.tokenizer, context.device
-        settings, actor = config.reward.reward_model, config.actor_rollout_ref.actor
-        path = reward_model_path(config)
-        trusted = config.actor_rollout_ref.model.trust_remote_code
-        self.policy_tokenizer, self.tokenizer = tokenizer, load_tokenizer(path, trust_remote_code=trusted)
-        self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
+        config, path = context.config, reward_model_path(context.config)
+        self.model = ModelConfig(path=path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+        self.policy_tokenizer = context.tokenizer
+        self.tokenizer = load_tokenizer(path, trust_remote_code=self.model.trust_remote_code)
+        self.same_tokens = self.tokenizer.get_vocab() == self.policy_tokenizer.get_vocab()
         if not self.same_tokens:
             log.info(
                 "the reward model has another vocabulary than the policy: answers are rendered with its chat template"
             )
-        budget = settings.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-        self.engine = LocalBackend(
-            load_reward_model(ModelConfig(path=path, trust_remote_code=trusted), device=device, trainable=False),
-            ScoreHead(),
-            TrainSettings(device, dtype=actor.dtype, max_tokens=budget),
-        )
 
-    @dispatch(Split.ROWS, objects=True)
-    def score(self, batch: Batch) -> Batch:
-        """Return ``rm_score``: the model's score of each episode."""
-        trajectories: list[Trajectory] = batch.objects("trajectory")
+    def _texts(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory | Response]:
+        """Return what the model reads of each trajectory, as ``prompt_ids`` and ``response_ids``."""
         if self.same_tokens and not any(trajectory.images for trajectory in trajectories):
-            prompts = [trajectory.prompt_ids for trajectory in trajectories]
-            responses = [trajectory.response_ids for trajectory in trajectories]
-        else:
-            sides = [self._side(trajectory) for trajectory in trajectories]
-            rendered = render_sides(sides, self.tokenizer)
-            prompts, responses = [r.prompt_ids for r in rendered], [r.response_ids for r in rendered]
-        texts = Batch(
-            {
-                "prompt_ids": Ragged.from_rows(prompts, torch.int64),
-                "response_ids": Ragged.from_rows(responses, torch.int64),
-            }
-        )
-        return Batch({JUDGED: response_scores(self.engine, texts)})
+            return trajectories
+        return render_sides([self._side(trajectory) for trajectory in trajectories], self.tokenizer)
 
     def _side(self, trajectory: Trajectory) -> Side:
         messages, where = trajectory.sample.messages, f"row {trajectory.uid}"
@@ -117,12 +147,77 @@ class RewardModelWorker(ModelRole):
         return Side(messages, [{"role": "assistant", "content": trajectory.text}], True, None, where)
 
 
+class RewardModelWorker(ScalarReader, ModelRole):
+    """Score trajectories with the scalar model of ``reward.reward_model.path``.
+
+    Raises:
+        ModelError: the directory has no scalar model.
+    """
+
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
+        super().__init__(context)
+        config, device = context.config, context.device
+        self.engine = LocalBackend(
+            load_reward_model(self.model, device=device, trainable=False),
+            ScoreHead(),
+            TrainSettings(device, dtype=config.actor_rollout_ref.actor.dtype, max_tokens=token_budget(config)),
+        )
+
+    @dispatch(Split.ROWS, objects=True)
+    def score(self, batch: Batch) -> Batch:
+        """Return ``rm_score``: the model's score of each episode."""
+        texts = self._texts(batch.objects("trajectory"))
+        columns = {
+            name: Ragged.from_rows([getattr(text, name) for text in texts], torch.int64)
+            for name in ("prompt_ids", "response_ids")
+        }
+        return Batch({JUDGED: response_scores(self.engine, Batch(columns))})
+
+
+class ServedRewardModelWorker(ScalarReader):
+    """Score trajectories with an engine that runs the scalar model of ``reward.reward_model.path``.
+
+    On Ray an engine over several devices belongs to the worker on the first of them; the others only lend theirs.
+    """
+
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
+        super().__init__(context)
+        self.longest = longest_judged(context.config)
+        self.served = judging_engine(context, self.tokenizer, self.longest)
+
+    def close(self) -> None:
+        if self.served is not None:
+            self.served.close()
+
+    @dispatch(Split.ROWS, objects=True)
+    async def score(self, batch: Batch) -> Batch:
+        """Return ``rm_score``: the model's score of each episode."""
+        assert self.served is not None  # a worker that lends its device gets no rows
+        ids = [[*text.prompt_ids, *text.response_ids] for text in self._texts(batch.objects("trajectory"))]
+        longest = max(map(len, ids))
+        if longest >= self.longest:
+            raise ConfigError(
+                f"an answer has {longest} tokens with its prompt, but the reward model reads fewer than {self.longest}",
+                why="a score of a part would be that of another answer",
+                fix=f"data.max_response_length=<at least {longest - self.longest + 1} less>, or where the model has the "
+                f"positions, reward.reward_model.max_token_len_per_gpu={longest + 1}",
+                where="reward.reward_model.max_token_len_per_gpu",
+            )
+        sampling, scores = SamplingParams(max_tokens=1), torch.full((len(ids),), math.nan)
+        requests = [GenerationRequest(str(row), tokens, sampling) for row, tokens in enumerate(ids)]
+        async for completion in self.served.generate(requests):
+            assert completion.score is not None
+            scores[int(completion.request_id)] = completion.score
+        return Batch({JUDGED: scores})
+
+
 class GenerativeRewardModelWorker:
     """Judge trajectories with the causal language model in ``reward.reward_model.path`` and the rubric of ``reward.judge``.
 
-    It generates with a separate native engine. Concurrent prompts and judgements together have at most
+    It generates with an engine of its own, ``reward.reward_model.rollout``. Prompt and judgement together have at most
     ``reward.reward_model.max_token_len_per_gpu`` tokens. An answer that is too long for that, or for the model's positions, is
-    not judged and has no score.
+    not judged and has no score. On Ray an engine over several devices belongs to the worker on the first of them; the others
+    only lend theirs.
 
     Raises:
         ConfigError: no path is given.
@@ -131,39 +226,27 @@ class GenerativeRewardModelWorker:
     """
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
-        config, settings = context.config, context.config.reward.reward_model
-        path, trusted = reward_model_path(config), config.actor_rollout_ref.model.trust_remote_code
-        rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-        self.seed, self.judge, self.rubric = (
-            config.trainer.seed,
-            config.reward.judge,
-            Rubric.from_config(config.reward.judge),
-        )
+        config, path = context.config, reward_model_path(context.config)
+        self.seed, self.judge = config.trainer.seed, config.reward.judge
+        self.rubric = Rubric.from_config(self.judge)
+        trusted = config.actor_rollout_ref.model.trust_remote_code
         self.policy_tokenizer, self.tokenizer = context.tokenizer, load_tokenizer(path, trust_remote_code=trusted)
-        model = load_policy(
-            ModelConfig(path=path, trust_remote_code=trusted), device=context.device, seed=self.seed, trainable=False
-        )
-        budget = settings.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-        positions = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None)
-        self.longest = min(budget, positions or budget)
-        self.engine = NativeEngine(
-            model,
-            self.tokenizer,
-            device=context.device,
-            dtype=dtype_on(context.device, actor.dtype),
-            max_num_seqs=rollout.max_num_seqs,
-            max_cache_tokens=budget,
-            max_model_len=self.longest,
-        )
+        self.longest = longest_judged(config)
         self.sampling = SamplingParams(
             max_tokens=self.judge.max_tokens,
             temperature=self.judge.temperature,
             stop_token_ids=stop_tokens(self.tokenizer, path),
         )
+        self.engine = judging_engine(context, self.tokenizer, self.longest)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
 
     @dispatch(Split.ROWS, objects=True)
     async def score(self, batch: Batch) -> Batch:
         """Return ``rm_score``, the parsed score of each episode (0 to 1, NaN without one), and ``rm_judgement``, its text."""
+        assert self.engine is not None  # a worker that lends its device gets no rows
         trajectories: Sequence[Trajectory] = batch.objects("trajectory")
         requests = self._requests(trajectories)
         words = ["" if r else f"(not judged: more than {self.longest} tokens)" for r in requests]

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hone.config.actor import policy_loss_name
+from hone.config.actor import RouterReplayConfig, policy_loss_name
 from hone.config.algorithm import RolloutCorrectionConfig, corrects
 from hone.config.dtypes import dtype_keys
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS, REPORT_SUPPORT, micro_batch_tokens
+from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
-from hone.config.pools import MAIN_POOL, POOL_BLOCKS, Pool, engine_devices, own_pools
-from hone.config.tree import RLConfig
+from hone.config.pools import MAIN_POOL, POOL_BLOCKS, Pool, check_engines, engine_devices, own_pools
+from hone.config.rollout import RolloutConfig
+from hone.config.run import AsyncConfig, OwnPoolConfig
+from hone.config.tree import ActorRolloutRefConfig, RLConfig
 from hone.config.trees import AnyConfig
-from hone.errors import UnknownMethod, did_you_mean
+from hone.errors import ConfigError, HoneError, UnknownMethod, did_you_mean
 from hone.methods import (
     COMPARES_ACROSS_MINI_BATCH,
     ESTIMATOR_INPUTS,
@@ -284,6 +288,31 @@ class RunSpec:
         return tuple(roles)
 
     @cached_property
+    def judge(self) -> RLConfig | None:
+        """Configuration whose policy is the reward model, to build engines from as for the policy; None if no engine judges.
+
+        :func:`as_judge` turns its keys, where messages have them, into those of ``reward.reward_model``.
+        """
+        config, settings = self.config, self.config.reward.reward_model
+        if not settings.enable or (settings.kind != "generative" and settings.rollout.name == "native"):
+            return None
+        pool = {key.name: getattr(settings, key.name) for key in dataclasses.fields(OwnPoolConfig)}
+        actor = dataclasses.replace(config.actor_rollout_ref.actor, router_replay=RouterReplayConfig())
+        model = ModelConfig(path=settings.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+        trainer = dataclasses.replace(
+            config.trainer,
+            default_local_dir=f"{config.trainer.default_local_dir}/judge",
+            async_training=AsyncConfig(),
+        )
+        rollout = RolloutConfig(**pool, **vars(settings.rollout), free_cache_engine=False)
+        if settings.kind == "discriminative" and rollout.name == "vllm":
+            own = rollout.engine_kwargs
+            rollout.engine_kwargs = {**own, "vllm": {"runner": "pooling", **(own.get("vllm") or {})}}
+        return RLConfig(
+            actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor, rollout=rollout), trainer=trainer
+        )
+
+    @cached_property
     def pools(self) -> tuple[Pool, ...]:
         """Pools of devices, the actor's first."""
         trainer, parallel = self.config.trainer, self.config.actor_rollout_ref.actor
@@ -373,6 +402,51 @@ class RunSpec:
         if device == "auto" and on_cpu.value != on_gpu.value:
             value = f"{on_gpu.value} between GPUs, {on_cpu.value} between CPUs"
         yield Derived("weights to rollout workers", value, shown.reason)
+
+
+_OF_JUDGE = {
+    f"{_ROLLOUT}.({'|'.join(key.name for key in dataclasses.fields(OwnPoolConfig))})\\b": r"reward.reward_model.\1",
+    rf"\b{_ROLLOUT}\b": "reward.reward_model.rollout",
+    r"(?<![.\w])rollout\.": "reward.reward_model.rollout.",
+    r"\bactor_rollout_ref\.model\b": "reward.reward_model",
+}
+
+
+def judge_keys(text: str) -> str:
+    """Return a text about :attr:`RunSpec.judge` with the keys that the user has."""
+    for keys, own in _OF_JUDGE.items():
+        text = re.sub(keys, own, text)
+    return text
+
+
+def as_judge(error: HoneError) -> HoneError:
+    """Return an error about :attr:`RunSpec.judge` with the keys that the user has."""
+    what, why, fix, where = map(judge_keys, (error.what, error.why, error.fix, error.where))
+    return type(error)(what, why=why, fix=fix, where=where, code=error.code)
+
+
+def check_judge(config: AnyConfig) -> None:
+    """Check that the engines of a reward model have whole workers of a node.
+
+    Raises ConfigError: they have not, or share these workers with other roles.
+    """
+    judge = RunSpec(config).judge if isinstance(config, RLConfig) else None
+    if judge is None or not isinstance(config, RLConfig):
+        return
+    size, settings = engine_devices(judge), config.reward.reward_model
+    if size > 1 and not settings.enable_resource_pool:
+        raise ConfigError(
+            f"an engine of the reward model takes {size} workers, which other roles share",
+            why="an engine needs whole devices, and the other roles in these processes would lose theirs",
+            fix="reward.reward_model.enable_resource_pool=true "
+            f"reward.reward_model.n_gpus_per_node={size}, or reward.reward_model.rollout.tensor_model_parallel_size=1",
+            where="reward.reward_model.enable_resource_pool",
+            code="R79",
+        )
+    try:
+        check_engines(judge)
+    except ConfigError as error:
+        raise as_judge(error) from error
 
 
 def pool_line(pool: Pool) -> Derived:

@@ -49,7 +49,7 @@ class ServerPoolConfig:
 
 
 @dataclass(kw_only=True)
-class EngineConfig(OwnPoolConfig):
+class ServedConfig:
     """Engines in separate processes and environments."""
 
     num_replicas: int | None = number(None, low=1)
@@ -66,9 +66,6 @@ class EngineConfig(OwnPoolConfig):
     """Time limit of an engine's start in seconds."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine by its own names, which the engine checks: {vllm: {block_size: 16}}."""
-    merge_lora: bool = True
-    """With LoRA, merge the adapter into the weights and send them all; false sends only the adapter, and vLLM applies it: less to
-    send, but slower sampling."""
     tensor_model_parallel_size: int = number(1, low=1)
     """Processes (on GPUs: devices) that share one copy of an engine's model. On Ray an engine has the devices of
     tensor_model_parallel_size x data_parallel_size workers of one node, and the first of them starts it."""
@@ -92,12 +89,36 @@ class EngineConfig(OwnPoolConfig):
     """Allow the engine to split long prompts into chunks between decode steps; null leaves it to the engine."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for requests with the same prefix. Every weight update clears it."""
+
+    @property
+    def devices_per_engine(self) -> int:
+        return self.tensor_model_parallel_size * self.data_parallel_size
+
+
+@dataclass(kw_only=True)
+class EngineConfig(ServedConfig, OwnPoolConfig):
+    """Engines of the policy, whose weights change."""
+
+    merge_lora: bool = True
+    """With LoRA, merge the adapter into the weights and send them all; false sends only the adapter, and vLLM applies it: less to
+    send, but slower sampling."""
     free_cache_engine: bool | None = None
     """Free the engine's memory while the policy trains: its KV cache, and its weights, which the next weight sync replaces. null means
     true when engines share GPUs with training and take turns with it."""
     checkpoint_engine: CheckpointEngineConfig = block(CheckpointEngineConfig)
     """Weight sync to engines that hold a copy."""
 
-    @property
-    def devices_per_engine(self) -> int:
-        return self.tensor_model_parallel_size * self.data_parallel_size
+
+@dataclass(kw_only=True)
+class JudgeEngineConfig(ServedConfig):
+    """The engine of a reward model, whose weights stay as they are."""
+
+    name: str = choice("native", "native", *SERVED)
+    """Engine: native (in the process of the reward model, or with num_replicas in separate ones), vllm, sglang or trtllm (in separate
+    environments, see docs/engines.md). With kind=discriminative, native computes scores without an engine, and vllm with one."""
+    max_num_seqs: int = number(256, low=1)
+    """Most answers judged at once."""
+    max_cache_tokens: int | None = number(None, low=1)
+    """Capacity of the KV cache in tokens; null means max_token_len_per_gpu for native, and the other engines' own choice."""
+    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
+    """Compute dtype; auto means the actor's."""

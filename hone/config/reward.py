@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.config.engines import JudgeEngineConfig
 from hone.config.fields import block, choice, choices, model_path, named, number
 from hone.config.run import OwnPoolConfig
 
@@ -161,15 +162,18 @@ class RewardModelUseConfig(OwnPoolConfig):
     model."""
     kind: str = choice("discriminative", "discriminative", "generative")
     """discriminative: the score is the output after the last token. generative: the model writes a judgement with the rubric of
-    reward.judge (prompt, max_score, temperature, max_tokens) in a separate native engine, and the score, 0 to 1, is read from
-    the text; a judgement without a score gives no verdict (reward.max_no_verdict_rate)."""
+    reward.judge (prompt, max_score, temperature, max_tokens) in an engine of its own, and the score, 0 to 1, is read from the text; a
+    judgement without a score gives no verdict (reward.max_no_verdict_rate)."""
+    rollout: JudgeEngineConfig = block(JudgeEngineConfig)
+    """The engine that judges."""
     combine: str = choice("replace", "replace", "add")
     """replace: the model's score is the reward, and the scorer of the data_source is logged as reward/rule/mean; add: the
     two are added."""
     coef: float = number(1.0, above=0)
     """Factor of the model's score."""
     max_token_len_per_gpu: int | None = number(None, low=1)
-    """Token budget of a micro-batch; null means the actor's. With kind=generative, of all answers judged at a time."""
+    """Token budget of a micro-batch; null means the actor's. An engine judges nothing longer, and the native one, in the process of the
+    reward model, judges answers of as many tokens at a time."""
 
 
 @dataclass

@@ -205,13 +205,13 @@ def recorded(environment: Path) -> dict[str, str] | None:
 
 
 def install(
-    name: str, *, cpu: bool, environment: Path, force: bool = False, say: Callable[[str], None]
+    name: str, *, cpu: bool | None = None, environment: Path, force: bool = False, say: Callable[[str], None]
 ) -> dict[str, str]:
     """Create an engine's environment, unless it exists.
 
     Args:
         name: of the engine.
-        cpu: whether to install the build for CPUs.
+        cpu: whether to install the build for CPUs; None means on a machine without an NVIDIA GPU.
         environment: folder to create.
         force: whether to replace an existing environment.
         say: called with lines about the progress.
@@ -234,6 +234,7 @@ def install(
         raise ConfigError(
             f"{environment} is not empty and not a virtual environment", fix="hone engines install --env DIR"
         )
+    cpu = not (_has_gpu() or recipe.only_gpu) if cpu is None else cpu
     python = _check_machine(recipe, cpu)
     _check_disk(recipe, environment)
     start = time.monotonic()
@@ -273,7 +274,7 @@ def _check_machine(recipe: Recipe, cpu: bool) -> str:
             if cpu
             else f"engine {recipe.name} needs an NVIDIA GPU, and this machine has none",
             why="its packages load CUDA when they are imported",
-            fix=f"hone engines install {recipe.name} on a machine with an NVIDIA GPU, or hone engines install vllm --cpu here",
+            fix=f"hone engines install {recipe.name} on a machine with an NVIDIA GPU, or hone engines install vllm here",
         )
     if recipe.python is None or recipe.python == f"{sys.version_info.major}.{sys.version_info.minor}":
         return sys.executable
@@ -290,7 +291,7 @@ def _check_machine(recipe: Recipe, cpu: bool) -> str:
 def _install_command(name: str) -> str:
     recipe = RECIPES.get(name)
     place = " on a machine with an NVIDIA GPU" if recipe is not None and recipe.only_gpu and not _has_gpu() else ""
-    return f"hone engines install {name}{'' if place or _has_gpu() else ' --cpu'}{place}"
+    return f"hone engines install {name}{place}"
 
 
 def _has_gpu() -> bool:

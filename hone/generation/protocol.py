@@ -159,6 +159,7 @@ class Completion:
         alternatives: at every position, if the request asks for ``top_log_probs``; else empty.
         expert_ids: the experts that the routers chose for each token of the prompt and of the response, the last token excluded: by
             token, router and rank, end to end. Empty from an engine that does not report them.
+        score: output of a scoring model after the prompt's last token; None from a model that generates.
     """
 
     request_id: str
@@ -175,6 +176,7 @@ class Completion:
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
     expert_ids: ExpertIds = field(default=(), compare=False)
+    score: float | None = None
 
 
 @dataclass

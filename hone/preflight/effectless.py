@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hone.config.derived import RunSpec
+from hone.config.derived import RunSpec, judge_keys
 from hone.config.distillation import TOP_K_MODES
 from hone.config.keys import documentation, leaf_values, yaml_value
 from hone.config.migration.entries import expand
@@ -113,7 +113,15 @@ def _rl(config: RLConfig) -> Iterator[Switch]:
     is_custom = reward.custom_reward_function.path is not None
     yield Switch(f"{custom}.{{name,reward_kwargs}}", f"{custom}.path=FILE.py", is_custom, stops=True)
     yield Switch("reward.scorer_kwargs", f"{custom}.path=null")
+    judge, generative = spec.judge, "reward.reward_model.kind=generative"
     yield Switch("reward.reward_model", "reward.reward_model.enable=true", stops=True)
+    if judge is not None:
+        of_judge = (
+            switch._replace(keys=judge_keys(switch.keys), on=judge_keys(switch.on)) for switch in _engines(judge)
+        )
+        yield from (switch._replace(reason=judge_keys(switch.reason)) for switch in of_judge)
+    elif reward.reward_model.enable:
+        yield Switch("reward.reward_model.rollout", generative, is_on=False, reason="no engine judges", stops=True)
     yield from _distillation(config)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hone.config.derived import OldLogProbs, RunSpec
+from hone.config.derived import OldLogProbs, RunSpec, as_judge
 from hone.config.load import ASYNC_CORRECTION, CORRECTION
 from hone.config.pools import own_pools
 from hone.config.tree import RLConfig
@@ -13,7 +14,7 @@ from hone.errors import ConfigError, HoneError, ModelError, RequestError
 from hone.generation import is_served
 from hone.preflight.evidence import Evidence
 from hone.preflight.reading import read_model
-from hone.preflight.rules import Findings, Stage, error, rule, warning
+from hone.preflight.rules import Finding, Findings, Stage, error, rule, warning
 
 ASYNC, ROLLOUT = "trainer.async_training", "actor_rollout_ref.rollout"
 BLOCK = "actor_rollout_ref.rollout.speculative"
@@ -32,6 +33,40 @@ def engine_is_installed(config: RLConfig) -> Findings:
         interpreter_of(rollout.name, rollout.engine_env)
     except ConfigError as missing:
         yield warning(missing.what, why=missing.why, fix=missing.fix, where=missing.where)
+
+
+@rule("R76", Stage.ENVIRONMENT)
+def engine_of_the_reward_model_is_installed(config: RLConfig) -> Findings:
+    """The engine that judges is installed too."""
+    yield from of_judge(config, engine_is_installed)
+
+
+@rule("R76")
+def engine_judges(config: RLConfig) -> Findings:
+    """An engine can run the reward model as configured."""
+    from hone.generation.options import engine_options
+
+    settings, judge = config.reward.reward_model, RunSpec(config).judge
+    if judge is None:
+        return
+    if settings.kind == "discriminative" and settings.rollout.name != "vllm":
+        yield error(
+            f"engine '{settings.rollout.name}' gives no scores of a model, but reward.reward_model.kind=discriminative",
+            why="only vLLM returns the output of a scoring model as it is",
+            fix="reward.reward_model.rollout.name=vllm, or reward.reward_model.rollout.name=native",
+        )
+    yield from of_judge(config, engine_has_replicas)
+    try:
+        engine_options(judge.actor_rollout_ref.rollout)
+    except ConfigError as problem:
+        raise as_judge(problem) from problem
+
+
+def of_judge(config: RLConfig, check: Callable[[RLConfig], Findings]) -> Findings:
+    """Yield the findings of a rule about engines for the one of the reward model, with its keys."""
+    judge = RunSpec(config).judge
+    for finding in check(judge) if judge is not None else ():
+        yield Finding(as_judge(finding.error), finding.stops)
 
 
 @rule("R76")

@@ -10,7 +10,7 @@ from math import gcd
 from pathlib import Path
 
 from hone.cluster.torchrun.ranks import check_launched
-from hone.config.derived import HALF_A_GPU, RunSpec
+from hone.config.derived import HALF_A_GPU, RunSpec, check_judge
 from hone.config.dtypes import dtype_keys
 from hone.config.limits import REPORT_EXPERTS
 from hone.config.model import OptimConfig
@@ -401,6 +401,7 @@ def experts_can_be_followed(config: RLConfig, evidence: Evidence) -> Findings:
 def engines_fit_devices(config: RLConfig, evidence: Evidence) -> Findings:
     """The workers of a node divide into whole engines, and the model's heads over the processes of an engine."""
     yield from error_of(check_engines, config)
+    yield from error_of(check_judge, config)
     rollout, model, key = config.actor_rollout_ref.rollout, evidence.model_settings, f"{_ROLLOUT}.devices"
     if rollout.devices and len(rollout.devices) % rollout.devices_per_engine:
         yield error(

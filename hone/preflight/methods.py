@@ -565,6 +565,13 @@ def reward_model_directory(config: RLConfig) -> Findings:
             fix="reward.reward_model.kind=discriminative, or the directory of a causal language model",
             where=key,
         )
+    elif saved and "TokenClassification" in kinds and settings.rollout.name != "native":
+        yield error(
+            f"'{settings.path}' holds a {kinds}, which engine '{settings.rollout.name}' does not score with",
+            why="it scores with a model of whole sequences",
+            fix="reward.reward_model.rollout.name=native",
+            where=key,
+        )
     elif saved and not judges and "Classification" not in kinds:
         yield error(
             f"'{settings.path}' holds a {kinds or 'model of unknown kind'}, not a scalar reward model",

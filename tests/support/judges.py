@@ -15,7 +15,7 @@ from hone.data.chat import render_prompt
 RUBRIC = "{question}: {response}?"
 
 
-def write_judge(directory: Path, question: str, judgements: Mapping[str, str], *, steps: int = 60) -> Path:
+def write_judge(directory: Path, question: str, judgements: Mapping[str, str], *, steps: int = 80) -> Path:
     """Train a model that answers :data:`RUBRIC`, filled with the question and each response, with its judgement.
 
     Returns:
@@ -30,7 +30,7 @@ def write_judge(directory: Path, question: str, judgements: Mapping[str, str], *
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=96, eos_token_id=tokenizer.eos_token_id,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=96, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     prompts = [render_prompt(tokenizer, ask) for ask in asked]
@@ -40,7 +40,7 @@ def write_judge(directory: Path, question: str, judgements: Mapping[str, str], *
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
         ids[row, :end], labels[row, len(prompt) : end] = torch.tensor(prompt + answer), torch.tensor(answer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=labels).loss

@@ -39,6 +39,7 @@ from hone.cluster.group import Arguments, WorkerGroup, WorkerRuntime
 from hone.cluster.plan import place
 from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
+from hone.config.derived import check_judge
 from hone.config.parallel import Layout
 from hone.config.pools import Pool, check_engines, check_layouts
 from hone.config.trees import AnyConfig
@@ -373,6 +374,7 @@ class RayRuntime(WorkerRuntime):
         pools = place(config, self._roles)
         check_layouts(pools)
         check_engines(config)
+        check_judge(config)
         self._device = "CPU" if config.trainer.device == "cpu" else "GPU"
         self._connection: Connection = connect(config.ray, workers=sum(pool.world for pool in pools))
         try:
@@ -574,7 +576,7 @@ class RayRuntime(WorkerRuntime):
         Raises:
             ConfigError: workers of a group share a GPU.
         """
-        size = next((role.group for role in self._roles if role.name == "rollout" and role.name in pool.roles), 1)
+        size = max((role.group for role in self._roles if role.name in pool.roles), default=1)
         if size == 1:
             return [None] * pool.world
         devices: list[tuple[str, ...] | None] = []

@@ -293,6 +293,7 @@ def provide_torchvision(model: str) -> None:
 _BACKENDS = {
     "vllm": "vllm_backend:VllmBackend",
     "vllm with LoRA": "vllm_adapters:VllmAdapterBackend",
+    "vllm with pooling": "vllm_scores:VllmScorer",
     "sglang": "sglang_backend:SglangBackend",
     "trtllm": "trtllm_backend:TrtllmBackend.start",
     "native": "native_backend:NativeBackend",
@@ -306,7 +307,11 @@ async def open_backend(settings: BackendSettings) -> Backend:
     Raises:
         ValueError: there is no backend for the engine.
     """
-    name = "vllm with LoRA" if settings.engine == "vllm" and settings.lora else settings.engine
+    name = settings.engine
+    if name == "vllm":
+        name += (
+            " with LoRA" if settings.lora else " with pooling" if settings.options.get("runner") == "pooling" else ""
+        )
     if name not in _BACKENDS:
         raise ValueError(f"no server for engine '{settings.engine}'")
     if settings.engine == "vllm":

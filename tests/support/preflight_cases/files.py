@@ -247,6 +247,15 @@ DIRECTORIES = [
         breaks=lambda world: judge(world),
     ),
     Case(
+        "R76 engines.engine_judges",
+        f"{JUDGE}.rollout.name=sglang",
+        ("engine 'sglang'", "kind=discriminative"),
+        advice=f"{JUDGE}.rollout.name=vllm",
+        then=f"{JUDGE}.rollout.name=native",
+        given=f"{JUDGE}.enable=true {JUDGE}.path=TMP/judge",
+        breaks=lambda world: judge(world),
+    ),
+    Case(
         "R08 template.tokenizer_loads",
         breaks=lambda world: world.settings(vocab_size=100),
         says=("TMP/model", "vocab_size=100"),

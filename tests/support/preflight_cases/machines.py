@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 
 from support.preflight import safetensors_head
-from support.preflight_cases.keys import ACTOR, MODEL, RAY, ROLLOUT
+from support.preflight_cases.keys import ACTOR, JUDGE, MODEL, RAY, ROLLOUT
 from support.preflight_cases.world import Case, World
 
 from hone.preflight.machine import GIB, Gpu, GpuUser
@@ -197,6 +197,16 @@ MACHINE_CASES = [
         f"{ROLLOUT}.name=vllm",
         ("vllm",),
         advice="hone engines install vllm",
+        breaks=lambda world: world.monkeypatch.setenv("HONE_ENGINES", str(world.folder / "engines")),
+        repairs=engine,
+        warns=True,
+    ),
+    Case(
+        "R76 engines.engine_of_the_reward_model_is_installed",
+        f"{JUDGE}.rollout.name=vllm",
+        ("vllm",),
+        advice="hone engines install vllm",
+        given=f"{JUDGE}.enable=true {JUDGE}.kind=generative {JUDGE}.path=TMP/model",
         breaks=lambda world: world.monkeypatch.setenv("HONE_ENGINES", str(world.folder / "engines")),
         repairs=engine,
         warns=True,

@@ -410,7 +410,7 @@ def test_it_is_not_installed_where_it_cannot_run(tmp_path, monkeypatch, words, g
     monkeypatch.setattr(environments, "_has_gpu", lambda: gpu)
     ended = CliRunner().invoke(app, ["install", "trtllm", "--env", str(tmp_path / "engine"), *words])
     assert isinstance(ended.exception, ConfigError)
-    check_message(ended.exception, "trtllm", "hone engines install vllm --cpu")
+    check_message(ended.exception, "trtllm", "hone engines install vllm")
     assert not (tmp_path / "engine").exists()
 
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.messages import check_message
+from support.messages import check_message, raises
 from support.preflight import change, findings_of
 
+from hone.cluster.plan import model_roles
 from hone.config import RLConfig
+from hone.config.derived import RunSpec, check_judge
+from hone.errors import ConfigError
 from hone.models import registry
 from hone.models.attention.cache import KVLayerCache
 from hone.preflight import Stage, engines, findings
@@ -191,3 +194,70 @@ def test_a_model_with_one_state_a_sequence_has_no_drafts(rl: RLConfig, monkeypat
     monkeypatch.setattr(registry, "family_of", lambda model_type: family)
     (finding,) = findings_of(engines.draft_model_shares_the_tokenizer, rl, evidence)
     assert finding.stops and finding.error.where == f"{ROLLOUT}.speculative.method"
+
+
+JUDGE = "reward.reward_model"
+
+
+@pytest.fixture
+def judged(rl: RLConfig, tmp_path: Path) -> RLConfig:
+    """A run whose answers vLLM judges."""
+    change(rl, {f"{JUDGE}.enable": True, f"{JUDGE}.kind": "generative", f"{JUDGE}.path": str(tmp_path)})
+    change(rl, {f"{JUDGE}.rollout.name": "vllm", f"{JUDGE}.rollout.tensor_model_parallel_size": 2})
+    return rl
+
+
+def test_the_engine_of_a_judge_is_built_from_its_own_keys(judged: RLConfig):
+    change(judged, {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.max_num_seqs": 3, f"{JUDGE}.n_gpus_per_node": 4})
+    judge = RunSpec(judged).judge
+    assert judge is not None
+    shared = judge.actor_rollout_ref
+    assert (shared.rollout.name, shared.rollout.n_gpus_per_node, shared.rollout.max_num_seqs) == ("vllm", 4, 256)
+    assert shared.model.path == judged.reward.reward_model.path and not RunSpec(judge).follows_engine_experts
+    change(judged, {f"{JUDGE}.enable": False})
+    assert RunSpec(judged).judge is None
+
+
+def test_a_judge_over_several_devices_has_workers_of_its_own(judged: RLConfig):
+    change(judged, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 2})
+    with raises(ConfigError, "2 workers", f"{JUDGE}.n_gpus_per_node=2", where=f"{JUDGE}.enable_resource_pool"):
+        check_judge(judged)
+    change(judged, {f"{JUDGE}.enable_resource_pool": True, f"{JUDGE}.n_gpus_per_node": 3})
+    with raises(ConfigError, f"{JUDGE}.n_gpus_per_node=", where=f"{JUDGE}.rollout.tensor_model_parallel_size"):
+        check_judge(judged)
+    change(judged, {f"{JUDGE}.n_gpus_per_node": 4})
+    check_judge(judged)
+    groups = {role.name: role.group for role in model_roles(judged)}
+    assert groups["reward_model"] == 2 and groups["rollout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "discriminative", "rollout.name": "sglang"}, ("sglang", f"{JUDGE}.rollout.name=vllm")),
+        ({"rollout.expert_parallel_size": 3}, (f"{JUDGE}.rollout.expert_parallel_size=2",)),
+        ({"rollout.engine_kwargs": {"sglang": {}}}, (f"{JUDGE}.rollout.engine_kwargs",)),
+        (
+            {"rollout.tensor_model_parallel_size": 1, "rollout.engine_kwargs": {"vllm": {"tp_size": 2}}},
+            (f"{JUDGE}.rollout.engine_kwargs",),
+        ),
+    ],
+)
+def test_an_engine_that_cannot_judge_is_refused_with_its_own_keys(judged: RLConfig, changes, words):
+    change(judged, {f"{JUDGE}.{key}": value for key, value in changes.items()})
+    found = [finding.error.render() for finding in findings(judged, [Stage.ARITHMETIC]) if finding.error.code == "R76"]
+    assert len(found) == 1, found
+    for text in found:
+        assert "actor_rollout_ref" not in text and all(word in text for word in words), text
+
+
+def test_keys_of_an_engine_that_does_not_judge_have_no_effect(judged: RLConfig):
+    def effectless() -> list[str]:
+        return [f.error.where for f in findings(judged, [Stage.ARITHMETIC]) if f.error.code == "R23"]
+
+    change(judged, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096})
+    assert not [key for key in effectless() if JUDGE in key]
+    change(judged, {f"{JUDGE}.rollout.name": "native"})
+    assert f"{JUDGE}.rollout.tensor_model_parallel_size" in effectless()
+    change(judged, {f"{JUDGE}.kind": "discriminative", f"{JUDGE}.rollout.max_num_seqs": 2})
+    assert f"{JUDGE}.rollout.max_num_seqs" in effectless()

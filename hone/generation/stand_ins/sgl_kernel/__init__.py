@@ -1,7 +1,7 @@
 """Replacement for SGLang's CUDA kernels in an environment without a GPU.
 
 SGLang imports their names on every machine; with PyTorch's attention on a CPU it calls none. A call raises an error.
-`hone engines install sglang --cpu` copies this file to the environment.
+`hone engines install sglang` copies this file to the environment.
 """
 
 __version__ = "0.4.10"
