@@ -175,6 +175,10 @@ def clean(
         list[str] | None, typer.Option(help="file whose prompts are left out, as of validation; may be repeated")
     ] = None,
     max_answer_characters: Annotated[int | None, typer.Option(help="longest right answer or last message")] = None,
+    language: Annotated[
+        str | None,
+        typer.Option(help="en, zh, ru, ...: prompts and answers with most letters of another script are rejected"),
+    ] = None,
     prompt_key: PromptKey = "prompt",
     answer_key: AnswerKey = None,
     messages_key: MessagesKey = "messages",
@@ -199,12 +203,37 @@ def clean(
             repeated=drop_duplicates,
             against=against or (),
             longest=max_answer_characters,
+            language=language,
         )
     if as_json:
         print_json(counts.as_json())
         return
     reasons = "".join(f"\n  {kind}: {count} rows" for kind, count in counts.reasons.most_common())
     typer.echo(f"{out}: {counts.kept} rows; {rejected}: {counts.rejected} rows{reasons}")
+
+
+@app.command(cls=DataKeys)
+def split(
+    files: Files,
+    out: Annotated[Path, typer.Option("--out", help="directory for train.jsonl and val.jsonl")],
+    val_share: Annotated[float, typer.Option(help="share of the rows held out")] = 0.1,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="what no two parts share: template (prompts equal but for numbers, quotations and capitalised words), prompt, or a "
+            "column such as extra_info.kind"
+        ),
+    ] = "template",
+    seed: Annotated[int, typer.Option(help="seed of the order of groups")] = 1,
+    prompt_key: PromptKey = "prompt",
+) -> None:
+    """Hold out rows whose template, prompt or column no training row has, so that validation shows what was learned, not remembered."""
+    from hone.apps.lab.data.inspection import split_files
+
+    with disk_errors(out):
+        parts = split_files(files, out, share=val_share, by=by, prompt_key=prompt_key, seed=seed)
+    typer.echo(f"{out}/train.jsonl: {parts.train} rows of {parts.train_groups} groups by {by}")
+    typer.echo(f"{out}/val.jsonl: {parts.val} rows of {parts.val_groups} others")
 
 
 @app.command(cls=DataKeys)

@@ -217,6 +217,7 @@ def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> Iterator
                 where=unusable[0].where,
             )
         yield from _refused(list(_refused_pairs(split, options)), f"{len(split)} rows")
+    yield from checks.pair_shapes(rows, options.prompt_key)
 
 
 def _refused(problems: list[tuple[str, DataError]], checked: str) -> Iterator[Finding]:

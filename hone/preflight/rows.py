@@ -221,6 +221,15 @@ def _ground_truth_problem(config: RLConfig) -> Any:
     return complaint
 
 
+@rule("R47", Stage.FILES)
+def pairs_differ_in_quality(config: PreferenceConfig | RewardModelConfig, evidence: Evidence) -> Findings:
+    """The chosen answers are not mostly longer, shorter, more or less formatted than the rejected ones, and copy no prompt."""
+    from hone.data import checks
+
+    data = config.data
+    yield from checks.pair_shapes(evidence.train_rows, data.prompt_key, (data.chosen_key, data.rejected_key))
+
+
 @rule("R86", Stage.FILES)
 def rows_are_read_whole(config: AnyConfig, evidence: Evidence) -> Findings:
     """Rows have no media that the model does not read, and as many images as places for them."""

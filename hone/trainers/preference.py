@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hone.algorithms import kto_kl
+from hone.algorithms.preference_losses import COUNTED_BY
 from hone.cluster.handles import AnyBatch, FrozenPolicy
 from hone.cluster.supervisor import Supervisor
 from hone.config.offline import PreferenceConfig, RewardModelConfig
@@ -91,11 +92,12 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
         outputs = self.outputs(compared)
         if isinstance(self.config, PreferenceConfig):
             loss, options = loss_and_options(self.config)
-            value, metrics, _ = measure(loss, outputs.ragged("log_probs"), self.runtime.fetch(compared), options)
+            value, metrics, counts = measure(loss, outputs.ragged("log_probs"), self.runtime.fetch(compared), options)
         else:
             scores = last_scores(outputs.ragged("scores"))
-            value, metrics = bradley_terry(scores, batch, self.config.loss.centering_coeff)
-        return {"val/loss": float(value), **{f"val/{name}": float(number) for name, number in metrics.items()}}
+            value, metrics, counts = bradley_terry(scores, batch, self.config.loss.centering_coeff)
+        counted = {name: float(mean) for name, mean in metrics.items() if counts[COUNTED_BY.get(name, "units")]}
+        return {"val/loss": float(value), **{f"val/{name}": mean for name, mean in counted.items()}}
 
     def _compared(self, batch: Batch) -> AnyBatch:
         """Give the batch to the runtime, and add the columns of a reference that is still there."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.algorithms import PreferenceLoss, best_worst_pairs, bradley_terry_loss, preference_losses
+from hone.algorithms import PreferenceLoss, best_worst_pairs, bradley_terry_loss, masked_mean, preference_losses
 from hone.algorithms.preference_losses import COUNTED_BY, pair_rows
 from hone.config.actor import OnlinePreferenceConfig
 from hone.config.offline import PreferenceConfig
@@ -143,23 +143,31 @@ def bradley_terry_objective(centering_coeff: float) -> LossFn:
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         pairs = totals.sequences // 2
-        loss, metrics = bradley_terry(last_scores(outputs["scores"]), batch, centering_coeff, pairs)
-        local_pairs = len(batch) // 2
-        share: Statistics = {"train/loss": (loss.detach() * (pairs / local_pairs), float(local_pairs))}
-        return loss, share | {name: (value, float(local_pairs)) for name, value in metrics.items()}
+        loss, metrics, counts = bradley_terry(last_scores(outputs["scores"]), batch, centering_coeff, pairs)
+        share: Statistics = {"train/loss": (loss.detach() * (pairs / counts["units"]), counts["units"])}
+        return loss, share | {name: (value, counts[COUNTED_BY.get(name, "units")]) for name, value in metrics.items()}
 
     return objective
 
 
 def bradley_terry(
     scores: Tensor, batch: Batch, centering_coeff: float, pairs: int | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics of the pairs in ``batch``, given the scores ``[B]`` of its responses."""
+) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """Return loss, metrics and counts, as :func:`measure`, of the pairs in ``batch``, given the scores ``[B]`` of its responses."""
     chosen, rejected = pair_rows(batch.tensor("label"), batch.tensor("unit"))
-    return bradley_terry_loss(
+    lengths = batch.ragged("response_mask").to_padded().sum(-1)
+    more = (lengths[chosen] - lengths[rejected]).to(scores.device)
+    counts = {"longer": float((more > 0).sum()), "shorter": float((more < 0).sum())}
+    counts |= dict.fromkeys(("units", "chosen", "rejected"), float(len(chosen)))
+    loss, metrics = bradley_terry_loss(
         scores[chosen.to(scores.device)],
         scores[rejected.to(scores.device)],
         margin=batch.tensor("margin")[chosen].to(scores.device),
         centering_coeff=centering_coeff,
         global_batch_size=pairs,
     )
+    margins = (scores[chosen.to(scores.device)] - scores[rejected.to(scores.device)]).detach()
+    right = (margins > 0) + 0.5 * (margins == 0)
+    for name, rows in (("longer", more > 0), ("shorter", more < 0)):
+        metrics[f"rewards/accuracies_{name}"] = masked_mean(right, rows)
+    return loss, metrics, counts

@@ -36,6 +36,8 @@ COUNTED_BY = {
     "logps/chosen": "chosen",
     "rewards/rejected": "rejected",
     "logps/rejected": "rejected",
+    "rewards/accuracies_longer": "longer",
+    "rewards/accuracies_shorter": "shorter",
 }
 """Units that the mean of a metric is over; for others: pairs, or responses if there are none."""
 
@@ -140,7 +142,8 @@ class PreferenceLoss:
             the scalar loss, a mean over pairs (or single responses), and metrics without gradient:
             ``rewards/chosen``, ``rewards/rejected`` (implicit rewards), ``rewards/accuracies`` (pairs in the right order,
             a tie counts half; for single responses: on the right side), ``logps/chosen``, ``logps/rejected`` (sums over
-            tokens), with pairs ``rewards/margins``. Each is a mean; :meth:`counts` returns the number of values in it.
+            tokens), with pairs ``rewards/margins``, and ``rewards/accuracies_longer`` and ``_shorter`` of pairs whose chosen
+            response is so. Each is a mean; :meth:`counts` returns the number of values in it.
             Responses without tokens, and their pairs, are ignored.
 
         Raises:
@@ -165,15 +168,18 @@ class PreferenceLoss:
     def counts(
         self, response_mask: Tensor, labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the numbers of ``units`` (pairs, or single responses), ``chosen`` and ``rejected`` responses of the means.
+        """Return the numbers of ``units`` (pairs, or single responses), of ``chosen`` and ``rejected`` responses, and of pairs whose
+        chosen response is ``longer`` or ``shorter``.
 
         With :data:`COUNTED_BY` they are the weights for averaging metrics of micro-batches.
         """
         labels, present = labels.bool(), response_mask.bool().any(-1)
         if "pairs" in self.needs:
             chosen, rejected = pair_rows(labels, pair_ids)
-            pairs = (present[chosen] & present[rejected]).sum()
-            return {"units": pairs, "chosen": pairs, "rejected": pairs}
+            valid, lengths = present[chosen] & present[rejected], response_mask.bool().sum(-1)
+            pairs, more = valid.sum(), lengths[chosen] - lengths[rejected]
+            by_length = {"longer": (valid & (more > 0)).sum(), "shorter": (valid & (more < 0)).sum()}
+            return {"units": pairs, "chosen": pairs, "rejected": pairs, **by_length}
         return {"units": present.sum(), "chosen": (present & labels).sum(), "rejected": (present & ~labels).sum()}
 
     def _of_pairs(
@@ -191,7 +197,14 @@ class PreferenceLoss:
             "logps/rejected": responses.log_probs[rejected],
             **part.statistics,
         }
-        return part.loss, valid, {name: masked_mean(value.detach(), valid) for name, value in numbers.items()}
+        metrics = {name: masked_mean(value.detach(), valid) for name, value in numbers.items()}
+        more, right = (
+            responses.lengths[chosen] - responses.lengths[rejected],
+            _right(part.chosen - part.rejected).detach(),
+        )
+        for name, rows in (("longer", more > 0), ("shorter", more < 0)):
+            metrics[f"rewards/accuracies_{name}"] = masked_mean(right, valid & rows)
+        return part.loss, valid, metrics
 
     def _of_labels(
         self, responses: Responses, present: Tensor, labels: Tensor, kl: Any, options: dict[str, Any]

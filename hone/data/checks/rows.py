@@ -306,6 +306,14 @@ def _has_system(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and value[0].get("role") == "system"
 
 
+FEW_PAIRS, ONE_SIDED, LONG_PROMPT = 50, 0.7, 20
+"""Pairs below which their shape tells nothing, the share that differs one way and is reported, characters of a prompt that is copied."""
+_MARKS = re.compile(r"^\s*(?:#{1,6} |[-*+] |\d+[.)] |```|\|)|\*\*", re.MULTILINE)
+UNITS = {"longer": "characters", "more formatted": "marks of headings, lists, tables, code and bold text"}
+FIXES = {
+    "longer": ", or loss.name=simpo, which divides by the length; compare val/rewards/accuracies_longer with accuracies_shorter",
+    "more formatted": ", or answers without marks on both sides",
+}
 MANY_DUPLICATES = 0.05  # share of repeated prompts above which a warning is given
 
 
@@ -334,6 +342,54 @@ def overlap(train: Sequence[Row], val: Sequence[Row], key: str, image_key: str) 
             fix="`hone data clean TRAIN --against VAL --out NEW.jsonl --rejected REST.jsonl`",
             where=repeated[0].where,
         )
+
+
+def pair_shapes(
+    rows: Sequence[Row], prompt_key: str, sides: tuple[str, str] = ("chosen", "rejected")
+) -> Iterator[Finding]:
+    """Warn when most chosen answers differ from the rejected ones in length or form, or repeat their prompt.
+
+    Args:
+        sides: columns of the chosen and of the rejected answer.
+    """
+    pairs = [tuple(answer_text(plain(row.values.get(side))) for side in sides) for row in rows]
+    pairs = [pair for pair in pairs if all(pair)]
+    if len(pairs) < FEW_PAIRS:
+        return
+    marks = [(len(_MARKS.findall(chosen)), len(_MARKS.findall(rejected))) for chosen, rejected in pairs]
+    for what, numbers in (("longer", [(len(a), len(b)) for a, b in pairs]), ("more formatted", marks)):
+        more, less = (sum(sign * (a - b) > 0 for a, b in numbers) for sign in (1, -1))
+        if max(more, less) > ONE_SIDED * len(pairs):
+            side, other = sides if more > less else sides[::-1]
+            totals = [sum(one) / len(numbers) for one in zip(*numbers, strict=True)]
+            yield _warning(
+                f"the {side} answer is {what} than the {other} one in {max(more, less)} of {len(pairs)} pairs "
+                f"(on average {totals[0]:.4g} {sides[0]}, {totals[1]:.4g} {sides[1]}; {UNITS[what]})",
+                why="a policy can learn this in place of what makes an answer good",
+                fix=f"pairs of both kinds{FIXES[what]}",
+                where=side,
+            )
+    asked = [answer_text(plain(row.values.get(prompt_key)), "user") for row in rows]
+    copied = [row for row, text in zip(rows, asked, strict=True) if _repeats(row, sides[0], text)]
+    if len(copied) > 0.05 * len(pairs):
+        yield _warning(
+            f"{len(copied)} of {len(pairs)} {sides[0]} answers repeat their whole prompt",
+            why="the policy would learn to copy",
+            fix="remove the prompt from these answers, or leave the rows out",
+            where=copied[0].where,
+        )
+
+
+def _repeats(row: Row, column: str, asked: str) -> bool:
+    return len(asked) >= LONG_PROMPT and asked in answer_text(plain(row.values.get(column)))
+
+
+def answer_text(value: Any, role: str = "assistant") -> str:
+    """Return a text as it is, and of messages what those of a role say."""
+    if isinstance(value, str):
+        return value
+    messages = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return "\n".join(str(one.get("content") or "") for one in messages if one.get("role") == role)
 
 
 def rare_sources(rows: Sequence[Row], key: str, batch_size: int) -> Iterator[Finding]:

@@ -47,6 +47,7 @@ KUHN = {"extra_info": {"environment": {"name": "kuhn_poker", "seed": 1}}}
 """Columns of a row with a game."""
 
 
+PAIR = {"prompt": "1 + 1 = ?", "chosen": "2", "rejected": "3"}
 PAIR_WITH_CALL = {
     "prompt": [{"role": "user", "content": "a"}],
     "chosen": [{**BAD_CALL, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
@@ -415,6 +416,15 @@ ROWS = [
         says=("2 of 10 training prompts (20%)", "3 times"),
         advice="r",
         repairs=valid_rows,
+        warns=True,
+    ),
+    Case(
+        "R47 rows.pairs_differ_in_quality",
+        breaks=lambda world: world.write("pairs.jsonl", (json.dumps(PAIR | {"chosen": "2 " * 20}) + "\n") * 60),
+        says=("60 of 60 pairs",),
+        advice="loss.name=simpo",
+        repairs=lambda world: world.write("pairs.jsonl", (json.dumps(PAIR) + "\n") * 60),
+        tree="prefer",
         warns=True,
     ),
 ]

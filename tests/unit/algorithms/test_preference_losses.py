@@ -186,6 +186,25 @@ def test_a_step_along_the_gradient_prefers_the_chosen(name: str) -> None:
     assert float(metrics["rewards/accuracies"]) == 0.5
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if paired(name)])
+@quick
+@given(case=cases())
+def test_accuracies_by_length_are_those_of_their_pairs(name: str, case: Case) -> None:
+    _, _, metrics = run(name, case)
+    lengths = case.mask.sum(-1).tolist()
+    found: dict[str, list[float]] = {"longer": [], "shorter": []}
+    for pair in set(case.pair_ids):
+        rows = [row for row, other in enumerate(case.pair_ids) if other == pair]
+        chosen, rejected = sorted(rows, key=lambda row: not case.labels[row])
+        if lengths[chosen] and lengths[rejected] and lengths[chosen] != lengths[rejected]:
+            right = run(name, case.select([chosen, rejected]))[2]["rewards/accuracies"]
+            found["longer" if lengths[chosen] > lengths[rejected] else "shorter"].append(float(right))
+    for side, values in found.items():
+        assert int(counts(name, case)[side]) == len(values)
+        if values:
+            assert float(metrics[f"rewards/accuracies_{side}"]) == pytest.approx(sum(values) / len(values))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_options_and_inputs_are_refused(name: str) -> None:
     loss, x, labels = preference_losses.get(name), torch.full((2, 2), -1.0), torch.tensor([True, False])

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from support.preflight import safetensors_head, write_rows
 from support.preflight_cases import CASES, Case, World
-from support.preflight_cases.files import TEMPLATE_FILES, mark_is_special
+from support.preflight_cases.files import PAIR, TEMPLATE_FILES, mark_is_special
 from typer.testing import CliRunner
 
 from hone.cli.main import app
 from hone.preflight.rules import RULES, Rule
 
-PAIR = {"prompt": "1 + 1 = ?", "chosen": "2", "rejected": "3"}
 LABELLED = {"prompt": "1 + 1 = ?", "completion": "2", "label": True}
 SOUND = {
     "train": "data.train_files=TMP/train.jsonl data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 "

@@ -19,13 +19,16 @@ from hone.data.assistant_mask import render_conversations
 from hone.data.chat import Messages, render_prompt, render_texts, special_tokens, strings_to_messages
 from hone.data.chat_formats import ChatFormat, chat_format
 from hone.data.checks import check_calls, conversations, ground_truths, prompts, same_prompt, text_of
+from hone.data.checks.rows import answer_text
 from hone.data.checks.tools import PROBLEMS
 from hone.data.files import Row, read_all, read_rows
 from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, is_image, place_of
 from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.row_images import RowImages
+from hone.data.seeding import derive_seed
 from hone.data.tokenizer import decoded
 from hone.errors import ConfigError, DataError, Finding, did_you_mean
+from hone.rewards.scorers.text_shape import SCRIPTS, language_score
 
 
 @dataclass
@@ -53,6 +56,7 @@ def clean_files(
     repeated: str | None = None,
     against: Sequence[str] = (),
     longest: int | None = None,
+    language: str | None = None,
 ) -> CleanCounts:
     """Divide the rows of files by the soundness of prompts, answers and tool calls; columns are written as the files have them.
 
@@ -71,6 +75,7 @@ def clean_files(
         repeated: ``exact`` or ``near`` (:func:`~hone.data.checks.same_prompt`) rejects a prompt that an earlier row has (``duplicate``).
         against: files whose prompts are rejected (``overlap``), such as those of validation.
         longest: characters of the longest right answer or last message (``long_answer``).
+        language: whose script half the letters of each prompt and last message must have (``language``).
 
     Raises:
         OSError: a file cannot be written.
@@ -85,6 +90,10 @@ def clean_files(
     if repeated not in (None, "exact", "near"):
         raise ConfigError(
             f"'{repeated}' is not exact or near", fix="--drop-duplicates exact", where="--drop-duplicates"
+        )
+    if language is not None and language not in SCRIPTS:
+        raise ConfigError(
+            f"'{language}' is not a known language", fix=did_you_mean(language, SCRIPTS), where="--language"
         )
     rows = read_all(list(files), answer_key=answer_key)
     columns = {name for row in rows for name in row.values}
@@ -108,6 +117,7 @@ def clean_files(
             earlier.add(prompt)
         if longest is not None and (length := len(_answer(rows[number], messages_key))) > longest:
             bad.append(("long_answer", f"the answer has {length} characters"))
+        bad += [("language", detail) for detail in _other_script(rows[number], form[1], language) if language]
         if not bad:
             kept.append(row.values)
             continue
@@ -118,6 +128,90 @@ def clean_files(
     _write(kept, out)
     rejected.write_text(_json_lines(lines), encoding="utf-8")
     return counts
+
+
+def _other_script(row: Row, key: str, language: str | None) -> Iterator[str]:
+    """Yield what of a row is mostly in another script than the one of ``language``."""
+    if language is None:
+        return
+    texts = {"the prompt": answer_text(plain(row.values.get(key)), "user"), "the answer": _answer(row, key)}
+    for what, text in texts.items():
+        found = language_score("", text, language=language)
+        if found["letters"] and found["score"] < 0.5:
+            yield f"{found['score']:.0%} of the letters of {what} are in the script of '{language}'"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of each part of a split, and the groups that were kept whole."""
+
+    train: int
+    val: int
+    train_groups: int
+    val_groups: int
+
+
+def split_files(
+    files: Sequence[str], out: Path, *, share: float, by: str = "template", prompt_key: str = "prompt", seed: int = 1
+) -> Split:
+    """Write train.jsonl and val.jsonl into ``out``; rows of one group are in the same part.
+
+    Args:
+        share: of the rows that are held out; groups in a random order fill them.
+        by: ``template`` (:func:`template_of` the prompt), ``prompt``, or a column with dots, such as ``extra_info.template``.
+
+    Raises:
+        DataError: there is one group alone, or a row lacks the column.
+        ConfigError: the share is not between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise ConfigError(f"--val-share {share:g} is not between 0 and 1", fix="--val-share 0.1", where="--val-share")
+    rows, stored = read_all(list(files)), read_all(list(files), as_stored=True)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row, kept in zip(rows, stored, strict=True):
+        groups.setdefault(_group_of(row, by, prompt_key), []).append(kept.values)
+    if len(groups) < 2:
+        raise DataError(
+            f"all {len(rows)} rows are of one group by {by}",
+            why="no row could be held out without its like in the training data",
+            fix="--by prompt, or --by COLUMN that tells tasks apart",
+            where="--by",
+        )
+    order = sorted(groups, key=lambda name: derive_seed(seed, "split", name))
+    val: list[str] = []
+    for name in order[:-1]:
+        held_out = sum(len(groups[one]) for one in val)
+        if held_out + len(groups[name]) / 2 <= share * len(rows):
+            val.append(name)
+    val = val or [min(order, key=lambda name: len(groups[name]))]
+    train = [name for name in order if name not in set(val)]
+    out.mkdir(parents=True, exist_ok=True)
+    parts = [[row for name in names for row in groups[name]] for names in (train, val)]
+    for name, part in zip(("train", "val"), parts, strict=True):
+        _write(part, out / f"{name}.jsonl")
+    return Split(len(parts[0]), len(parts[1]), len(train), len(val))
+
+
+def _group_of(row: Row, by: str, prompt_key: str) -> str:
+    if by in ("template", "prompt"):
+        text = answer_text(plain(row.values.get(prompt_key)), "user")
+        return template_of(text) if by == "template" else text
+    value: Any = row.values
+    for name in by.split("."):
+        value = plain(value).get(name) if isinstance(plain(value), dict) else None
+    if value is None:
+        raise DataError(f"there is no '{by}'", where=row.where, fix="--by template, or a column that every row has")
+    return str(value)
+
+
+def template_of(text: str) -> str:
+    """Return what texts made from one template share: numbers, quotations and capitalised words are blanks.
+
+    >>> template_of('Ann has 12 plums.') == template_of('Bob has 7 plums.')
+    True
+    """
+    text = re.sub(r"\"[^\"]*\"|'[^'\n]*'|`[^`]*`", '"', text)
+    return " ".join(re.sub(r"\b[A-Z]\w*|-?\d+(?:[.,:/]\d+)*", "_", text).split())
 
 
 def _answer(row: Row, messages_key: str) -> str:
