@@ -41,6 +41,7 @@ ESTIMATOR_INPUTS: Mapping[str, EstimatorInputs] = {
     "optimal_token_baseline": _inputs("groups", "old_log_probs", "sum_pi_squared", uses=("rollout_is_weights",)),
     "reinforce_plus_plus": _inputs(),
     "reinforce_plus_plus_baseline": _inputs("groups"),
+    "prime": _inputs("groups", "process_rewards"),
     "rae": _inputs("turns", "turn_baselines"),
     "remax": _inputs("greedy_baseline"),
     "rloo": _inputs("groups"),

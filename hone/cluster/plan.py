@@ -21,6 +21,7 @@ _CLASSES = {
     "reward_model": "hone.cluster.reward_model:RewardModelWorker",
     "generative reward_model": "hone.cluster.reward_model:GenerativeRewardModelWorker",
     "served reward_model": "hone.cluster.reward_model:ServedRewardModelWorker",
+    "process critic": "hone.cluster.roles:ProcessRewardWorker",
     "teacher": "hone.cluster.teacher:TeacherWorker",
     "offline actor": "hone.cluster.offline_roles:LearnerWorker",
     "offline reference": "hone.cluster.offline_roles:FrozenPolicyWorker",
@@ -36,6 +37,8 @@ def model_roles(config: RLConfig) -> list[RoleSpec]:
         name, engines = role.name, {"rollout": config, "reward_model": RunSpec(config).judge}.get(role.name)
         if name == "reward_model" and engines is not None:
             name = f"{'generative' if config.reward.reward_model.kind == 'generative' else 'served'} {name}"
+        if name == "critic" and RunSpec(config).rewards_process:
+            name = "process critic"
         group = engine_devices(engines) if engines is not None else 1
         roles.append(RoleSpec(role.name, _class_of(name), replicated=role.replicated, group=group))
     return roles

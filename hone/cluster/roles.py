@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +15,7 @@ from peft import load_peft_weights
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hone.algorithms.process_rewards import implicit_rewards
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.cluster.handles import RoleUpdate
@@ -24,6 +26,7 @@ from hone.config.parallel import ParallelConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.data.batch import Batch
+from hone.data.ragged import Ragged
 from hone.errors import ConfigError
 from hone.generation.build import engine_dtype
 from hone.generation.options import sends_adapter
@@ -36,7 +39,7 @@ from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import Outputs, TrainSettings, train_batches
 from hone.training.learners import teacher_distance
 from hone.training.microbatches import MicroBatchTarget
-from hone.training.objectives import DIVISORS, LossFn, PartialLoss, PolicyObjective, value_objective
+from hone.training.objectives import DIVISORS, LossFn, PartialLoss, PolicyObjective, outcome_objective, value_objective
 from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
 
@@ -123,6 +126,7 @@ class PolicyWorker(WeightSource, TrainedModel):
     """
 
     _exported: Iterator[tuple[str, Tensor]] = iter(())
+    _held: Sequence[tuple[str, Tensor]] = ()  # the weight that did not fit into the last bucket
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
         config, resume = context.config, context.resume
@@ -223,17 +227,19 @@ class PolicyWorker(WeightSource, TrainedModel):
     @dispatch(Split.ALL, Collect.FIRST)
     def export_weights(self) -> None:
         """Begin a weight sync of :meth:`engine_weights`: :meth:`next_weights` returns the buckets."""
-        self._exported = self.engine_weights()
+        self._exported, self._held = self.engine_weights(), ()
 
     @dispatch(Split.ALL, Collect.REMOTE)
     def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:
         """Return the next whole weights, at most ``max_bytes`` of them (but at least one); None after the last."""
         bucket, used = [], 0
-        for name, tensor in self._exported:
-            bucket.append((name, tensor))
+        for name, tensor in itertools.chain(self._held, self._exported):
             used += tensor.nbytes
-            if used >= max_bytes:
-                break
+            if bucket and used > max_bytes:
+                self._held = [(name, tensor)]
+                return bucket
+            bucket.append((name, tensor))
+        self._held = []
         return bucket or None
 
     def _save_micro_batch(self, step: int) -> None:
@@ -338,28 +344,31 @@ class CriticWorker(SupervisedModel):
     name = "critic"
 
     def __init__(self, context: WorkerContext[RLConfig]) -> None:
-        config, resume = context.config, context.resume
         self.context = context
-        actor, critic = config.actor_rollout_ref.actor, config.critic
-        policy = config.actor_rollout_ref.model
+        actor, critic = context.config.actor_rollout_ref.actor, context.config.critic
+        self._load_critic("value", ValueHead())
+        self._objective = value_objective(
+            cliprange_value=critic.cliprange_value,
+            loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor or context.config.data.max_response_length,
+        )
+
+    def _load_critic(self, kind: ModelKind, head: Head) -> None:
+        config, resume = self.context.config, self.context.resume
+        actor, critic, policy = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.model
         path = str(model_directory(resume, "critic")) if resume else critic.model.path or policy.path
         model_config = dataclasses.replace(
             policy, path=path, lora_rank=0, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing
         )
         self._load(
-            "value",
+            kind,
             model_config,
-            ValueHead(),
+            head,
             actor,
             optim=critic.optim,
             dtype=critic.dtype or actor.dtype,
             max_tokens=critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,
-        )
-        self._objective = value_objective(
-            cliprange_value=critic.cliprange_value,
-            loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
-            loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
         )
 
     @dispatch(Split.ROWS)
@@ -368,8 +377,24 @@ class CriticWorker(SupervisedModel):
         return Batch(self.engine.infer_batch(self._inputs(batch)))
 
     def _inputs(self, batch: Batch) -> Batch:
-        """Return the batch without the experts that the policy's routers chose: those of a value model are others."""
+        """Return the batch without the experts that the policy's routers chose: those of the critic are others."""
         return batch.select(*(name for name in batch.names() if name != "expert_ids"))
 
     def _tokenizer(self) -> None:
         return None
+
+
+class ProcessRewardWorker(CriticWorker):
+    """The language model of implicit process rewards (:mod:`hone.algorithms.process_rewards`) and its optimizer, in the critic's place."""
+
+    def __init__(self, context: WorkerContext[RLConfig]) -> None:
+        self.context, self._beta = context, context.config.critic.beta
+        self._load_critic("policy", PolicyHead(context.config.actor_rollout_ref.rollout.temperature))
+        self._objective = outcome_objective(self._beta)
+
+    @dispatch(Split.ROWS)
+    def values(self, batch: Batch) -> Batch:
+        """Return ``process_rewards`` of the response tokens; it reads ``ref_log_probs``."""
+        log_probs, reference = self.engine.infer_batch(self._inputs(batch))["log_probs"], batch.ragged("ref_log_probs")
+        rewards = implicit_rewards(log_probs.values, reference.values.to(log_probs.values), self._beta)
+        return Batch({"process_rewards": Ragged(rewards, log_probs.offsets)})

@@ -108,6 +108,8 @@ class AlgorithmConfig:
     """Terms of the reward function that gdpo normalises separately, for example [acc,format]; score is the reward itself."""
     gdpo_reward_weights: list[float] | None = None
     """Weights of gdpo_reward_keys; null means equal weights."""
+    process_coef: float = number(1.0, low=0)
+    """prime: weight of the process rewards of the tokens to come beside the outcome."""
     step_advantage_w: float = number(1.0, low=0)
     """Weight of the turn's advantage relative to the response's (gigpo)."""
     forks: ForksConfig = block(ForksConfig)

@@ -75,7 +75,7 @@ class Decision(Generic[T]):
 
 
 class OldLogProbs(Enum):
-    """Source of the old log-probs, those of the policy that sampled."""
+    """Source of the old log-probs: those of the policy before this step's updates; in bypass mode the engine's."""
 
     OWN_PASS = "own_pass"  # a forward pass of the trainer before the update
     # the forward pass of the single update, before the weights change: the batch has no old log-probs then, and the loss takes
@@ -193,8 +193,15 @@ class RunSpec:
         enable, name = self.config.critic.enable, self.config.algorithm.adv_estimator
         if enable is not None:
             return Decision(enable, f"critic.enable={str(enable).lower()}")
+        if self.rewards_process:
+            return Decision(True, f"adv_estimator={name} needs process rewards")
         needed = "values" in self.estimator.needs
         return Decision(needed, f"adv_estimator={name} {'needs' if needed else 'does not need'} values")
+
+    @property
+    def rewards_process(self) -> bool:
+        """True when the critic is a language model whose log-ratio to the reference rewards each token (PRIME)."""
+        return "process_rewards" in self.estimator.needs
 
     @cached_property
     def reference(self) -> Decision[bool]:
@@ -205,6 +212,7 @@ class RunSpec:
             "algorithm.use_kl_in_reward=true": self.config.algorithm.use_kl_in_reward,
             f"{_ACTOR}.use_kl_loss=true": actor.use_kl_loss,
             f"preference_loss.loss_mode={pairs} compares with it": _loss_takes_reference(pairs),
+            f"adv_estimator={self.config.algorithm.adv_estimator} rewards the log-ratio to it": self.rewards_process,
         }
         return _first_true(reasons, "no KL term and no loss that compares with a reference")
 

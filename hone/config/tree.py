@@ -36,7 +36,7 @@ class CriticModelConfig:
 
 @dataclass
 class CriticConfig(OwnPoolConfig):
-    """The critic, for estimators that need values (gae)."""
+    """The critic, for estimators that need values (gae) or process rewards (prime)."""
 
     enable: bool | None = None
     """Train a critic; null means when algorithm.adv_estimator needs values."""
@@ -50,6 +50,8 @@ class CriticConfig(OwnPoolConfig):
     """Passes over each batch; null means the actor's."""
     ppo_max_token_len_per_gpu: int | None = number(None, low=1)
     """Token budget of a micro-batch; null means the actor's."""
+    beta: float = number(0.05, above=0)
+    """prime: factor of the log-ratio to the reference; their product is the reward of a token."""
     cliprange_value: float = number(0.5, above=0)
     """Value predictions move at most this far from the old ones before the loss is clipped."""
     loss_agg_mode: str | None = choice(None, *LOSS_AGG_MODES)

@@ -106,6 +106,9 @@ def _rl(config: RLConfig) -> Iterator[Switch]:
     without_critic = f"no critic is trained (adv_estimator={name})"
     others = ",".join(vars(config.critic).keys() - {"enable"})
     yield Switch(f"critic.{{{others}}}", "critic.enable=true", spec.critic.value, without_critic)
+    yield Switch("critic.beta", "algorithm.adv_estimator=prime", spec.rewards_process)
+    learns_outcomes = "a process reward model learns from right and wrong alone"
+    yield Switch("critic.{cliprange_value,loss_agg_mode}", "", not spec.rewards_process, learns_outcomes)
     yield Switch("trainer.critic_warmup", "algorithm.adv_estimator=gae", spec.critic.value, without_critic)
     yield from _order(config)
     yield from _asynchronous(config, asynchronous=spec.asynchronous)

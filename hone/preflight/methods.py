@@ -42,12 +42,12 @@ def groups_of_one(config: RLConfig) -> Findings:
 @rule("R21")
 def critic_matches_estimator(config: RLConfig) -> Findings:
     """A critic is trained exactly when the estimator needs values."""
-    needs_values, enabled = "values" in RunSpec(config).estimator.needs, config.critic.enable
-    name = config.algorithm.adv_estimator
+    needs = RunSpec(config).estimator.needs & {"values", "process_rewards"}
+    needs_values, enabled, name = bool(needs), config.critic.enable, config.algorithm.adv_estimator
     if needs_values and enabled is False:
         yield error(
-            f"adv_estimator={name} needs values, but critic.enable=false",
-            why="without a critic the advantages have no baseline",
+            f"adv_estimator={name} needs {min(needs).replace('_', ' ')}, but critic.enable=false",
+            why="the critic computes them",
             fix="critic.enable=true, or algorithm.adv_estimator=grpo",
         )
     if not needs_values and enabled:

@@ -209,6 +209,7 @@ class Algorithm:
         compared = actor.use_kl_loss or actor.preference_loss.loss_mode is not None
         weighed = self.spec.corrects and self.spec.old_log_probs.value is OldLogProbs.OWN_PASS
         used = (*(("ref_log_probs",) if compared else ()), *(("rollout_is_weights",) if weighed else ()))
+        judged, read = ("process_rewards", ("ref_log_probs",)) if self.spec.rewards_process else ("values", ())
         before_update, from_update, after_update = self._old_log_prob_stages(learn_policy=learn_policy)
         taught = ("teacher",) if config.distillation.enable else ()
         judge = "reward_model" if config.reward.reward_model.enable else "work"
@@ -243,8 +244,8 @@ class Algorithm:
             Stage(
                 "values",
                 self.values,
-                needs=("response_ids",),
-                adds=("values",),
+                needs=("response_ids", *read),
+                adds=(judged,),
                 when=self.critic is not None,
                 role="critic",
             ),
@@ -280,7 +281,7 @@ class Algorithm:
             Stage(
                 "update_critic",
                 self.update_critic,
-                needs=("response_ids", "values", "returns"),
+                needs=("response_ids", "returns", *(read or ("values",))),
                 when=self.critic is not None,
                 role="critic",
             ),
@@ -404,7 +405,8 @@ class Algorithm:
         """Score every trajectory, unless its group has been scored already; rows without a verdict leave the batch.
 
         In synchronous training, groups with too few verdicts are replaced here by those of other prompts, until there are none. In
-        asynchronous training they have been replaced as they finished. The reward is placed on a response's last token.
+        asynchronous training they have been replaced as they finished. The reward is placed on the last token that was sampled, but for
+        those of turns and tokens.
         """
         if "score" not in state.batch:
             state.batch = await self.scored(state.batch)
@@ -416,8 +418,8 @@ class Algorithm:
                 state.groups = [group for group in state.groups if group.uid not in dropped] + groups
                 played = concat_batches([group.batch for group in groups])
                 await self.work.check_sampled(played)
-                scored = await self.scored(played)
-                state.batch = concat_batches([state.batch.reorder(kept), scored]) if kept else scored
+                rescored = await self.scored(played)
+                state.batch = concat_batches([state.batch.reorder(kept), rescored]) if kept else rescored
             state.metrics.add("training/no_verdict_groups", self.rollouter.dropped)
         with_verdict, without, _ = await self.work.verdicts(state.batch.select("uid", "part", "verdict"))
         if without:
@@ -443,7 +445,7 @@ class Algorithm:
     # models ----------------------------------------------------------------------------------------------------------
 
     async def old_log_probs(self, state: StepState) -> StepState:
-        """Compute the log-probs of the policy that sampled, under the trainer's weights."""
+        """Compute the log-probs of the policy before this step's updates."""
         sums = self.spec.sum_pi_squared
         columns = await self.actor.log_probs(state.batch, with_entropy=True, with_sum_pi_squared=sums)
         state.add(columns.rename({"log_probs": "old_log_probs"}))

@@ -94,6 +94,7 @@ def _joined_trajectory(segments: Sequence[Trajectory]) -> Trajectory:
 COLUMNS = {
     "groups": "uid",
     "values": "values",
+    "process_rewards": "process_rewards",
     "greedy_baseline": "reward_baselines",
     "old_log_probs": "old_log_probs",
     "sum_pi_squared": "sum_pi_squared",

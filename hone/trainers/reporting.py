@@ -48,7 +48,7 @@ def batch_metrics(
     scores, first = batch.tensor("reward"), first_segments(batch)
     _spread(metrics, "critic/score", scores[first])
     _spread(metrics, "critic/rewards", episode_sums(batch, "token_level_rewards"))
-    for name in ("advantages", "returns", "values"):
+    for name in ("advantages", "returns", "values", "process_rewards"):
         if name in batch:
             _spread(metrics, f"critic/{name}", batch.ragged(name).values[mask])
     if "values" in batch:

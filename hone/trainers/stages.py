@@ -112,7 +112,7 @@ async def run_stages(stages: Sequence[Stage], state: StepState) -> StepState:
 
 TOKEN_BYTES = {"response_ids": 8, "response_mask": 8} | dict.fromkeys(
     (
-        *("rollout_log_probs", "old_log_probs", "ref_log_probs", "sum_pi_squared", "values"),
+        *("rollout_log_probs", "old_log_probs", "ref_log_probs", "sum_pi_squared", "values", "process_rewards"),
         "rollout_is_weights",
         *("token_level_scores", "token_level_rewards", "advantages", "returns"),
     ),

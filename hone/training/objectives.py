@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import PolicyLoss, aggregate_loss, distillation_token_loss, kl_penalty, policy_losses, value_loss
+from hone.algorithms.process_rewards import outcome_loss
 from hone.config.actor import ActorConfig, policy_loss_name
 from hone.config.distillation import AnswersDistillationConfig, DistillationConfig, TeacherConfig
 from hone.data.batch import Batch
@@ -256,7 +257,7 @@ def loss_options(loss: PolicyLoss, actor: ActorConfig, correction: dict[str, Any
     """Return the configured options of a loss.
 
     An option is the key of its name in ``actor``, ``actor.policy_loss`` or ``algorithm.rollout_correction``; ``loss_kwargs``
-    wins.
+    wins. ``clip_ratio`` stands for a side of the clip range that is null.
     """
     settings = correction | vars(actor) | vars(actor.policy_loss)
     for side in ("clip_ratio_low", "clip_ratio_high"):
@@ -278,6 +279,26 @@ def value_objective(*, cliprange_value: float, loss_agg_mode: str, loss_scale_fa
             **_aggregation(loss_agg_mode, loss_scale_factor, totals),
         )
         return loss, _statistics({"critic/vf_loss": loss}, metrics, mask, totals)
+
+    return objective
+
+
+def outcome_objective(beta: float) -> LossFn:
+    """Return the loss of a process reward model. It reads columns ``ref_log_probs``, ``returns`` (the outcome) and ``response_mask``."""
+
+    def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
+        mask, outcomes = _padded(batch, "response_mask", outputs), _padded(batch, "returns", outputs)
+        means = (outcomes * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+        loss, metrics = outcome_loss(
+            outputs["log_probs"].to_padded(),
+            _padded(batch, "ref_log_probs", outputs),
+            mask,
+            means,
+            beta=beta,
+            global_batch_size=totals.sequences,
+        )
+        rows = float(mask.any(-1).sum())
+        return loss, {name: (value, rows) for name, value in metrics.items()}
 
     return objective
 

@@ -91,6 +91,20 @@ def rloo(rewards: Matrix, mask: Mask, *, group_ids: list) -> Answer:
     return same_on_all(advantages, rows, mask)
 
 
+def prime(
+    rewards: Matrix, mask: Mask, *, group_ids: list, process_rewards: Matrix, process_coef: float = 1.0
+) -> Answer:
+    rows, process = compact(rewards, mask), compact(process_rewards, mask)
+    scores = [math.fsum(row) for row in rows]
+    advantages = []
+    for i, row in enumerate(process):
+        rest = [j for j in others(i, rows, group_ids) if j != i]
+        outcome = scores[i] - mean([scores[j] for j in rest])
+        baseline = mean([mean(process[j]) for j in rest])
+        advantages.append([outcome + process_coef * later for later in to_come([r - baseline for r in row])])
+    return scatter(advantages, mask), scatter([[s] * len(row) for s, row in zip(scores, rows, strict=True)], mask)
+
+
 def opo(rewards: Matrix, mask: Mask, *, group_ids: list) -> Answer:
     rows = compact(rewards, mask)
     advantages = []
@@ -331,6 +345,7 @@ ESTIMATORS: dict[str, Callable[..., Answer]] = {
     "maxrl": maxrl,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
+    "prime": prime,
     "rae": rae,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

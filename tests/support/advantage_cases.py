@@ -113,6 +113,7 @@ def call(seed: int, rows: int, columns: int, *, least_group: int = 1, **how: Any
     inputs = {
         "group_ids": ids,
         "values": case.values,
+        "process_rewards": case.values * 0.3,
         "reward_baselines": torch.tensor([draw.gauss(0, 1) for _ in range(rows)], dtype=torch.float64),
         "old_log_probs": old,
         "sum_pi_squared": (2 * old).exp() + matrix(draw.random) * (1 - old.exp()).square(),
@@ -142,7 +143,7 @@ def calls(draw: st.DrawFn, estimator: AdvantageEstimator) -> Call:
         equal=draw(st.booleans()),
     )
     made.mask[0, 0] |= not made.mask.any()
-    for name in ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights"):
+    for name in ("values", "process_rewards", "old_log_probs", "sum_pi_squared", "rollout_is_weights"):
         if made.inputs[name] is not None:
             made.inputs[name] = torch.where(made.mask.bool() & made.inputs[name].isnan(), -0.5, made.inputs[name])
     made.rewards = torch.where(made.mask.bool() & made.rewards.isnan(), 1.0, made.rewards)

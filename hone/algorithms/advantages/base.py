@@ -18,7 +18,7 @@ from hone.methods import ESTIMATOR_INPUTS, EstimatorInputs
 from hone.registry import Registry
 
 SHOWN = 8
-TOKEN_INPUTS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
+TOKEN_INPUTS = ("values", "process_rewards", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
 
 
 def checked_inputs(
@@ -129,6 +129,10 @@ def _check_groups(group_ids: Any, size: int, min_group: int, name: str) -> None:
 INPUTS: Mapping[str, tuple[str, str]] = {
     "groups": ("group_ids", "the prompt group of every sequence; sample several responses per prompt (rollout.n >= 2)"),
     "values": ("values", "the critic's values; train a critic (critic.enable=true)"),
+    "process_rewards": (
+        "process_rewards",
+        "a reward of each token, [B, T]; the critic computes them when algorithm.adv_estimator=prime",
+    ),
     "greedy_baseline": (
         "reward_baselines",
         "the score of each prompt's greedy response, [B]; the trainer generates it when algorithm.adv_estimator=remax",

@@ -118,6 +118,39 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids) 
 
 
 @register_estimator(
+    "prime",
+    formula="A_t = LOO(s) + process_coef sum over u >= t of (r_u - mean of the others' mean r)",
+    paper="Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 5, with gamma = 1",
+    group_of_one="no baselines: the score itself, and the sum of the process rewards to come",
+    scope="group",
+)
+def prime(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    group_ids: Ids,
+    process_rewards: Tensor,
+    process_coef: float = 1.0,
+) -> Result:
+    """Add a return of process rewards, one a token, to the outcome's leave-one-out advantage (:func:`rloo`).
+
+    The baseline of a process reward is the mean over the other responses of their mean reward a token. Returns equal the outcome, by
+    which the reward model of the process is trained (:func:`hone.algorithms.process_rewards.outcome_loss`).
+    """
+    groups, outcomes = Groups.from_ids(group_ids, response_mask), sequence_scores(token_level_rewards)
+    others = (groups.count - 1).clamp(min=1)
+    advantages = centred(outcomes, groups) * torch.where(groups.singleton, 1.0, groups.count / others)
+    process = torch.where(response_mask.bool(), process_rewards.double(), 0.0)
+    means = process.sum(-1) / token_counts(response_mask).clamp(min=1)
+    baselines = torch.where(groups.singleton, 0.0, (groups.total(means) - means) / others)
+    centred_process = torch.where(response_mask.bool(), process - baselines[:, None], 0.0)
+    to_come = centred_process.flip(-1).cumsum(-1).flip(-1)
+    dtype = token_level_rewards.dtype
+    total = torch.where(response_mask.bool(), advantages[:, None] + process_coef * to_come, 0.0).to(dtype)
+    return total, broadcast(outcomes, response_mask, dtype)
+
+
+@register_estimator(
     "opo",
     formula="A = s - sum(length * s) / sum(length), sums over the group",
     paper="Hao et al. 2025 (OPO), arXiv:2505.23585, the optimal baseline weighted by length",

@@ -250,7 +250,7 @@ def _rl_work(
         mini_batch=min(critic.ppo_mini_batch_size or mini_batch, batch),
         epochs=critic.ppo_epochs or actor.ppo_epochs,
         checkpointing=critic.model.enable_gradient_checkpointing,
-        value=True,
+        value=not spec.rewards_process,
         lora_rank=0,
         frozen=0,
         packed=0.0,

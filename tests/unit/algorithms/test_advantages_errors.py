@@ -15,6 +15,7 @@ NAMES = advantage_estimators.names()
 KEYS = {
     "group_ids": "rollout.n",
     "values": "critic.enable=true",
+    "process_rewards": "algorithm.adv_estimator=prime",
     "reward_baselines": "algorithm.adv_estimator=remax",
     "old_log_probs": "algorithm.rollout_correction",
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=true",

@@ -66,6 +66,7 @@ def batch() -> Batch:
         reward=totals,
         reward_baselines=totals / 2,
         values=values,
+        process_rewards=values.with_values(values.values / 3),
         old_log_probs=values.with_values(values.values - 2),
         sum_pi_squared=values.with_values(values.values.abs()),
         rollout_is_weights=values.with_values(values.values.abs() + 0.5),

@@ -25,6 +25,7 @@ from hone.trainers.validation import evaluate_answers
 COLUMNS_OF_TOKENS = (
     "token_level_rewards",
     "values",
+    "process_rewards",
     "old_log_probs",
     "sum_pi_squared",
     "rollout_is_weights",

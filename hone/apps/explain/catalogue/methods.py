@@ -203,6 +203,7 @@ NO_OLD = "no old log-probs pass with one update per batch, or with algorithm.rol
 
 NEED_COSTS = {
     "values": Cost(("critic",), (), ("values",)),
+    "process_rewards": Cost(("critic",), ("reference",), ("values", "reference log-probs")),
     "greedy_baseline": Cost((), (), (), "one additional greedy response per prompt"),
     "groups": Cost((), (), (), "2 or more responses per prompt"),
 }
@@ -327,6 +328,7 @@ def _estimator(names: list[str], entry: Any) -> Method:
     recomputes = "sum_pi_squared" in needs
     cost = Cost(
         trained=("policy", *(name for part in extra for name in part.trained)),
+        frozen=tuple(name for part in extra for name in part.frozen),
         forward=(
             "old log-probs",
             *(name for part in extra for name in part.forward),

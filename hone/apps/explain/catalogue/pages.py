@@ -261,7 +261,7 @@ def batch_of_four() -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return rewards and mask ``[4, 4]`` of four answers to one prompt, and every input that an estimator may need.
 
     The first answer is right. Its reward of 1 is on its last token; the answers have 2, 4, 3 and 3 tokens. The critic
-    expects 0.25 at first, and 0.5 at the second token of the right answer.
+    expects 0.25 at first, and 0.5 at the second token of the right answer; process rewards are a fifth of that.
     """
     lengths = torch.tensor(LENGTHS)
     mask = (torch.arange(4) < lengths[:, None]).float()
@@ -272,6 +272,7 @@ def batch_of_four() -> tuple[Tensor, Tensor, dict[str, Any]]:
     inputs: dict[str, Any] = {
         "group_ids": ["prompt"] * 4,
         "values": values,
+        "process_rewards": values / 5,
         "reward_baselines": torch.zeros(4),
         "old_log_probs": torch.full((4, 4), math.log(0.5)),
         "sum_pi_squared": torch.full((4, 4), 0.5),
