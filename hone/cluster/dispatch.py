@@ -53,8 +53,8 @@ class Collect(Enum):
     EACH = "each"
     """Return a list with the result of every worker."""
     REMOTE = "remote"
-    """Keep the first worker's result, a list of named tensors, in the object store, and return a reference for another
-    call. None is returned unchanged."""
+    """Keep the first worker's result, a list of named tensors, in the object store (host memory), and return a reference for another
+    call. None is returned unchanged; the local runtime has no store and returns the list itself."""
 
 
 @dataclass(frozen=True)

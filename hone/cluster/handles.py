@@ -81,9 +81,11 @@ class Weights(Enum):
     SHARED = "shared"
     """The engine reads the trained parameters."""
     GATHERED = "gathered"
-    """The engine has a whole copy, filled from the export of the actor in its process, which has a shard."""
+    """The engine has a whole copy, here or in a process that this one started, filled from the export of the actor in this process,
+    which has a shard."""
     REMOTE = "remote"
-    """The engine has a whole copy in another process than the actor's, which sends it bucket by bucket."""
+    """The engine has a whole copy in another process than the actor's, which sends it bucket by bucket; also one that an unsharded
+    actor's process started."""
 
 
 class Computing(Protocol):

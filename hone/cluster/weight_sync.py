@@ -28,7 +28,7 @@ CANARY_TOKENS = 8
 PARTS = ("prepare", "pause", "transfer", "resume", "check")
 """Timed parts of a weight sync: assembling whole weights, stopping engines, sending, resuming, answering the canary.
 
-A broadcast assembles all weights but the first bucket during ``transfer``.
+A broadcast assembles all weights but the first bucket during ``transfer``, and shards are gathered there.
 """
 
 
@@ -37,7 +37,7 @@ class WeightSync:
 
     An engine that reads the actor's parameters needs no sync, and every batch is compared with the trainer anyway. Other engines
     have copies. Colocated ones gather the actor's shards in their process. Remote ones receive weights bucket by bucket, in one of
-    two ways (``checkpoint_engine.between_workers``): through the object store, which is memory that the processes of a node share,
+    two ways (``RunSpec.between_workers``, a broadcast if every worker has a GPU of its own): through the object store, which is memory that the processes of a node share,
     copied once to every other node; or by a broadcast from the actor's device to those of the rollout workers
     (:mod:`hone.cluster.weight_broadcast`). What a failed broadcast leaves goes through the object store. Weights enter an
     engine's separate process by one of :mod:`hone.generation.remote.transports`. An engine serves no request between the first

@@ -60,7 +60,7 @@ def row_of(uid: str) -> str:
 
 @dataclass
 class Trajectory:
-    """Result of one episode. Text is never re-tokenized: the run trains on the tokens that were sampled."""
+    """One segment of an episode, of which most have one. Text is never re-tokenized: the run trains on the tokens that were sampled."""
 
     uid: str  # prompt group of the trajectory (``Sample.uid``)
     index: int  # number within the group, 0 to n - 1

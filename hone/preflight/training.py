@@ -84,14 +84,15 @@ def clip_without_effect(config: RLConfig) -> Findings:
     """A changed clip range has an effect."""
     actor = config.actor_rollout_ref.actor
     spec = RunSpec(config)
-    chosen = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
+    default = type(actor)().clip_ratio
+    chosen = actor.clip_ratio != default or actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
     if spec.on_policy and chosen and not spec.bypass:
         yield warning(
             "the clip range is set, but there is only 1 update per batch",
             why="at the first update the ratio is 1 and nothing is clipped",
             fix=f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, actor.ppo_mini_batch_size // 4)} "
             "for several updates per batch",
-            where="actor_rollout_ref.actor.clip_ratio_low, clip_ratio_high",
+            where="actor_rollout_ref.actor.clip_ratio, clip_ratio_low, clip_ratio_high",
         )
 
 

@@ -1,6 +1,6 @@
 """Rendering of a conversation as token ids to which tokens are only appended.
 
-    prompt(messages, tools)          prompt of the first turn           [system, user, generation prompt]
+    prompt(messages, tools)          a segment's prompt                 [system, user, generation prompt]
       + sampled ids                  the reply, unchanged               [... <|im_end|>]
       + bridge(sampled, results)     tokens before the next reply       [tool results, generation prompt]
       + sampled ids ...

@@ -63,6 +63,7 @@ def validate(rl: RLConfig) -> None:
         ),
         ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 33}, "R15", False, ["=33", "8 prompts x 4 = 32"]),
         ({f"{ACTOR}.clip_ratio_high": 0.28}, "R17", False, ["1 update", "ppo_mini_batch_size=2"]),
+        ({f"{ACTOR}.clip_ratio": 0.3}, "R17", False, ["1 update", "ppo_mini_batch_size=2"]),
         ({f"{ACTOR}.ppo_epochs": 17}, "R18", False, ["17 updates"]),
         ({f"{ROLLOUT}.n": 1}, "R19", True, ["adv_estimator=grpo", "rollout.n=1", "rollout.n=8"]),
         ({"algorithm.adv_estimator": "gae", "critic.enable": False}, "R21", True, ["gae", "critic.enable=true"]),
