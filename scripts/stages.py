@@ -32,7 +32,9 @@ STAGES = {
 SHORT = ("short",)
 """The stages of a bare `scripts/test`: fast tests, and slow ones that train and resume."""
 MARKERS = {**STAGES, "fast": f"not slow and {STAGES['short']}"}
-VLLM = "vllm and (engine_conformance or pretrained or judging) and not (crash or untied or divided or drafted or copies)"
+VLLM = (
+    "vllm and (engine_conformance or pretrained or judging) and not (crash or untied or divided or drafted or copies)"
+)
 """Tests of vLLM that need one start of the engine."""
 ABOUT_VLLM = ("hone/generation/", "tests/integration/engine_conformance.py", "constraints.txt")
 

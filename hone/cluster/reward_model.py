@@ -111,7 +111,7 @@ def judging_engine(context: WorkerContext[RLConfig], tokenizer: Any, longest: in
 
 
 class ScalarReader:
-    """What a scalar reward model reads of trajectories.
+    """Trajectories as a scalar reward model reads them.
 
     One with the policy's vocabulary reads the sampled tokens; any other gets prompt and answer as messages, in its chat
     template.

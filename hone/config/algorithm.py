@@ -109,7 +109,7 @@ class AlgorithmConfig:
     gdpo_reward_weights: list[float] | None = None
     """Weights of gdpo_reward_keys; null means equal weights."""
     process_coef: float = number(1.0, low=0)
-    """prime: weight of the process rewards of the tokens to come beside the outcome."""
+    """prime: weight of the process rewards of the tokens to come, next to the outcome."""
     step_advantage_w: float = number(1.0, low=0)
     """Weight of the turn's advantage relative to the response's (gigpo)."""
     forks: ForksConfig = block(ForksConfig)

@@ -314,8 +314,8 @@ class RunSpec:
         )
         rollout = RolloutConfig(**pool, **vars(settings.rollout), free_cache_engine=False)
         if settings.kind == "discriminative" and rollout.name == "vllm":
-            own = rollout.engine_kwargs
-            rollout.engine_kwargs = {**own, "vllm": {"runner": "pooling", **(own.get("vllm") or {})}}
+            given = rollout.engine_kwargs
+            rollout.engine_kwargs = {**given, "vllm": {"runner": "pooling", **(given.get("vllm") or {})}}
         return RLConfig(
             actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor, rollout=rollout), trainer=trainer
         )
@@ -422,8 +422,8 @@ _OF_JUDGE = {
 
 def judge_keys(text: str) -> str:
     """Return a text about :attr:`RunSpec.judge` with the keys that the user has."""
-    for keys, own in _OF_JUDGE.items():
-        text = re.sub(keys, own, text)
+    for pattern, key in _OF_JUDGE.items():
+        text = re.sub(pattern, key, text)
     return text
 
 

@@ -51,7 +51,7 @@ class CriticConfig(OwnPoolConfig):
     ppo_max_token_len_per_gpu: int | None = number(None, low=1)
     """Token budget of a micro-batch; null means the actor's."""
     beta: float = number(0.05, above=0)
-    """prime: factor of the log-ratio to the reference; their product is the reward of a token."""
+    """prime: the reward of a token is beta x its log-ratio to the reference."""
     cliprange_value: float = number(0.5, above=0)
     """Value predictions move at most this far from the old ones before the loss is clipped."""
     loss_agg_mode: str | None = choice(None, *LOSS_AGG_MODES)

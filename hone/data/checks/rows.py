@@ -369,8 +369,8 @@ def pair_shapes(
                 fix=f"pairs of both kinds{FIXES[what]}",
                 where=side,
             )
-    asked = [answer_text(plain(row.values.get(prompt_key)), "user") for row in rows]
-    copied = [row for row, text in zip(rows, asked, strict=True) if _repeats(row, sides[0], text)]
+    questions = [answer_text(plain(row.values.get(prompt_key)), "user") for row in rows]
+    copied = [row for row, text in zip(rows, questions, strict=True) if _repeats(row, sides[0], text)]
     if len(copied) > 0.05 * len(pairs):
         yield _warning(
             f"{len(copied)} of {len(pairs)} {sides[0]} answers repeat their whole prompt",
@@ -380,8 +380,8 @@ def pair_shapes(
         )
 
 
-def _repeats(row: Row, column: str, asked: str) -> bool:
-    return len(asked) >= LONG_PROMPT and asked in answer_text(plain(row.values.get(column)))
+def _repeats(row: Row, column: str, prompt: str) -> bool:
+    return len(prompt) >= LONG_PROMPT and prompt in answer_text(plain(row.values.get(column)))
 
 
 def answer_text(value: Any, role: str = "assistant") -> str:

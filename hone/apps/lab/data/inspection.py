@@ -136,9 +136,9 @@ def _other_script(row: Row, key: str, language: str | None) -> Iterator[str]:
         return
     texts = {"the prompt": answer_text(plain(row.values.get(key)), "user"), "the answer": _answer(row, key)}
     for what, text in texts.items():
-        found = language_score("", text, language=language)
-        if found["letters"] and found["score"] < 0.5:
-            yield f"{found['score']:.0%} of the letters of {what} are in the script of '{language}'"
+        script = language_score("", text, language=language)
+        if script["letters"] and script["score"] < 0.5:
+            yield f"{script['score']:.0%} of the letters of {what} are in the script of '{language}'"
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def split_files(
         raise DataError(
             f"all {len(rows)} rows are of one group by {by}",
             why="no row could be held out without its like in the training data",
-            fix="--by prompt, or --by COLUMN that tells tasks apart",
+            fix="--by prompt, or --by COLUMN that distinguishes tasks",
             where="--by",
         )
     order = sorted(groups, key=lambda name: derive_seed(seed, "split", name))
