@@ -215,7 +215,7 @@ def clean(
 @app.command(cls=DataKeys)
 def split(
     files: Files,
-    out: Annotated[Path, typer.Option("--out", help="directory for train.jsonl and val.jsonl")],
+    out: Annotated[Path, typer.Option("--out", help="directory for train and val, parquet of parquet, else jsonl")],
     val_share: Annotated[float, typer.Option(help="share of the rows held out")] = 0.1,
     by: Annotated[
         str,
@@ -232,8 +232,11 @@ def split(
 
     with disk_errors(out):
         parts = split_files(files, out, share=val_share, by=by, prompt_key=prompt_key, seed=seed)
-    typer.echo(f"{out}/train.jsonl: {parts.train} rows of {parts.train_groups} groups by {by}")
-    typer.echo(f"{out}/val.jsonl: {parts.val} rows of {parts.val_groups} others")
+    held_out = parts.val / (parts.train + parts.val)
+    typer.echo(f"{out}/train{parts.ending}: {parts.train} rows of {parts.train_groups} groups by {by}")
+    typer.echo(f"{out}/val{parts.ending}: {parts.val} rows of {parts.val_groups} others, {held_out:.1%} of all")
+    if abs(held_out - val_share) > 0.25 * val_share:
+        typer.echo(f"not {val_share:.1%}: groups are kept whole; a finer --by has smaller ones")
 
 
 @app.command(cls=DataKeys)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from hone.data.types import Trajectory
 from hone.errors import ConfigError, HoneError
 from hone.generation import Engine, is_served
 from hone.generation.build import build_engine
-from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.models.loading import load_policy, load_reward_model
 from hone.rewards.rubric import Rubric, question_of
 from hone.training.backends.local import LocalBackend
@@ -106,6 +106,15 @@ def judging_engine(context: WorkerContext[RLConfig], tokenizer: Any, longest: in
             world=context.world // group,
             devices=context.engine_devices,
         )
+    except HoneError as error:
+        raise as_judge(error) from error
+
+
+async def judged_by(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+    """Yield what the engine of the reward model answers; its errors name the keys of ``reward.reward_model``."""
+    try:
+        async for completion in engine.generate(requests):
+            yield completion
     except HoneError as error:
         raise as_judge(error) from error
 
@@ -205,7 +214,7 @@ class ServedRewardModelWorker(ScalarReader):
             )
         sampling, scores = SamplingParams(max_tokens=1), torch.full((len(ids),), math.nan)
         requests = [GenerationRequest(str(row), tokens, sampling) for row, tokens in enumerate(ids)]
-        async for completion in self.served.generate(requests):
+        async for completion in judged_by(self.served, requests):
             assert completion.score is not None
             scores[int(completion.request_id)] = completion.score
         return Batch({JUDGED: scores})
@@ -251,7 +260,7 @@ class GenerativeRewardModelWorker:
         requests = self._requests(trajectories)
         words = ["" if r else f"(not judged: more than {self.longest} tokens)" for r in requests]
         to_judge = [request for request in requests if request is not None]
-        async for completion in self.engine.generate(to_judge):
+        async for completion in judged_by(self.engine, to_judge):
             text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             words[int(completion.request_id)] = str(text)
         scores = [self.rubric.score(text) for text in words]

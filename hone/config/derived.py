@@ -447,7 +447,7 @@ def check_judge(config: AnyConfig) -> None:
             f"an engine of the reward model takes {size} workers, which other roles share",
             why="an engine needs whole devices, and the other roles in these processes would lose theirs",
             fix="reward.reward_model.enable_resource_pool=true "
-            f"reward.reward_model.n_gpus_per_node={size}, or reward.reward_model.rollout.tensor_model_parallel_size=1",
+            f"reward.reward_model.n_gpus_per_node={size}, or engines of one device",
             where="reward.reward_model.enable_resource_pool",
             code="R79",
         )

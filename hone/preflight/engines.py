@@ -55,6 +55,14 @@ def engine_judges(config: RLConfig) -> Findings:
             why="only vLLM returns the output of a scoring model as it is",
             fix="reward.reward_model.rollout.name=vllm, or reward.reward_model.rollout.name=native",
         )
+    longest = settings.max_token_len_per_gpu or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    longest = min(longest, read_model(settings.path).get("max_position_embeddings") or longest)
+    if settings.kind == "generative" and config.reward.judge.max_tokens >= longest:
+        yield error(
+            f"reward.judge.max_tokens={config.reward.judge.max_tokens}, but the reward model reads and writes {longest} tokens",
+            why="no prompt would have room, so nothing would be judged",
+            fix=f"reward.judge.max_tokens={max(1, longest // 4)}, or a larger reward.reward_model.max_token_len_per_gpu",
+        )
     yield from of_judge(config, engine_has_replicas)
     try:
         engine_options(judge.actor_rollout_ref.rollout)

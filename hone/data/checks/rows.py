@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import render_texts, token_counts
 from hone.data.files import ANSWER_COLUMNS, NO_SOURCE, Row
+from hone.data.images import content_text
 from hone.data.media import KINDS, media_error, media_of
 from hone.data.messages import check_messages, plain, unwrapped
 from hone.data.row_images import PlaceError, RowImages
@@ -308,10 +309,11 @@ def _has_system(value: Any) -> bool:
 
 FEW_PAIRS, ONE_SIDED, LONG_PROMPT = 50, 0.7, 20
 """Pairs below which their shape tells nothing, the share that differs one way and is reported, characters of a prompt that is copied."""
-_MARKS = re.compile(r"^\s*(?:#{1,6} |[-*+] |\d+[.)] |```|\|)|\*\*", re.MULTILINE)
+_FENCED = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+_MARKS = re.compile(r"^(?:#{1,6} |\s*[-*+] |\s*\d+[.)] |```|\|)|\*\*[^*\s][^*\n]*\*\*", re.MULTILINE)
 UNITS = {"longer": "characters", "more formatted": "marks of headings, lists, tables, code and bold text"}
 FIXES = {
-    "longer": ", or loss.name=simpo, which divides by the length; compare val/rewards/accuracies_longer with accuracies_shorter",
+    "longer": "; val/rewards/accuracies_longer against accuracies_shorter shows what length contributes",
     "more formatted": ", or answers without marks on both sides",
 }
 MANY_DUPLICATES = 0.05  # share of repeated prompts above which a warning is given
@@ -356,7 +358,7 @@ def pair_shapes(
     pairs = [pair for pair in pairs if all(pair)]
     if len(pairs) < FEW_PAIRS:
         return
-    marks = [(len(_MARKS.findall(chosen)), len(_MARKS.findall(rejected))) for chosen, rejected in pairs]
+    marks = [tuple(len(_MARKS.findall(_FENCED.sub("```", text))) for text in pair) for pair in pairs]
     for what, numbers in (("longer", [(len(a), len(b)) for a, b in pairs]), ("more formatted", marks)):
         more, less = (sum(sign * (a - b) > 0 for a, b in numbers) for sign in (1, -1))
         if max(more, less) > ONE_SIDED * len(pairs):
@@ -389,7 +391,7 @@ def answer_text(value: Any, role: str = "assistant") -> str:
     if isinstance(value, str):
         return value
     messages = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-    return "\n".join(str(one.get("content") or "") for one in messages if one.get("role") == role)
+    return "\n".join(content_text(one.get("content")) for one in messages if one.get("role") == role)
 
 
 def rare_sources(rows: Sequence[Row], key: str, batch_size: int) -> Iterator[Finding]:

@@ -422,7 +422,7 @@ ROWS = [
         "R47 rows.pairs_differ_in_quality",
         breaks=lambda world: world.write("pairs.jsonl", (json.dumps(PAIR | {"chosen": "2 " * 20}) + "\n") * 60),
         says=("60 of 60 pairs",),
-        advice="loss.name=simpo",
+        advice="val/rewards/accuracies_longer",
         repairs=lambda world: world.write("pairs.jsonl", (json.dumps(PAIR) + "\n") * 60),
         tree="prefer",
         warns=True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.messages import raises
 from typer.testing import CliRunner
@@ -58,7 +60,55 @@ def test_no_group_is_in_both_parts(tasks: str, tmp_path: Path, by: str):
 def test_a_split_is_of_about_the_share(tmp_path: Path):
     file = write(tmp_path / "rows.jsonl", [{"prompt": f"{word} {'x' * word}"} for word in range(400)])
     for share in (0.05, 0.5, 0.9):
-        assert abs(split_files([file], tmp_path / "out", share=share, by="prompt").val - 400 * share) <= 1
+        assert abs(split_files([file], tmp_path / str(share), share=share, by="prompt").val - 400 * share) <= 1
+
+
+def test_parquet_stays_what_it_is(tmp_path: Path):
+    table = pa.table(
+        {
+            "prompt": [[{"role": "user", "content": f"{n} {'x' * n}"}] for n in range(20)],
+            "image": [{"bytes": bytes([n, 255]), "path": None} for n in range(20)],
+            "small": pa.array(range(20), pa.int8()),
+            "when": pa.array(range(20), pa.timestamp("us")),
+        }
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    split_files([str(tmp_path / "rows.parquet")], tmp_path / "out", share=0.3, by="prompt")
+    parts = [pq.read_table(tmp_path / f"out/{name}.parquet") for name in ("train", "val")]
+    whole = pa.concat_tables(parts).sort_by("small")
+    assert whole.schema == table.schema and whole.equals(table)
+    with raises(DataError, "bytes", "--out FILE.parquet"):
+        clean_files(
+            [str(tmp_path / "rows.parquet")], tmp_path / "c.jsonl", tmp_path / "r.jsonl", messages_key="m", limit=9
+        )
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([{"prompt": [{"role": "user", "content": [{"type": "text", "text": f"Add {n} to {'x' * n}"}]}]} for n in range(9)], None),
+        ([{"prompt": [n, n + 1]} for n in range(9)], None),
+        ([{"prompt": f"{n} {'x' * n}"} for n in range(9)] + [{"prompt": None}], "R42"),
+        ([{"question": f"{n} {'x' * n}"} for n in range(9)], "R42"),
+    ],
+)  # fmt: skip
+def test_prompts_of_every_form(tmp_path: Path, rows: list[dict], code: str | None):
+    file = write(tmp_path / "rows.jsonl", rows)
+    by = "prompt" if isinstance(rows[0].get("prompt"), list) and isinstance(rows[0]["prompt"][0], int) else "template"
+    if code is not None:
+        with raises(DataError, "prompt", "--prompt-key", code=code):
+            split_files([file], tmp_path / "out", share=0.3, by=by)
+        return
+    counted = split_files([file], tmp_path / "out", share=0.3, by=by)
+    assert (counted.train, counted.val) == (6, 3) and counted.train_groups == 6
+
+
+def test_nothing_is_overwritten(tasks: str, tmp_path: Path):
+    split_files([tasks], tmp_path / "out", share=0.3)
+    before = (tmp_path / "out/train.jsonl").read_bytes()
+    with raises(ConfigError, "train.jsonl", where="--out"):
+        split_files([str(tmp_path / "out/train.jsonl")], tmp_path / "out", share=0.3)
+    assert (tmp_path / "out/train.jsonl").read_bytes() == before
 
 
 def test_one_group_or_no_column_is_refused(tasks: str, tmp_path: Path):
@@ -80,6 +130,9 @@ def test_one_group_or_no_column_is_refused(tasks: str, tmp_path: Path):
         ("Add 1.5 and -2", "Add 3 and 4,000", True),
         ("Ann has 12 plums.", "Ann has 12 pens.", False),
         ("Ann's 3 cats aren't here", "Bob's 4 cats aren't here", True),
+        ("Łukasz has 1e5 plums", "Éva has 2 plums", True),
+        ("What's the way to trees in John's house", "What's the way to boats in John's house", False),
+        ("WHAT IS THE CAPITAL", "WHO WROTE THE BOOK", False),
     ],
 )
 def test_templates(a: str, b: str, same: bool):
@@ -119,8 +172,9 @@ def test_pairs_of_different_form_are_named():
     assert "40 of 50" in longer and "chosen answer is longer" in longer
     (shorter,) = shapes([("x", "long answer")] * 50)
     assert "rejected answer is longer" in shorter
+    assert shapes([("```\n# a\n- b\n```", "```\nxxx\nyy.\n```")] * 50) == []  # code is not form
     (formatted,) = shapes([("- one\n**two**", "one two text.")] * 50)
-    assert "more formatted" in formatted and "3 chosen, 0 rejected" in formatted
+    assert "more formatted" in formatted and "2 chosen, 0 rejected" in formatted
     assert shapes([("long answer", "x")] * 49) == []
     asked = "Say what the weather is."
     (copied,) = shapes([(f"{asked} ab", f"{asked} ba")] * 50, asked)

@@ -22,7 +22,7 @@ from hone.data.checks import check_calls, conversations, ground_truths, prompts,
 from hone.data.checks.rows import answer_text
 from hone.data.checks.tools import PROBLEMS
 from hone.data.files import Row, read_all, read_rows
-from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, is_image, place_of
+from hone.data.images import IMAGE_MARK, REST_OF_IMAGE, ImageData, content_text, is_image, place_of
 from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.row_images import RowImages
 from hone.data.seeding import derive_seed
@@ -102,7 +102,7 @@ def clean_files(
     stored = read_all(list(files), as_stored=True)
     same = functools.partial(same_prompt, key=form[1], image_key="images", near=repeated == "near")
     held_out = {same(row) for row in read_all(list(against))} if against else set[int]()
-    counts, kept, lines, earlier = CleanCounts(), [], [], set[int]()
+    counts, kept, lines, earlier = CleanCounts(), list[int](), [], set[int]()
     for number, row in enumerate(stored):
         bad = [(d.kind, d.detail) for d in check.defects.get(number, ()) if PROBLEMS[d.kind].stops]
         problems = [*form[0]([rows[number]], form[1])] if form[1] in columns else []
@@ -119,14 +119,18 @@ def clean_files(
             bad.append(("long_answer", f"the answer has {length} characters"))
         bad += [("language", detail) for detail in _other_script(rows[number], form[1], language) if language]
         if not bad:
-            kept.append(row.values)
+            kept.append(number)
             continue
         counts.reasons.update({kind for kind, _ in bad})
         reasons = [{"kind": kind, "detail": detail} for kind, detail in bad]
         lines.append({"uid": row.uid, "where": row.where, "reasons": reasons, "row": row.values})
     counts.kept, counts.rejected = len(kept), len(lines)
-    _write(kept, out)
-    rejected.write_text(_json_lines(lines), encoding="utf-8")
+    for path in (out, rejected):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    _write_rows(files, kept, out)
+    rejected.write_text(
+        "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines), encoding="utf-8"
+    )
     return counts
 
 
@@ -135,6 +139,7 @@ def _other_script(row: Row, key: str, language: str | None) -> Iterator[str]:
     if language is None:
         return
     texts = {"the prompt": answer_text(plain(row.values.get(key)), "user"), "the answer": _answer(row, key)}
+    texts |= {column: answer_text(plain(row.values.get(column))) for column in ("chosen", "rejected", "completion")}
     for what, text in texts.items():
         script = language_score("", text, language=language)
         if script["letters"] and script["score"] < 0.5:
@@ -149,34 +154,38 @@ class Split:
     val: int
     train_groups: int
     val_groups: int
+    ending: str  # of the files: .parquet if all inputs are, else .jsonl
 
 
 def split_files(
     files: Sequence[str], out: Path, *, share: float, by: str = "template", prompt_key: str = "prompt", seed: int = 1
 ) -> Split:
-    """Write train.jsonl and val.jsonl into ``out``; rows of one group are in the same part.
+    """Write train and val into ``out``, as parquet if all files are, else as JSON lines; rows of one group are in the same part.
 
     Args:
         share: of the rows that are held out; groups in a random order fill them.
         by: ``template`` (:func:`template_of` the prompt), ``prompt``, or a column with dots, such as ``extra_info.template``.
 
     Raises:
-        DataError: there is one group alone, or a row lacks the column.
-        ConfigError: the share is not between 0 and 1.
+        DataError: there is one group alone, a row lacks prompt or column, or JSON cannot hold a value.
+        ConfigError: the share is not between 0 and 1, or a file exists.
     """
     if not 0 < share < 1:
         raise ConfigError(f"--val-share {share:g} is not between 0 and 1", fix="--val-share 0.1", where="--val-share")
-    rows, stored = read_all(list(files)), read_all(list(files), as_stored=True)
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row, kept in zip(rows, stored, strict=True):
-        groups.setdefault(_group_of(row, by, prompt_key), []).append(kept.values)
+    rows, groups = read_all(list(files)), {}
+    for number, row in enumerate(rows):
+        groups.setdefault(_group_of(row, by, prompt_key), []).append(number)
     if len(groups) < 2:
         raise DataError(
             f"all {len(rows)} rows are of one group by {by}",
             why="no row could be held out without its like in the training data",
-            fix="--by prompt, or --by COLUMN that distinguishes tasks",
+            fix=f"--by {'COLUMN that distinguishes tasks' if by == 'prompt' else 'prompt, or --by COLUMN that distinguishes tasks'}",
             where="--by",
         )
+    ending = ".parquet" if all(str(file).endswith(".parquet") for file in files) else ".jsonl"
+    places = [out / f"{name}{ending}" for name in ("train", "val")]
+    if taken := next((place for place in places if place.exists()), None):
+        raise ConfigError(f"{taken} exists", why="it would be lost", fix="--out a new folder", where="--out")
     order = sorted(groups, key=lambda name: derive_seed(seed, "split", name))
     val: list[str] = []
     for name in order[:-1]:
@@ -184,34 +193,71 @@ def split_files(
         if held_out + len(groups[name]) / 2 <= share * len(rows):
             val.append(name)
     val = val or [min(order, key=lambda name: len(groups[name]))]
-    train = [name for name in order if name not in set(val)]
+    held_out = set(val)
+    parts = [sorted(n for name in order if (name in held_out) == side for n in groups[name]) for side in (False, True)]
     out.mkdir(parents=True, exist_ok=True)
-    parts = [[row for name in names for row in groups[name]] for names in (train, val)]
-    for name, part in zip(("train", "val"), parts, strict=True):
-        _write(part, out / f"{name}.jsonl")
-    return Split(len(parts[0]), len(parts[1]), len(train), len(val))
+    for place, part in zip(places, parts, strict=True):
+        _write_rows(files, part, place)
+    return Split(len(parts[0]), len(parts[1]), len(groups) - len(val), len(val), ending)
 
 
 def _group_of(row: Row, by: str, prompt_key: str) -> str:
-    if by in ("template", "prompt"):
-        text = answer_text(plain(row.values.get(prompt_key)), "user")
-        return template_of(text) if by == "template" else text
-    value: Any = row.values
-    for name in by.split("."):
-        value = plain(value).get(name) if isinstance(plain(value), dict) else None
-    if value is None:
-        raise DataError(f"there is no '{by}'", where=row.where, fix="--by template, or a column that every row has")
-    return str(value)
+    if by not in ("template", "prompt"):
+        value: Any = row.values
+        for name in by.split("."):
+            value = plain(value).get(name) if isinstance(plain(value), dict) else None
+        if value is None:
+            raise DataError(f"there is no '{by}'", where=row.where, fix="--by template, or a column that every row has")
+        return str(value)
+    prompt = plain(row.values.get(prompt_key))
+    text = answer_text(prompt, "user") or (text_of(prompt) if prompt else "")
+    if not text:
+        raise DataError(
+            f"there is no prompt in column '{prompt_key}'",
+            where=row.where,
+            fix="--prompt-key NAME of the column of prompts or messages; `hone data clean` leaves out rows without",
+            code="R42",
+        )
+    return template_of(text) if by == "template" else text
+
+
+_QUOTED = re.compile(r"(?<!\w)(?:\"[^\"]*\"|'[^'\n]*'|`[^`]*`|“[^”]*”|«[^»]*»|「[^」]*」)(?!\w)")
+_NUMBER_OR_WORD = re.compile(r"-?\d[\w.,:/]*|\w+")
 
 
 def template_of(text: str) -> str:
     """Return what texts made from one template share: numbers, quotations and capitalised words are blanks.
 
-    >>> template_of('Ann has 12 plums.') == template_of('Bob has 7 plums.')
+    In a text of capitals alone only numbers and quotations are.
+
+    >>> template_of('Ann has 12 plums.') == template_of('Éva has 7 plums.')
     True
     """
-    text = re.sub(r"\"[^\"]*\"|'[^'\n]*'|`[^`]*`", '"', text)
-    return " ".join(re.sub(r"\b[A-Z]\w*|-?\d+(?:[.,:/]\d+)*", "_", text).split())
+    capitals = text.isupper()
+
+    def blank(match: re.Match[str]) -> str:
+        word = match[0]
+        names = word[0].isupper() and not capitals
+        return "_" if names or word.lstrip("-")[:1].isdigit() else word
+
+    return " ".join(_NUMBER_OR_WORD.sub(blank, _QUOTED.sub('"', text)).split())
+
+
+def _write_rows(files: Sequence[str], numbers: Sequence[int], path: Path) -> None:
+    """Write rows of files, by their numbers over all of them; parquet of parquet keeps every type.
+
+    Raises:
+        DataError: a value cannot be held by JSON.
+    """
+    if path.suffix == ".parquet" and all(str(file).endswith(".parquet") for file in files):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        tables = [pq.read_table(file) for file in files]
+        pq.write_table(pa.concat_tables(tables, promote_options="default").take(list(numbers)), path)
+        return
+    stored = read_all(list(files), as_stored=True)
+    _write([stored[number].values for number in numbers], path)
 
 
 def _answer(row: Row, messages_key: str) -> str:
@@ -220,6 +266,8 @@ def _answer(row: Row, messages_key: str) -> str:
     answer = truth.get("ground_truth") if isinstance(truth, dict) else None
     if answer is None and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
         answer = messages[-1].get("content")
+    if isinstance(answer, list) and any(isinstance(part, dict) for part in answer):
+        return content_text(answer)
     return "" if answer is None else text_of(answer)
 
 
@@ -234,7 +282,12 @@ def _write(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _json_lines(rows: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    try:
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except TypeError as error:
+        raise DataError(
+            f"JSON lines cannot hold a value: {error}", why="it would be written as text", fix="--out FILE.parquet"
+        ) from error
 
 
 _BINS, _WIDTH, _HEIGHT = 40, 640, 140
