@@ -60,7 +60,7 @@ def engine_judges(config: RLConfig) -> Findings:
     if settings.kind == "generative" and config.reward.judge.max_tokens >= longest:
         yield error(
             f"reward.judge.max_tokens={config.reward.judge.max_tokens}, but the reward model reads and writes {longest} tokens",
-            why="no prompt would have room, so nothing would be judged",
+            why="no prompt would fit, so nothing would be judged",
             fix=f"reward.judge.max_tokens={max(1, longest // 4)}, or a larger reward.reward_model.max_token_len_per_gpu",
         )
     yield from of_judge(config, engine_has_replicas)

@@ -47,7 +47,7 @@ def critic_matches_estimator(config: RLConfig) -> Findings:
     if needs_values and enabled is False:
         yield error(
             f"adv_estimator={name} needs {min(needs).replace('_', ' ')}, but critic.enable=false",
-            why="the critic computes them",
+            why="without a critic the advantages have no baseline" if "values" in needs else "the critic computes them",
             fix="critic.enable=true, or algorithm.adv_estimator=grpo",
         )
     if not needs_values and enabled:

@@ -84,8 +84,12 @@ def clip_without_effect(config: RLConfig) -> Findings:
     """A changed clip range has an effect."""
     actor = config.actor_rollout_ref.actor
     spec = RunSpec(config)
-    default = type(actor)().clip_ratio
-    chosen = actor.clip_ratio != default or actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
+    from hone.algorithms import policy_losses
+
+    clips = (
+        "clip_ratio_low" in policy_losses.get(spec.policy_loss).options and actor.clip_ratio != type(actor)().clip_ratio
+    )
+    chosen = clips or actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
     if spec.on_policy and chosen and not spec.bypass:
         yield warning(
             "the clip range is set, but there is only 1 update per batch",
