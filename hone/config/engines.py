@@ -111,7 +111,7 @@ class EngineConfig(ServedConfig, OwnPoolConfig):
 
 @dataclass(kw_only=True)
 class JudgeEngineConfig(ServedConfig):
-    """The engine of a reward model, whose weights stay as they are."""
+    """The engine of a reward model, whose weights are frozen."""
 
     name: str = choice("native", "native", *SERVED)
     """Engine: native (in the process of the reward model, or with num_replicas in separate ones), vllm, sglang or trtllm (in separate

@@ -257,7 +257,7 @@ def loss_options(loss: PolicyLoss, actor: ActorConfig, correction: dict[str, Any
     """Return the configured options of a loss.
 
     An option is the key of its name in ``actor``, ``actor.policy_loss`` or ``algorithm.rollout_correction``; ``loss_kwargs``
-    wins. ``clip_ratio`` stands for a side of the clip range that is null.
+    wins. A side of the clip range that is null has the value of ``clip_ratio``.
     """
     settings = correction | vars(actor) | vars(actor.policy_loss)
     for side in ("clip_ratio_low", "clip_ratio_high"):

@@ -187,14 +187,13 @@ def split_files(
     if taken := next((place for place in places if place.exists()), None):
         raise ConfigError(f"{taken} exists", why="it would be lost", fix="--out a new folder", where="--out")
     order = sorted(groups, key=lambda name: derive_seed(seed, "split", name))
-    val: list[str] = []
+    val, count = set[str](), 0
     for name in order[:-1]:
-        held_out = sum(len(groups[one]) for one in val)
-        if held_out + len(groups[name]) / 2 <= share * len(rows):
-            val.append(name)
-    val = val or [min(order, key=lambda name: len(groups[name]))]
-    held_out = set(val)
-    parts = [sorted(n for name in order if (name in held_out) == side for n in groups[name]) for side in (False, True)]
+        if count + len(groups[name]) / 2 <= share * len(rows):
+            val.add(name)
+            count += len(groups[name])
+    val = val or {min(order, key=lambda name: len(groups[name]))}
+    parts = [sorted(n for name in order if (name in val) == side for n in groups[name]) for side in (False, True)]
     out.mkdir(parents=True, exist_ok=True)
     for place, part in zip(places, parts, strict=True):
         _write_rows(files, part, place)
