@@ -19,10 +19,16 @@ MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SINGLE = ("single_turn", "single_turn_agent")
 
 
+LOOKED_AT = 64
+"""Rows whose system messages are read."""
 LEAST_WORDS = 3
 """Words below which a description says nothing."""
 SAME_WORDS = 0.8
 """Share of common words from which on two descriptions are nearly the same."""
+LARGEST_SHARE = 0.75
+"""Share of ``data.max_prompt_length`` above which tool schemas leave too little to the prompts."""
+_NAMED = re.compile(r"\b(?:call|use|tools?|functions?)[ :]+[`'\"](\w+)(?:\(\))?[`'\"]", re.IGNORECASE)
+_NAMELESS = re.compile(r"\W*\w?\W*|(?:tool|func(?:tion)?|fn)_?\d*", re.IGNORECASE)
 
 
 @rule("R38")
@@ -202,6 +208,8 @@ def schema_faults(functions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     words: dict[str, set[str]] = {}
     for function in functions:
         name, about = function["name"], str(function.get("description") or "")
+        if _NAMELESS.fullmatch(name):
+            yield f"the name of tool '{name}' does not say what it does"
         if len(about.split()) < LEAST_WORDS:
             yield f"tool '{name}' says only '{about.strip()}'" if about.strip() else f"tool '{name}' has no description"
         words[name] = set(re.findall(r"\w+", about.lower()))
@@ -217,6 +225,56 @@ def schema_faults(functions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for (one, these), (other, those) in itertools.combinations(words.items(), 2):
         if len(these & those) >= max(LEAST_WORDS, SAME_WORDS * len(these | those)):
             yield f"tools '{one}' and '{other}' have nearly the same description"
+
+
+@rule("R96", Stage.TEMPLATE)
+def tools_and_system_prompts_agree(config: RLConfig, evidence: Evidence) -> Findings:
+    """Tool schemas leave tokens to the prompts, and system messages neither repeat them nor name other tools."""
+    setting, question, limit = evidence.setting, [{"role": "user", "content": "?"}], config.data.max_prompt_length
+    if setting is None or setting.tokenizer is None:
+        return
+    try:
+        schemas, renderer = setting.toolbox.schemas(), setting.renderer
+        taken = len(renderer.prompt(question, schemas or None)) - len(renderer.prompt(question))
+    except HoneError:
+        return  # R35 and R48 report it
+    if taken > LARGEST_SHARE * limit:
+        yield warning(
+            f"the schemas of {len(schemas)} tools take {taken} of data.max_prompt_length={limit} tokens",
+            why="each episode reads them again, and long prompts do not fit next to them",
+            fix=f"shorter descriptions, fewer tools, or data.max_prompt_length={3 * taken}",
+            where=f"{MULTI_TURN}.tool_config_path",
+        )
+    names = {schema["function"]["name"] for schema in schemas}
+    for row in evidence.train_rows[:LOOKED_AT]:
+        system = " ".join(system_texts(row.values.get(config.data.prompt_key)))
+        others = sorted(set(_NAMED.findall(system)) - names) if names else []
+        if others:
+            yield warning(
+                f"the system message names the tool '{others[0]}', which is not configured ({', '.join(sorted(names))} are)",
+                why="the policy then calls what does not exist, and each such call is an error",
+                fix="the configured names in the system message, or the missing tool in the tool file",
+                where=row.where,
+            )
+            return
+        if '"parameters"' in system and any(f'"{name}"' in system for name in names):
+            yield warning(
+                "the system message has tool schemas, which the chat template shows as well",
+                why="every turn reads them twice, and a changed tool would have two descriptions",
+                fix="leave the schemas out of the system message",
+                where=row.where,
+            )
+            return
+
+
+def system_texts(prompt: Any) -> list[str]:
+    """Return the texts of a prompt's system messages."""
+    messages = [] if _is_flat(prompt) else prompt
+    return [
+        text
+        for message in messages
+        if message.get("role") == "system" and isinstance(text := message.get("content"), str)
+    ]
 
 
 @rule("R37")

@@ -364,6 +364,34 @@ def reward_terms(config: RLConfig) -> Findings:
             yield from error_of(SCORERS.get, name)
 
 
+FORM = ("format", "keywords", "language", "length", "tool_format")
+"""Scorers that give up to 1 for the form of an answer."""
+PENALTIES = ("banned_words", "repetition", "tool_efficiency")
+"""Scorers that give at most 0."""
+
+
+@rule("R97")
+def form_earns_less_than_the_result(config: RLConfig) -> Findings:
+    """Terms for the form of an answer can earn less together than those for its result."""
+    from hone.rewards.terms import read_terms
+
+    try:
+        terms = [term for term in read_terms(config.reward.terms) if term.normalize is None]
+    except HoneError:
+        return  # R11 reports it
+    form = {
+        term.name: term.weight * (min(1.0, term.clip[1]) if term.clip else 1.0) for term in terms if term.scorer in FORM
+    }
+    result = sum(term.weight for term in terms if term.scorer not in (*FORM, *PENALTIES))
+    if 0 < result <= sum(form.values()):
+        yield warning(
+            f"the terms for form ({', '.join(form)}) can earn {sum(form.values()):g}, those for the result {result:g}",
+            why="a wrong answer in the right form is worth as much as a right one, and form is learned first",
+            fix=f"weights of form that add up to {result / 5:g} or less, or a clip of these terms",
+            where="reward.terms",
+        )
+
+
 @rule("R11")
 def import_paths(config: RLConfig) -> Findings:
     """A custom estimator or loss can be imported."""

@@ -12,7 +12,11 @@ from functools import partial
 
 from hone.agents.tasks.demonstrations import calls, result, says
 from hone.agents.tools.calculator import Calculator, calculate
-from hone.data.tasks.base import Problem, require, task
+from hone.data.tasks.base import Problem, require, task, wording
+
+PHRASINGS = (
+    "What is {}?", "Compute {}.", "How much is {}?", "Work out {}.", "Give the value of {}.", "Which number is {}?",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class CalculatorOptions:
     # percent of the demonstrations that do not use the tool and guess a random number of the answer's length. A model
     # that imitates them guesses equally often, and a reward can teach it to call the tool.
     guesses: int = 0
+    phrasings: int = 1  # wordings of the question that occur, 1 to 6; the expressions stay those of one wording
 
 
 @task("calculator", CalculatorOptions)
@@ -51,6 +56,8 @@ class CalculatorTask:
             "operators=+*",
         )
         check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
+        most = len(PHRASINGS)
+        check(1 <= options.phrasings <= most, f"phrasings={options.phrasings} is not in 1..{most}", f"phrasings={most}")
         self.options = options
         self.tools = [Calculator().schema]
 
@@ -62,11 +69,12 @@ class CalculatorTask:
                 expression += f"{draw.choice(options.operators)}{draw.randint(options.min_number, options.max_number)}"
             value = calculate(expression)
             guess = draw.randrange(100) < options.guesses
+            phrasing = wording(options.phrasings, expression)
             yield Problem(
-                f"What is {expression}?",
+                PHRASINGS[phrasing.get("phrasing", 0)].format(expression),
                 value,
                 f"#### {value}",
-                {"expression": expression, "guessed": guess},
+                {"expression": expression, "guessed": guess, **phrasing},
                 answer=self._guess(draw, expression, value) if guess else self._demonstration(expression, value),
                 tools=self.tools,
                 agent_name="tool_agent",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from hone.data.tasks.base import Problem, require, task
+from hone.data.tasks.base import Problem, require, task, wording
 from hone.errors import did_you_mean
 
 NAMES = {
@@ -27,6 +27,15 @@ OBJECTS = (
     "apples", "books", "coins", "stamps", "cards", "shells", "stones", "cakes",
     "pens", "balls", "eggs", "rings", "plums", "toys", "keys", "cups",
 )  # fmt: skip
+PHRASINGS = (
+    ("{name} has {value} {thing}.", "How many {thing} does {name} have?"),
+    ("{name} starts with {value} {thing}.", "With how many {thing} does {name} end?"),
+    ("At first {name} has {value} {thing}.", "How many {thing} has {name} got at last?"),
+    ("{value} {thing} belong to {name}.", "How many {thing} belong to {name} now?"),
+    ("{name} counts {value} {thing}.", "What is the number of {thing} that {name} counts in the end?"),
+    ("Here is {name} with {value} {thing}.", "Say how many {thing} {name} is left with."),
+)
+"""Wordings of the first sentence and of the question."""
 VERBS = {
     "+": ("buys {b} more", "finds {b} more", "gets {b} more", "wins {b} more"),
     "-": ("loses {b}", "sells {b}", "gives away {b}", "drops {b}"),
@@ -46,6 +55,7 @@ class ArithmeticOptions:
     # number as if it were the second, one too few for ``+`` and ``*``, one too many for ``-``. The ground truth
     # stays right. Imitation then learns the mistake too, and a reward can correct it
     slips: int = 0
+    phrasings: int = 1  # wordings of the question that occur, 1 to 6; the numbers stay those of one wording
 
 
 @task("arithmetic", ArithmeticOptions)
@@ -69,6 +79,8 @@ class Arithmetic:
             "operators=+-",
         )
         check(0 <= options.slips <= 100, f"slips={options.slips} is not in 0..100 percent", "slips=60")
+        most = len(PHRASINGS)
+        check(1 <= options.phrasings <= most, f"phrasings={options.phrasings} is not in 1..{most}", f"phrasings={most}")
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
@@ -82,7 +94,7 @@ class Arithmetic:
         steps = generator.randint(options.min_operations or options.operations, options.operations)
         operators = [generator.choice(options.operators) for _ in range(steps)]
         value = generator.randint(1, options.max_number)
-        sentences, lines = [f"{name} has {value} {thing}."], []
+        first, sentences, lines = value, [], []
         for operator in operators:
             if operator == "-" and value == 0:
                 operator = "+"  # nothing is left to subtract
@@ -91,12 +103,21 @@ class Arithmetic:
             sentences.append(f"{NAMES[name]} {generator.choice(VERBS[operator]).format(b=number)}.")
             lines.append(f"{value}{operator}{number}={result}")
             value = result
-        question = " ".join([*sentences, f"How many {thing} does {name} have?"])
+        facts = " ".join([name, str(first), thing, *sentences])
+        phrasing = wording(options.phrasings, facts)
+        opening, last = (
+            text.format(name=name, value=first, thing=thing) for text in PHRASINGS[phrasing.get("phrasing", 0)]
+        )
         slip = options.slips > 0 and generator.randrange(100) < options.slips
         sum_line = lines[-1].partition("=")[0]
         shown = value + (1 if "-" in sum_line else -1) * slip
         lines[-1] = f"{sum_line}={shown}"
-        return Problem(question, str(value), "\n".join([*lines, f"#### {shown}"]), {"operations": steps, "slip": slip})
+        return Problem(
+            " ".join([opening, *sentences, last]),
+            str(value),
+            "\n".join([*lines, f"#### {shown}"]),
+            {"operations": steps, "slip": slip, **phrasing},
+        )
 
     def _operand(self, generator: random.Random, operator: str, value: int) -> int:
         low, high = {

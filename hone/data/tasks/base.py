@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
@@ -114,3 +115,11 @@ def json_options(words: Sequence[str], *, task: str, example: str) -> dict[str, 
 def require(task: str, condition: bool, what: str, fix: str) -> None:
     if not condition:
         raise ConfigError(what, where=task, fix=fix)
+
+
+def wording(phrasings: int, fact: str) -> dict[str, int]:
+    """Return ``{"phrasing": index}`` for a problem worded in one of several ways, and nothing for a problem with one wording.
+
+    The fact decides, not the generator of the problems: a task draws the same problems whatever its number of phrasings.
+    """
+    return {"phrasing": random.Random(fact).randrange(phrasings)} if phrasings > 1 else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 from support.chat_templates import GEMMA, NUMBERED, PLAIN
 from support.image_models import data_url, drawn, image_model
@@ -41,6 +42,11 @@ def tool_file(about: str, argument: dict[str, str]) -> str:
     function = {"name": "weigh", "description": about, "parameters": {"type": "object", "properties": {"x": argument}}}
     schema = {"type": "function", "function": function}
     return f"from hone.agents.tools import tool\n\n\n@tool(schema={schema!r})\ndef weigh(x: float) -> str:\n    return 'kg'\n"
+
+
+def instructed(text: str) -> dict[str, Any]:
+    """Return the prompt of a row with a system message."""
+    return {"prompt": [{"role": "system", "content": text}, {"role": "user", "content": "What is 2 + 3?"}]}
 
 
 KUHN = {"extra_info": {"environment": {"name": "kuhn_poker", "seed": 1}}}
@@ -469,6 +475,15 @@ TURNS = [
         given=f"{TOOLS} {SHOWN} {MULTI}.function_tool_path=TMP/own_tools.py preflight.allow=[R47]",
         breaks=lambda world: world.write("own_tools.py", tool_file("", {"type": "number"})),
         repairs=lambda world: world.write("own_tools.py", tool_file("Weigh x on the scale.", {"type": "number"})),
+        warns=True,
+    ),
+    Case(
+        "R96 agents.tools_and_system_prompts_agree",
+        says=("names the tool 'adder'", "calculator"),
+        advice="the configured names",
+        given=f"{TOOLS} {SHOWN} preflight.allow=[R47]",
+        breaks=lambda world: world.rows(at={2: instructed("Call `adder` for sums.")}),
+        repairs=lambda world: world.rows(at={2: instructed("Call `calculator` for sums.")}),
         warns=True,
     ),
     Case(

@@ -293,6 +293,14 @@ NAMES = [
         then="reward.terms=[{scorer:format}]",
     ),
     Case(
+        "R97 methods.form_earns_less_than_the_result",
+        "reward.terms=[{scorer:exact,weight:0.5},{scorer:format},{scorer:repetition}]",
+        ("(format) can earn 1", "the result 0.5"),
+        advice="0.1 or less",
+        then="reward.terms=[{scorer:exact,weight:0.5},{scorer:format,weight:0.1},{scorer:repetition}]",
+        warns=True,
+    ),
+    Case(
         "R11 methods.import_paths",
         "algorithm.adv_estimator=nowhere_at_all:f",
         ("nowhere_at_all", "algorithm.adv_estimator"),

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 
 import pytest
 from support.messages import raises
@@ -35,6 +36,23 @@ def test_numbers_of_the_calculator_task_stay_within_their_bounds():
     for wrong in ("min_number=12", "min_number=-1"):
         with raises(ConfigError, wrong, "0..11"):
             make_task("calculator", [wrong, "max_number=12"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("arithmetic", ["operations=2", "operators=+-*", "slips=50"]), ("calculator", ["guesses=50"])]
+)
+def test_phrasings_word_the_same_problems_otherwise(name, options):
+    """What is drawn stays as with one wording, so that the wording alone differs between two files."""
+    plain, worded = first(name, 400, *options), first(name, 400, *options, "phrasings=6")
+    assert {problem.extra["phrasing"] for problem in worded} == set(range(6))
+    assert "phrasing" not in plain[0].extra
+    for one, other in zip(plain, worded, strict=True):
+        assert (one.ground_truth, one.solution, one.answer) == (other.ground_truth, other.solution, other.answer)
+        assert re.findall(r"\d+", one.question) == re.findall(r"\d+", other.question)
+        assert (one.question == other.question) == (other.extra["phrasing"] == 0)
+    assert {problem.extra["phrasing"] for problem in first(name, 100, "phrasings=2")} == {0, 1}
+    with raises(ConfigError, "phrasings=7", "phrasings=6"):
+        make_task(name, ["phrasings=7"])
 
 
 def test_guesses_of_multi_hop_look_nothing_up_and_the_others_follow_the_table():

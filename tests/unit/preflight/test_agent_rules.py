@@ -10,11 +10,13 @@ from support.preflight import change, rows, write_rows
 
 from hone.agents.tools.loading import BUILT_IN
 from hone.config import RLConfig
+from hone.data.chat_formats import CHAT_FORMATS
 from hone.preflight import findings
 from hone.preflight.agents import schema_faults
 
 MULTI = "actor_rollout_ref.rollout.multi_turn"
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 ENABLED = {f"{MULTI}.enable": True, f"{MULTI}.max_assistant_turns": 4}
 GAME = {"environment": {"name": "guess_the_number", "seed": 1, "options": {"max_number": 4}}}
 
@@ -169,3 +171,35 @@ def test_what_schemas_leave_unsaid_is_named() -> None:
     assert not list(schema_faults(FUNCTIONS[4:]))
     built_in = [BUILT_IN.get(name)().schema["function"] for name in ("calculator", "python", "lookup")]
     assert not list(schema_faults(built_in))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("x", True), ("tool_2", True), ("fn", True), ("ls", False), ("toolbox_open", False), ("sum", False)],
+)
+def test_names_that_say_nothing_are_named(name: str, says: bool) -> None:
+    faults = list(schema_faults([{"name": name, "description": "Open the box of the visitor."}]))
+    assert bool(faults) == says and all(f"'{name}'" in fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("system", "limit", "words"),
+    [
+        ("Use the tool to calculate. Say `none` if you cannot.", 400, None),
+        ('Use "calculator" for sums, then tool: `look_up`.', 400, "'look_up'"),
+        ('{"name": "calculator", "parameters": {"type": "object"}}', 400, "shows as well"),
+        ("Calculate.", 90, "of data.max_prompt_length=90 tokens"),
+    ],
+)
+def test_system_messages_agree_with_the_tools(
+    rl: RLConfig, data: Path, system: str, limit: int, words: str | None
+) -> None:
+    content = [row | {"prompt": [{"role": "system", "content": system}, *row["prompt"]]} for row in rows()]
+    changes = ENABLED | {
+        f"{MULTI}.tool_config_path": "tools.yaml",
+        LOOP: "tool_agent",
+        "data.max_prompt_length": limit,
+        TEMPLATE: CHAT_FORMATS["chatml_tools"].template,
+    }
+    found = [one.error.what for one in findings_with_rows(rl, data, changes, content) if one.error.code == "R96"]
+    assert [one for one in found if words and words in one] == found and bool(found) == bool(words), found
