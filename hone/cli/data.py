@@ -115,6 +115,8 @@ def check(
     messages_key: MessagesKey = "messages",
     reward_fn_key: RewardKey = "data_source",
     image_key: ImageKey = "images",
+    chosen_key: Annotated[str, typer.Option(help="column of the better answer of a pair")] = "chosen",
+    rejected_key: Annotated[str, typer.Option(help="column of the worse answer of a pair")] = "rejected",
     html: Annotated[Path | None, typer.Option(help="write a report with histograms into this file")] = None,
     as_json: Json = False,
 ) -> None:
@@ -141,6 +143,8 @@ def check(
         custom_reward=custom_reward,
         gates=read_gates(gate),
         answer_key=answer_key,
+        chosen_key=chosen_key,
+        rejected_key=rejected_key,
     )
     report = check_dataset(files, val or [], options)
     if html is not None:

@@ -188,12 +188,14 @@ def interpreter_of(name: str, given: str | None = None) -> Path:
     environment = environment_of(name, given)
     python = environment / "bin" / "python"
     if not python.is_file():
-        where = "rollout.engine_env is" if given else "the default environment is"
+        key = "actor_rollout_ref.rollout.engine_env" if given else "actor_rollout_ref.rollout.name"
+        installed = given and (environment_of(name) / "bin" / "python").is_file()
+        fix = f"leave out {key}, engine '{name}' is in {environment_of(name)}" if installed else _install_command(name)
         raise ConfigError(
-            f"engine '{name}' is not installed: {where} {environment}, but {python} does not exist",
+            f"engine '{name}' is not installed in {environment}: {python} does not exist",
             why="external engines have a separate environment, because they pin other versions than the trainer",
-            fix=f"{_install_command(name)}, or actor_rollout_ref.rollout.name=native",
-            where="actor_rollout_ref.rollout.name",
+            fix=f"{fix}, or actor_rollout_ref.rollout.name=native",
+            where=key,
         )
     return python
 

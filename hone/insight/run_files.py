@@ -222,10 +222,10 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def unwritable(path: Path, reason: str) -> HoneError:
     return HoneError(
-        f"the run cannot be written: {reason}",
+        f"'{path}' cannot be written: {reason}",
         where=str(path),
-        why="a run keeps its config, metrics and checkpoints there",
-        fix="choose a writable directory: trainer.default_local_dir=...",
+        why="what is computed would have no place",
+        fix="choose a writable place (of a run: trainer.default_local_dir=DIR)",
         code="E-run-directory",
     )
 

@@ -45,6 +45,8 @@ class DatasetOptions:
         "program",
     )
     answer_key: str | None = None
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
 
 
 @dataclass
@@ -72,7 +74,7 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
     bad_lines = BadLines()
     rows, val = (read_all(list(split), bad_lines, answer_key=options.answer_key) for split in (files, val_files))
     columns = {name for row in rows for name in row.values}
-    names = {"rl": options.prompt_key, "sft": options.messages_key, "prefer": "chosen"}
+    names = {"rl": options.prompt_key, "sft": options.messages_key, "prefer": options.chosen_key}
     kinds = [kind for kind, column in names.items() if column in columns]
     if "rl" in kinds and options.reward_fn_key not in columns and len(kinds) > 1:
         kinds.remove("rl")  # the prompt belongs to a pair
@@ -80,7 +82,7 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         raise DataError(
             f"there is no column {', '.join(names.values())}; the columns are {', '.join(sorted(columns))}",
             where=str(files[0]),
-            fix="--prompt-key NAME or --messages-key NAME; or convert other forms with `hone data convert`",
+            fix="--prompt-key, --messages-key or --chosen-key NAME; or convert other forms with `hone data convert`",
             code="R42",
         )
     findings = list(_unreadable_lines(bad_lines))
@@ -104,7 +106,12 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         if "sft" in kinds:
             findings += _renderings(rows, options, lengths, shown[0])
         bar.advance(len(rows))
-        calls = checks.check_calls(rows, messages_key=options.messages_key, limit=options.max_tool_characters)
+        calls = checks.check_calls(
+            rows,
+            messages_key=options.messages_key,
+            limit=options.max_tool_characters,
+            pairs=(options.chosen_key, options.rejected_key),
+        )
         findings += checks.call_findings(rows, calls, stops=False)
         findings += _gates(calls, options.gates)
         numbers = statistics(
@@ -128,7 +135,7 @@ def _columns(kinds: Sequence[str], options: DatasetOptions) -> tuple[str, ...]:
     """Return the columns whose messages have the places of a row's images."""
     if "rl" in kinds:
         return (options.prompt_key,)
-    return (options.messages_key,) if "sft" in kinds else (options.prompt_key, "chosen")
+    return (options.messages_key,) if "sft" in kinds else (options.prompt_key, options.chosen_key)
 
 
 def _gates(calls: checks.CallCheck, gates: Mapping[str, float]) -> Iterator[Finding]:
@@ -206,18 +213,19 @@ def _renderings(
 
 
 def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> Iterator[Finding]:
+    chosen, rejected = options.chosen_key, options.rejected_key
     for split in (rows, val):
-        unusable = [row for row in split if row.values.get("chosen") == row.values.get("rejected")]
+        unusable = [row for row in split if row.values.get(chosen) == row.values.get(rejected)]
         if unusable:
             yield _error(
                 "R42",
-                f"{len(unusable)} of {len(split)} rows: chosen and rejected are equal, or one is missing",
+                f"{len(unusable)} of {len(split)} rows: {chosen} and {rejected} are equal, or one is missing",
                 why="equal responses cannot be compared",
                 fix="remove these rows",
                 where=unusable[0].where,
             )
         yield from _refused(list(_refused_pairs(split, options)), f"{len(split)} rows")
-    yield from checks.pair_shapes(rows, options.prompt_key)
+    yield from checks.pair_shapes(rows, options.prompt_key, (chosen, rejected))
 
 
 def _refused(problems: list[tuple[str, DataError]], checked: str) -> Iterator[Finding]:
@@ -238,9 +246,9 @@ def _refused_pairs(rows: list[Row], options: DatasetOptions) -> Iterator[tuple[s
     from hone.data.responses import render_sides
 
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    columns = PreferenceColumns(prompt=options.prompt_key)
+    columns = PreferenceColumns(options.prompt_key, options.chosen_key, options.rejected_key)
     for row in rows:
-        if row.values.get("chosen") == row.values.get("rejected"):
+        if row.values.get(columns.chosen) == row.values.get(columns.rejected):
             continue
         try:
             sides = list(sides_of_row(row, columns))

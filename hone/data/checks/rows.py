@@ -371,7 +371,7 @@ def pair_shapes(
                 fix=f"pairs of both kinds{FIXES[what]}",
                 where=side,
             )
-    questions = [answer_text(plain(row.values.get(prompt_key)), "user") for row in rows]
+    questions = [answer_text(plain(row.values.get(prompt_key) or row.values.get(sides[0])), "user") for row in rows]
     copied = [row for row, text in zip(rows, questions, strict=True) if _repeats(row, sides[0], text)]
     if len(copied) > 0.05 * len(pairs):
         yield _warning(

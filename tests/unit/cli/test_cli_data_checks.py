@@ -79,6 +79,14 @@ def test_pairs_that_training_would_refuse_are_found(tokenizer, tmp_path, chosen)
     assert result.exit_code == 2 and "R39" in found
 
 
+def test_pairs_may_have_columns_of_other_names(tmp_path):
+    pair = {"prompt": "a", "better": "b", "worse": "c"}
+    file = write_rows(tmp_path / "d.jsonl", [pair, pair | {"worse": "b"}])
+    result = run("check", file, "data.chosen_key=better", "--rejected-key", "worse", "--json")
+    report = json.loads(result.stdout)
+    assert report["kinds"] == ["prefer"] and "better and worse are equal" in report["findings"][0]["what"]
+
+
 @pytest.mark.parametrize("target", ["messages", "multimodal"])
 def test_calls_are_converted_with_their_tools(tmp_path, target):
     def row(arguments):

@@ -146,7 +146,7 @@ def test_rows_of_another_script_are_left_out(tmp_path: Path):
         [{"data_source": "s", "prompt": p, "reward_model": {"ground_truth": a}} for p, a in texts.items()],
     )
     out, rest = tmp_path / "out.jsonl", tmp_path / "rest.jsonl"
-    counted = clean_files([file], out, rest, messages_key="messages", limit=99, language="en")
+    counted = clean_files([file], out, rest, messages_key="messages", limit=99, language="en-US")
     assert counted.as_json() == {"kept": 2, "rejected": 2, "reasons": {"language": 2}}
     kept = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
     assert kept == ["What is 2?", "3 + 3 = ?"]
@@ -179,6 +179,10 @@ def test_pairs_of_different_form_are_named():
     asked = "Say what the weather is."
     (copied,) = shapes([(f"{asked} ab", f"{asked} ba")] * 50, asked)
     assert "50 of 50" in copied
+    question = [{"role": "user", "content": asked}]
+    whole = [Row(str(n), "", {side: question + said(f"{asked} {side}") for side in ("yes", "no")}) for n in range(50)]
+    found = [finding.error.what for finding in checks.pair_shapes(whole, "prompt", ("yes", "no"))]
+    assert any("50 of 50 yes answers repeat" in one for one in found)
 
 
 def test_the_command_splits(tasks: str, tmp_path: Path):

@@ -91,6 +91,7 @@ def clean_files(
         raise ConfigError(
             f"'{repeated}' is not exact or near", fix="--drop-duplicates exact", where="--drop-duplicates"
         )
+    language = language and re.split("[-_]", language.lower())[0]  # en-US is en
     if language is not None and language not in SCRIPTS:
         raise ConfigError(
             f"'{language}' is not a known language", fix=did_you_mean(language, SCRIPTS), where="--language"
