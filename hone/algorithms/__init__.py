@@ -14,6 +14,7 @@ from hone.algorithms.distillation import (
     distillation_loss,
     distillation_token_loss,
 )
+from hone.algorithms.entropy import EntropyController, largest_share
 from hone.algorithms.kl import (
     DIVERGENCES,
     KL_KINDS,
@@ -33,7 +34,7 @@ from hone.algorithms.logits import (
     sum_pi_squared_from_logits,
     token_log_probs,
 )
-from hone.algorithms.masked import AGGREGATION_MODES, aggregate_loss, largest_share, masked_mean, masked_sum
+from hone.algorithms.masked import AGGREGATION_MODES, aggregate_loss, masked_mean, masked_sum
 from hone.algorithms.off_policy import (
     Correction,
     check_rollout_correction,
@@ -60,6 +61,7 @@ __all__ = [
     "AdaptiveKLController",
     "AdvantageEstimator",
     "Correction",
+    "EntropyController",
     "FixedKLController",
     "KLController",
     "PolicyLoss",

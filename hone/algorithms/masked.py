@@ -5,8 +5,6 @@ Values outside the mask may be NaN.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -33,20 +31,6 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the mean over the mask, along ``dim`` or over everything; 0 for an empty mask."""
     count = (mask.sum() if dim is None else mask.sum(dim)).to(values.dtype)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
-
-
-def largest_share(values: Tensor, mask: Tensor, share: float) -> tuple[Tensor, float]:
-    """Mark the ``share`` of the positions in ``mask [N]`` with the largest ``values [N]``.
-
-    Returns bool ``[N]`` and the least value marked (NaN for an empty mask). The bound is the quantile ``1 - share``; equals of it are
-    marked too.
-    """
-    selected = values[mask.bool()]
-    if not len(selected):
-        return mask.bool(), float("nan")
-    rank = math.ceil((1 - share) * (len(selected) - 1))
-    bound = selected.kthvalue(rank + 1).values
-    return mask.bool() & (values >= bound), float(bound)
 
 
 AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")

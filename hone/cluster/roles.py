@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import logging
@@ -39,7 +40,15 @@ from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import Outputs, TrainSettings, train_batches
 from hone.training.learners import teacher_distance
 from hone.training.microbatches import MicroBatchTarget
-from hone.training.objectives import DIVISORS, LossFn, PartialLoss, PolicyObjective, outcome_objective, value_objective
+from hone.training.objectives import (
+    DIVISORS,
+    LossFn,
+    PartialLoss,
+    PolicyObjective,
+    learns_entropy,
+    outcome_objective,
+    value_objective,
+)
 from hone.training.preferences import online_objective
 from hone.training.step_profile import profiled_update
 
@@ -137,7 +146,7 @@ class PolicyWorker(WeightSource, TrainedModel):
         distillation = config.distillation
         head = PolicyHead(
             config.actor_rollout_ref.rollout.temperature,
-            learns_entropy=actor.entropy_coeff > 0,
+            learns_entropy=learns_entropy(actor),
             distance=teacher_distance(config, context.device),
         )
         self._load(
@@ -175,14 +184,23 @@ class PolicyWorker(WeightSource, TrainedModel):
 
     @dispatch(Split.ROWS)
     def update(
-        self, batch: Batch, minis: RowGroups, step: int, *, gives_old_log_probs: bool = False, keep_last: bool = False
+        self,
+        batch: Batch,
+        minis: RowGroups,
+        step: int,
+        *,
+        gives_old_log_probs: bool = False,
+        keep_last: bool = False,
+        entropy_coeff: float | None = None,
     ) -> Batch:
         """Apply all optimizer updates of one step; see :func:`~hone.training.engine.train_batches`.
+
+        ``entropy_coeff``: this step's weight of the entropy bonus, if it is not the configured one.
 
         Returns:
             The kept columns, and in the metadata ``update``, the :class:`RoleUpdate`.
         """
-        self._save_micro_batch(step)
+        self._begin_step(step, entropy_coeff)
         with self._profiled(step):
             results, columns = train_batches(
                 self.engine.train_batch,
@@ -190,7 +208,7 @@ class PolicyWorker(WeightSource, TrainedModel):
                 self._by_pairs or self._objective,
                 minis.groups,
                 step=step,
-                with_entropy=gives_old_log_probs or self.config.actor_rollout_ref.actor.entropy_coeff > 0,
+                with_entropy=gives_old_log_probs or learns_entropy(self.config.actor_rollout_ref.actor),
                 gives_old_log_probs=gives_old_log_probs,
                 keep_last=keep_last,
                 prepare=self._prepared if self._by_pairs is None and self._objective.needs_preparation else None,
@@ -198,7 +216,7 @@ class PolicyWorker(WeightSource, TrainedModel):
         return Batch(columns, update=RoleUpdate(results, self.engine.learning_rate(step)))
 
     @dispatch(Split.ROWS)
-    def accumulate(self, batch: Batch, step: int, *, first: bool) -> Batch:
+    def accumulate(self, batch: Batch, step: int, *, first: bool, entropy_coeff: float | None = None) -> Batch:
         """Compute the gradients of a part of the step's only update; return ``log_probs`` and ``entropy`` of its tokens.
 
         Args:
@@ -206,7 +224,7 @@ class PolicyWorker(WeightSource, TrainedModel):
             first: whether it is the first part of the step.
         """
         if first:
-            self._save_micro_batch(step)
+            self._begin_step(step, entropy_coeff)
             self.engine.begin_update()
             self._partial = PartialLoss(self._objective, DIVISORS[self.config.actor_rollout_ref.actor.loss_agg_mode])
         outputs = Outputs(batch.ragged("response_ids"))
@@ -242,8 +260,10 @@ class PolicyWorker(WeightSource, TrainedModel):
         self._held = []
         return bucket or None
 
-    def _save_micro_batch(self, step: int) -> None:
-        """Save the next micro-batch if ``trainer.save_microbatch_steps`` names this step."""
+    def _begin_step(self, step: int, entropy_coeff: float | None) -> None:
+        """Set the weight of the entropy bonus; save the next micro-batch if ``trainer.save_microbatch_steps`` names this step."""
+        if entropy_coeff is not None:
+            self._objective.entropy_coeff = entropy_coeff
         if step + 1 in self.config.trainer.save_microbatch_steps and self.context.rank == 0:
             if not isinstance(self.engine, LocalBackend):
                 raise ConfigError(
@@ -252,7 +272,11 @@ class PolicyWorker(WeightSource, TrainedModel):
                     where="trainer.save_microbatch_steps",
                     fix="trainer.save_microbatch_steps=[], or a run with one process per model",
                 )
-            self.engine.save_next_micro_batch(MicroBatchTarget(self.config, step + 1))
+            config = copy.deepcopy(self.config)  # with the weight of this step, to compute the same loss again
+            if entropy_coeff is not None:
+                config.actor_rollout_ref.actor.entropy_coeff = entropy_coeff
+                config.actor_rollout_ref.actor.entropy_target = None
+            self.engine.save_next_micro_batch(MicroBatchTarget(config, step + 1))
 
     def _prepared(self, mini: Batch, first: bool) -> Batch:
         """Prepare the loss for a whole mini-batch.

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
+from hone.cluster.handles import TEACHER_RESPONSES
 from hone.cluster.roles import ModelRole, build_frozen_policy, first_adapter
 from hone.config.distillation import SAMPLED_MODES, is_address
 from hone.config.offline import SFTConfig
@@ -17,7 +18,6 @@ from hone.config.tree import RLConfig
 from hone.config.trees import model_block
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.data.spans import TEACHER_RESPONSES
 from hone.models.teacher import IDS, LOG_PROBS, TEACHER, TEACHER_LOG_PROBS, TEACHER_PROMPTS, TopKHead
 from hone.training.backends.protocol import TrainBackend
 from hone.training.learners import teacher_head, teacher_model

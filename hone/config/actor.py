@@ -115,7 +115,14 @@ class ActorConfig(ParallelConfig):
     loss_scale_factor: float | None = number(None, above=0)
     """Divisor of seq-mean-token-sum-norm; null means data.max_response_length."""
     entropy_coeff: float = number(0.0, low=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_target, its weight at the start."""
+    entropy_target: float | None = number(None, low=0)
+    """Mean entropy of a response token in nats. After a step at most at it, the bonus acts and its weight grows; after another it rests
+    and its weight shrinks (Skywork-OR1). Null means a constant weight."""
+    entropy_coeff_delta: float = number(0.005, above=0)
+    """entropy_target: change of the weight a step."""
+    entropy_coeff_max: float = number(1.0, above=0)
+    """entropy_target: largest weight."""
     use_kl_loss: bool = False
     """Add a KL penalty against the reference policy to the loss (as in GRPO)."""
     kl_loss_coef: float = number(0.001, low=0)

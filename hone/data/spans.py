@@ -20,9 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import encode_texts
 
-TEACHER_RESPONSES, TEACHER_SPANS = "teacher_response_ids", "teacher_response_spans"
-"""Columns of the responses in a teacher's own tokens, and of the span of each; missing if they are the policy's."""
-
 _MARK = "\ufffd"  # text of bytes that are no character
 
 

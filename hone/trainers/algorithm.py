@@ -22,14 +22,13 @@ import torch
 
 from hone.algorithms import advantage_estimators
 from hone.cluster.dispatch import RowGroups
-from hone.cluster.handles import AnyBatch, RoleUpdate, Rollout, Work, concat_batches, rows_of
+from hone.cluster.handles import TEACHER_RESPONSES, AnyBatch, RoleUpdate, Rollout, Work, concat_batches, rows_of
 from hone.cluster.runtime import Roles
 from hone.cluster.weight_sync import WeightSync
 from hone.config.derived import OldLogProbs, RunSpec
 from hone.config.tree import RLConfig
 from hone.data.prompts import EpochSampler, PromptDataset
 from hone.data.seeding import derive_seed
-from hone.data.spans import TEACHER_RESPONSES
 from hone.data.types import Sample
 from hone.errors import ConfigError
 from hone.generation.protocol import SamplingParams
@@ -528,7 +527,14 @@ class Algorithm:
         minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, seed)
         same_rows = not by_pairs and not self.config.algorithm.use_pf_ppo
         keep_last = same_rows and self.archive.whole(state.step)
-        pending = self.actor.update(view, minis, state.step - 1, gives_old_log_probs=from_update, keep_last=keep_last)
+        pending = self.actor.update(
+            view,
+            minis,
+            state.step - 1,
+            gives_old_log_probs=from_update,
+            keep_last=keep_last,
+            entropy_coeff=await self._entropy_coeff(),
+        )
         state.metrics.update(pending.balance())
         outputs = await pending
         update = outputs.meta.pop("update")
@@ -539,6 +545,12 @@ class Algorithm:
             state.add(outputs)
         await self._record("actor", update, state)
         return state
+
+    async def _entropy_coeff(self) -> float | None:
+        """Return the weight of the entropy bonus in this step; None for the configured one."""
+        if self.config.actor_rollout_ref.actor.entropy_target is None:
+            return None
+        return await self.work.entropy_weight()
 
     async def _update_view(self, state: StepState, *, pairs: bool) -> AnyBatch:
         """Return the rows and tokens for the updates: not rejected, resampled (PF-PPO), or paired."""
@@ -611,7 +623,9 @@ class Algorithm:
             state = await self.advantages(state)
             await self.work.check_ids(state.batch)
             with state.metrics.timer("update_actor"):
-                outputs = await self.actor.accumulate(state.batch, state.step - 1, first=not parts)
+                outputs = await self.actor.accumulate(
+                    state.batch, state.step - 1, first=not parts, entropy_coeff=await self._entropy_coeff()
+                )
             part = state.batch.updated(outputs.rename({"log_probs": "old_log_probs"}))
             if self.archive.whole(state.step):
                 part = part.updated(part.select("old_log_probs").rename({"old_log_probs": "new_log_probs"}))

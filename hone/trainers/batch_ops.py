@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
-from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
+from hone.algorithms import EntropyController, advantage_estimators, apply_kl_penalty, kl_controller
 from hone.algorithms.advantages.roles import RoleBaselines
 from hone.cluster.columns import TOKENS
 from hone.cluster.context import WorkerContext
@@ -57,6 +57,7 @@ from hone.trainers.reporting import age_metrics, batch_metrics, prompt_text, sco
 from hone.trainers.teacher_inputs import TeacherInputs, mixed_advantages, span_columns
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.checkpoints.storage import Storage
+from hone.training.objectives import UPDATED_ENTROPY
 from hone.training.preferences import own_pairs
 from hone.training.served_teacher import ServedTeachers
 
@@ -76,6 +77,10 @@ class BatchOps:
         )
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
+        actor = config.actor_rollout_ref.actor
+        self.entropy = EntropyController(
+            actor.entropy_coeff, actor.entropy_target, actor.entropy_coeff_delta, actor.entropy_coeff_max
+        )
         self.role_baselines = RoleBaselines(config.algorithm.role_baseline_decay)
         dtype = dtype_on(context.device, config.actor_rollout_ref.actor.dtype)
         self.invariants = Invariants(
@@ -333,6 +338,16 @@ class BatchOps:
         if role == "actor" and results and any(results[0].statistics):
             self.invariants.check_first_ratio(results[0], self.metrics)  # a mini-batch may be rejected or have no pairs
         self.invariants.check_updates(role, results, batch)
+        parts = [part[UPDATED_ENTROPY] for one in results for part in one.statistics if UPDATED_ENTROPY in part]
+        if parts:
+            self.entropy.update(
+                sum(float(value) * weight for value, weight in parts) / sum(weight for _, weight in parts)
+            )
+
+    @dispatch(Split.ZERO)
+    def entropy_weight(self) -> float:
+        """Return the weight of the entropy bonus in the next update."""
+        return self.entropy.weight
 
     # reports ---------------------------------------------------------------------------------------------------------
 
@@ -435,6 +450,7 @@ class BatchOps:
         """Return the state for a resumed run as plain JSON values."""
         return {
             "kl_ctrl": self.kl_ctrl.state_dict(),
+            "entropy": self.entropy.state_dict(),
             "invariants": self.invariants.state_dict(),
             "published": self.published.state_dict(),
             "role_baselines": self.role_baselines.values,
@@ -444,6 +460,7 @@ class BatchOps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`."""
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.entropy.load_state_dict(state.get("entropy", {}))
         self.invariants.load_state_dict(state["invariants"])
         self.published.load_state_dict(state["published"])
         self.role_baselines.values = dict(state.get("role_baselines", {}))

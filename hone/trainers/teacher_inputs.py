@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.base import EpisodeContext
 from hone.agents.tool_agent import shown_of
 from hone.algorithms import distillation_advantages
+from hone.cluster.handles import TEACHER_RESPONSES, TEACHER_SPANS
 from hone.config.distillation import DistillationConfig, is_address
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
@@ -20,7 +21,7 @@ from hone.data.image_processor import ImageProcessor
 from hone.data.images import content_text
 from hone.data.ragged import Ragged
 from hone.data.row_images import parts_of
-from hone.data.spans import TEACHER_RESPONSES, TEACHER_SPANS, Spans, shares_tokenizer, spans_of
+from hone.data.spans import Spans, shares_tokenizer, spans_of
 from hone.data.teacher_prompt import filled
 from hone.data.tokenizer import decoded, load_tokenizer, stop_tokens
 from hone.data.types import Sample

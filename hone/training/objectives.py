@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms import PolicyLoss, aggregate_loss, distillation_token_loss, kl_penalty, policy_losses, value_loss
+from hone.algorithms import (
+    PolicyLoss,
+    aggregate_loss,
+    distillation_token_loss,
+    kl_penalty,
+    masked_mean,
+    policy_losses,
+    value_loss,
+)
 from hone.algorithms.process_rewards import outcome_loss
 from hone.config.actor import ActorConfig, policy_loss_name
 from hone.config.distillation import AnswersDistillationConfig, DistillationConfig, TeacherConfig
@@ -140,8 +148,16 @@ def _single_rank(batch: Batch) -> GatheredRows:
     return GatheredRows(batch, range(len(batch)))
 
 
+UPDATED_ENTROPY = "actor/updated_entropy"
+
+
+def learns_entropy(actor: ActorConfig) -> bool:
+    """Whether the loss has an entropy bonus, of a constant weight or of one that follows a target."""
+    return actor.entropy_coeff > 0 or actor.entropy_target is not None
+
+
 class PolicyObjective:
-    """Policy loss - entropy_coeff x entropy + kl_loss_coef x KL(policy, reference) + coef x distance from a teacher.
+    """Policy loss - :attr:`entropy_coeff` x entropy + kl_loss_coef x KL(policy, reference) + coef x distance from a teacher.
 
     Reads columns ``advantages`` and ``response_mask``; if present ``old_log_probs`` and ``rollout_is_weights``; with
     use_kl_loss ``ref_log_probs``; with a distance of sampled tokens ``teacher_log_probs``; and the columns of :meth:`prepare`.
@@ -164,7 +180,7 @@ class PolicyObjective:
         max_response_length: int,
         distillation: DistillationConfig | None = None,
     ) -> None:
-        self.actor, self.distillation = actor, distillation
+        self.actor, self.distillation, self.entropy_coeff = actor, distillation, actor.entropy_coeff
         self.loss = policy_losses.get(policy_loss_name(actor.policy_loss.loss_mode, correction))
         self.options = loss_options(self.loss, actor, correction)
         self.scale = actor.loss_scale_factor or max_response_length
@@ -220,9 +236,12 @@ class PolicyObjective:
         if self.distillation is not None:
             loss = self.distillation.task_weight * loss
         mode = aggregation.pop("loss_agg_mode")
-        if actor.entropy_coeff > 0:
-            shares["actor/entropy_loss"] = aggregate_loss(outputs["entropy"].to_padded(), mask, mode, **aggregation)
-            loss = loss - actor.entropy_coeff * shares["actor/entropy_loss"]
+        if learns_entropy(actor):
+            entropy = outputs["entropy"].to_padded()
+            shares["actor/entropy_loss"] = aggregate_loss(entropy, mask, mode, **aggregation)
+            loss = loss - self.entropy_coeff * shares["actor/entropy_loss"]
+            measured = {UPDATED_ENTROPY: masked_mean(entropy.detach(), mask), "actor/entropy_coeff": self.entropy_coeff}
+            metrics = {**metrics, **measured}
         if actor.use_kl_loss:
             penalty = kl_penalty(log_probs, _padded(batch, "ref_log_probs", outputs), actor.kl_loss_type)
             shares["actor/kl_loss"] = aggregate_loss(penalty, mask, mode, **aggregation)

@@ -21,7 +21,8 @@ PPO = (
     "algorithm.kl_ctrl.type=adaptive",
     "algorithm.kl_ctrl.kl_coef=0.05",
     "algorithm.kl_ctrl.horizon=200",
-    "actor_rollout_ref.actor.entropy_coeff=0.001",
+    "actor_rollout_ref.actor.entropy_target=100",
+    "actor_rollout_ref.actor.entropy_coeff_delta=0.001",
 )
 LORA = (
     "grpo",

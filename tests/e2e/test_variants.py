@@ -154,6 +154,25 @@ def test_every_aggregation_with_an_entropy_bonus(train, mode):
         assert last["actor/entropy_loss"] == pytest.approx(last["actor/entropy"], rel=1e-5)
 
 
+@pytest.mark.parametrize("minis", [6, 3])
+def test_the_entropy_bonus_follows_its_target(train, minis):
+    target = curve(train(f"actor_rollout_ref.actor.ppo_mini_batch_size={minis}"), "actor/entropy")[1]
+    directory = train(
+        f"actor_rollout_ref.actor.entropy_target={target}",
+        "actor_rollout_ref.actor.entropy_coeff_delta=0.3",
+        "actor_rollout_ref.actor.entropy_coeff_max=0.5",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={minis}",
+    )
+    rows, value, last = metrics(directory), 0.0, math.inf
+    for row in rows:
+        assert row["actor/entropy_coeff"] == pytest.approx(value if last <= target else 0.0)
+        last = row["actor/updated_entropy"]
+        value = min(value + 0.3, 0.5) if last <= target else max(value - 0.3, 0.0)
+        parts = row["actor/pg_loss"] - row["actor/entropy_coeff"] * row["actor/entropy_loss"]
+        assert row["actor/loss"] == pytest.approx(parts + 0.001 * row["actor/kl_loss"], abs=1e-5)
+        assert row["actor/entropy_loss"] == pytest.approx(row["actor/updated_entropy"], rel=1e-5)
+
+
 def test_only_tokens_with_much_entropy_teach(train):
     directory = train("algorithm.top_entropy_share=0.25", "trainer.rollout_dump_freq=1")
     least = curve(directory, "actor/least_learnt_entropy")

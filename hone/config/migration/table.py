@@ -340,6 +340,11 @@ def kl_weight(value: Any, others: Others) -> Settings:
     return {"actor.use_kl_loss": bool(value), **({"actor.kl_loss_coef": value} if value else {})}
 
 
+def adaptive_entropy(value: Any, others: Others) -> Settings:
+    """TRL's bonus follows a target where use_adaptive_entropy is set; its own target is 0.2."""
+    return {"actor.entropy_target": others.get("entropy_target", 0.2)} if value else {}
+
+
 def preference_loss(value: Any, others: Others) -> Settings:
     names = [value] if isinstance(value, str) else list(value or [])
     if len(names) != 1:
@@ -409,6 +414,7 @@ BY_NAME: dict[str, Callable[[Any, Others], Settings]] = {
             clip_range,
             grpo_loss,
             kl_weight,
+            adaptive_entropy,
             preference_loss,
             adapters,
             whole_epochs,

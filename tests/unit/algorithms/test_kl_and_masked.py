@@ -1,5 +1,6 @@
 """KL estimators, controllers and masked statistics against the oracle."""
 
+import json
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from support.ragged_cases import Case, cases, rows_of
 
 from hone.algorithms import (
     KL_KINDS,
+    EntropyController,
     apply_kl_penalty,
     kl_controller,
     kl_penalty,
@@ -134,6 +136,25 @@ def test_nan_outside_the_mask_does_not_reach_the_gradient() -> None:
     x = torch.tensor([[1.0, math.nan], [math.inf, 2.0]], requires_grad=True)
     masked_mean(x, torch.tensor([[1, 0], [0, 1]])).backward()
     assert x.grad is not None and x.grad.tolist() == [[0.5, 0.0], [0.0, 0.5]]
+
+
+@quick
+@given(st.lists(st.floats(0, 2) | st.just(math.nan), max_size=30), st.floats(0, 0.3), st.integers(0, 30))
+def test_the_weight_of_the_bonus_follows_its_target(entropies: list[float], coef: float, resumed_at: int) -> None:
+    """Compared with the rule written out, also for a controller that is restored in between."""
+    controller, value, last = EntropyController(coef, 1.0, 0.1, 0.4), coef, math.inf
+    for number, entropy in enumerate(entropies):
+        if number == resumed_at:
+            state = json.loads(json.dumps(controller.state_dict(), allow_nan=False))
+            controller = EntropyController(coef, 1.0, 0.1, 0.4)
+            controller.load_state_dict(state)
+        assert controller.weight == pytest.approx(value if last <= 1.0 else 0.0)
+        controller.update(entropy)
+        if not math.isnan(entropy):
+            value, last = (min(value + 0.1, 0.4) if entropy <= 1.0 else max(value - 0.1, 0.0)), entropy
+    constant = EntropyController(coef, None, 0.1, 0.4)
+    constant.load_state_dict(controller.state_dict())
+    assert constant.weight == coef
 
 
 @quick

@@ -156,14 +156,23 @@ def test_rows_of_the_tables_have_words_that_are_read(file: Path) -> None:
     assert {key for row in rows(read) for key in row} <= known
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("num_iterations", 1), ("adam_beta2", 0.999), ("top_entropy_quantile", 1.0)]
-)
+@pytest.mark.parametrize(("name", "value"), [("num_iterations", 1), ("adam_beta2", 0.999), ("entropy_coef_min", 0.0)])
 def test_a_default_of_trl_asks_for_nothing(name: str, value: Any) -> None:
     settled = trl_setting(name, value, {}, RLConfig)
-    refused = trl_setting(name, value * 2, {}, RLConfig)
+    refused = trl_setting(name, value * 2 or 0.1, {}, RLConfig)
     assert settled is not None and settled.outcome is Outcome.SETTLED
     assert refused is not None and refused.outcome is Outcome.UNSUPPORTED
+
+
+def test_trls_adaptive_bonus_has_its_own_target() -> None:
+    def target(value: bool, others: dict[str, Any]) -> dict[str, Any]:
+        read = trl_setting("use_adaptive_entropy", value, others, RLConfig)
+        assert read is not None
+        return dict(read.sets)
+
+    key = "actor_rollout_ref.actor.entropy_target"
+    assert target(True, {}) == {key: 0.2} and target(True, {"entropy_target": 0.5}) == {key: 0.5}
+    assert target(False, {"entropy_target": 0.5}) == {}
 
 
 def test_what_is_off_passes_and_what_is_on_is_refused() -> None:

@@ -13,12 +13,12 @@ from support.templates import tokenizer
 from support.tiny_runs import make_model
 
 from hone.cluster.context import WorkerContext
+from hone.cluster.handles import TEACHER_RESPONSES, TEACHER_SPANS
 from hone.cluster.teacher import TeacherWorker
 from hone.config import RLConfig, load_config
 from hone.data.batch import Batch
 from hone.data.chat import encode_texts, render_prompt
 from hone.data.ragged import Ragged
-from hone.data.spans import TEACHER_RESPONSES, TEACHER_SPANS
 from hone.data.types import Sample
 from hone.errors import DataError
 from hone.insight.metrics import MetricStore
