@@ -33,13 +33,15 @@ from grpo_step import TRL_ENV, ensure_trl
 HERE = Path(__file__).resolve().parent
 SETTINGS = {"prompts": 16, "n": 8, "length": 24, "lr": 5e-4, "clip": 0.2, "steps": 40, "threads": 1}
 """What both trainers are told. Weight decay 0, no warm-up, no KL term, gradients clipped to norm 1, temperature 1."""
-IMITATION, CARE, PROMPT = 400, 0.7, 256
-"""Steps of imitation, the share of demonstrations that are right, and the longest prompt in tokens."""
+CARE, PROMPT = 0.7, 256
+"""The share of demonstrations that are right, and the longest prompt in tokens."""
+IMITATION = {"spell_backward": 1200}
+"""Steps of imitation of a task; 400 elsewhere."""
 VOCABULARY = {"countdown": 400}
 """Tokens of a task's tokenizer; elsewhere 270, which are characters but for the words of the template."""
 TASKS: dict[str, dict[str, Any]] = {
     "reversed_text": {},
-    "spell_backward": {"min_word_len": 3, "max_word_len": 5},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 4},
     "letter_counting": {"min_words": 2, "max_words": 4},
     "basic_arithmetic": {
         "min_terms": 2,
@@ -127,8 +129,8 @@ def hone(*words: object) -> None:
 
 def make_start(task: str, work: Path) -> Path:
     """Make a task's problems, its tokenizer and its start model in ``work``; return the model's directory."""
-    home = work / task
-    start = home / f"sft/checkpoints/step_{IMITATION}/actor"
+    home, steps = work / task, IMITATION.get(task, 400)
+    start = home / f"sft/checkpoints/step_{steps}/actor"
     if start.is_dir():
         return start
     home.mkdir(parents=True, exist_ok=True)
@@ -154,7 +156,7 @@ def make_start(task: str, work: Path) -> Path:
         "data.train_batch_size=64",
         "optim.lr=2e-3",
         "optim.lr_scheduler_type=cosine",
-        f"trainer.total_training_steps={IMITATION}",
+        f"trainer.total_training_steps={steps}",
         f"trainer.default_local_dir={home}/sft",
         "trainer.num_threads=1",
         "trainer.device=cpu",
