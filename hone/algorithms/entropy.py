@@ -1,4 +1,4 @@
-"""What the entropy of the policy decides: the tokens that teach it, and the weight of the entropy bonus."""
+"""Choices by the entropy of the policy: the tokens that teach it, and the weight of the entropy bonus."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ UPDATED_ENTROPY = "actor/updated_entropy"
 
 
 def learns_entropy(actor: ActorConfig) -> bool:
-    """Whether the loss has an entropy bonus, of a constant weight or of one that follows a target."""
+    """Return whether the loss has an entropy bonus, of a constant weight or of one that follows a target."""
     return actor.entropy_coeff > 0 or actor.entropy_target is not None
 
 
