@@ -101,7 +101,9 @@ def check(
         str | None, typer.Option(help="tokenizer or model directory, to measure lengths in tokens, those of images too")
     ] = None,
     max_prompt_length: Annotated[int, typer.Option(help="longest prompt in tokens")] = 512,
-    truncation: Annotated[str, typer.Option(help="error, drop or truncate: action for longer prompts")] = "error",
+    truncation: Annotated[
+        str, typer.Option(help="error, drop, or truncate at the left, right or middle: action for longer prompts")
+    ] = "error",
     batch_size: Annotated[int, typer.Option(help="prompts per step", min=1)] = 64,
     max_tool_characters: Annotated[int, typer.Option(help="longest tool result in characters")] = 2000,
     custom_reward: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.agents.tool_agent import compaction_reserve
@@ -27,7 +27,17 @@ SAME_WORDS = 0.8
 """Share of common words from which on two descriptions are nearly the same."""
 LARGEST_SHARE = 0.75
 """Share of ``data.max_prompt_length`` above which tool schemas leave too little to the prompts."""
-_NAMED = re.compile(r"\b(?:call|use|tools?|functions?)[ :]+[`'\"](\w+)(?:\(\))?[`'\"]", re.IGNORECASE)
+_NAMED = re.compile(
+    r"""(?:\b(?:call|use|invoke|run|tools?|functions?)|调用|使用)[\s:：]*(?:
+    (?P<quote>[`'"])(?P<quoted>\w+)(?P=quote) | (?P<bare>[A-Za-z]+(?:_+\w+)+)(?![\w(]) )
+    | "name":\s*"(?P<called>\w+)",\s*"arguments" | <tool>\s*(?P<tag>\w+)\s*</tool>""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_LISTED = re.compile(r"(?:available|following) (?:tools|functions)[^:\n]*:(.*(?:\n+[ \t]*[-*].*)*)", re.IGNORECASE)
+_ENTRY = re.compile(
+    r"(?:^|\n)\s*[-*]\s*`?(\w+)`?\s*(?:[:：(]|$)|(?:^|,|\band\b)\s*`?(\w+)`?(?=\s*(?:,|\.|and\b|$))", re.MULTILINE
+)
+_NEGATED = re.compile(r"(?:never|not|n't|cannot)\s*$", re.IGNORECASE)
 _NAMELESS = re.compile(r"\W*\w?\W*|(?:tool|func(?:tion)?|fn)_?\d*", re.IGNORECASE)
 
 
@@ -210,21 +220,45 @@ def schema_faults(functions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         name, about = function["name"], str(function.get("description") or "")
         if _NAMELESS.fullmatch(name):
             yield f"the name of tool '{name}' does not say what it does"
-        if len(about.split()) < LEAST_WORDS:
+        if len(_words(about)) < LEAST_WORDS:
             yield f"tool '{name}' says only '{about.strip()}'" if about.strip() else f"tool '{name}' has no description"
-        words[name] = set(re.findall(r"\w+", about.lower()))
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        silent = [
-            str(argument)
-            for argument, schema in properties.items()
-            if str(argument).lower() not in words[name]  # a description such as "compute an expression" says it
-            and not (isinstance(schema, Mapping) and schema.keys() & {"description", "enum", "const"})
-        ]
+        words[name] = set(_words(about))
+        silent = list(_silent(function.get("parameters") or {}, words[name]))
         if silent:
             yield f"tool '{name}' does not say what {', '.join(silent)} is"
     for (one, these), (other, those) in itertools.combinations(words.items(), 2):
         if len(these & those) >= max(LEAST_WORDS, SAME_WORDS * len(these | those)):
             yield f"tools '{one}' and '{other}' have nearly the same description"
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a text; each character of Chinese, Japanese and Korean counts as one."""
+    return re.findall(
+        r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+", text.lower()
+    )
+
+
+def _silent(schema: Mapping[str, Any], said: Collection[str], place: str = "") -> Iterator[str]:
+    """Yield the arguments, also those within others, of which neither their own description nor that of the tool says anything."""
+    for argument, part in (schema.get("properties") or {}).items():
+        part, name = part if isinstance(part, Mapping) else {}, str(argument)
+        own = set(_words(str(part.get("description") or ""))) - {"the", "a", "an", *_words(name), str(part.get("type"))}
+        if name.lower() not in said and not own and not part.keys() & {"enum", "const"}:
+            yield place + name
+        inner = part.get("items") if isinstance(part.get("items"), Mapping) else part
+        yield from _silent(inner or {}, said, f"{place}{name}.")
+
+
+def named_tools(system: str) -> list[str]:
+    """Return the names that a system message calls tools, in order; what it forbids to call is none."""
+    found = [
+        next(name for name in match.groupdict(default="").items() if name[0] != "quote" and name[1])[1]
+        for match in _NAMED.finditer(system)
+        if not _NEGATED.search(system[: match.start()])
+    ]
+    for listed in _LISTED.finditer(system):
+        found += [first or second for first, second in _ENTRY.findall(listed[1])]
+    return list(dict.fromkeys(found))
 
 
 @rule("R96", Stage.TEMPLATE)
@@ -242,16 +276,16 @@ def tools_and_system_prompts_agree(config: RLConfig, evidence: Evidence) -> Find
         yield warning(
             f"the schemas of {len(schemas)} tools take {taken} of data.max_prompt_length={limit} tokens",
             why="each episode reads them again, and long prompts do not fit next to them",
-            fix=f"shorter descriptions, fewer tools, or data.max_prompt_length={3 * taken}",
+            fix=f"shorter descriptions, fewer tools, or data.max_prompt_length={3 * taken} where the model reads that much",
             where=f"{MULTI_TURN}.tool_config_path",
         )
     names = {schema["function"]["name"] for schema in schemas}
     for row in evidence.train_rows[:LOOKED_AT]:
         system = " ".join(system_texts(row.values.get(config.data.prompt_key)))
-        others = sorted(set(_NAMED.findall(system)) - names) if names else []
+        others = [name for name in named_tools(system) if name not in names] if names else []
         if others:
             yield warning(
-                f"the system message names the tool '{others[0]}', which is not configured ({', '.join(sorted(names))} are)",
+                f"the system message names tools that are not configured: {', '.join(others[:4])} ({', '.join(sorted(names))} are)",
                 why="the policy then calls what does not exist, and each such call is an error",
                 fix="the configured names in the system message, or the missing tool in the tool file",
                 where=row.where,

@@ -380,7 +380,8 @@ def try_reward(config: RLConfig, read: RowReader | None = None, *, thinks: bool 
     except HoneError:
         return []  # an unknown scorer: R11 reports it
     sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    return list(bench_findings(bench, settings, sequences, thinks=thinks))
+    outcomes = RunSpec(config).rewards_process
+    return list(bench_findings(bench, settings, sequences, thinks=thinks, probabilities=outcomes))
 
 
 def _plays_tools(config: RLConfig) -> bool:

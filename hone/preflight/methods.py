@@ -68,6 +68,12 @@ def kl_twice(config: RLConfig) -> Findings:
             why="the total penalty is larger than either coefficient",
             fix="algorithm.use_kl_in_reward=false or actor_rollout_ref.actor.use_kl_loss=false",
         )
+    if config.algorithm.use_kl_in_reward and RunSpec(config).rewards_process:
+        yield error(
+            "algorithm.use_kl_in_reward=true takes the KL penalty from rewards that adv_estimator=prime learns as right (1) or wrong (0)",
+            why="a reward below 0 is no probability, and the run would end at the first one",
+            fix="algorithm.use_kl_in_reward=false, or actor_rollout_ref.actor.use_kl_loss=true for a penalty in the loss",
+        )
 
 
 @rule("R32")
@@ -376,7 +382,9 @@ def form_earns_less_than_the_result(config: RLConfig) -> Findings:
     from hone.rewards.terms import read_terms
 
     try:
-        terms = [term for term in read_terms(config.reward.terms) if term.normalize is None]
+        terms = read_terms(
+            config.reward.terms
+        )  # a normalised one has deviation 1, so a bound of 1 holds about for it too
     except HoneError:
         return  # R11 reports it
     form = {

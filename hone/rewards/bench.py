@@ -151,13 +151,19 @@ UNANSWERED = ("cut", "nothing said", "injected text")  # forms of bad episodes i
 
 
 def bench_findings(
-    bench: Bench, config: RewardConfig, sequences: int = 0, *, thinks: bool | None = None
+    bench: Bench,
+    config: RewardConfig,
+    sequences: int = 0,
+    *,
+    thinks: bool | None = None,
+    probabilities: bool = False,
 ) -> Iterator[Finding]:
     """Yield the findings about a reward.
 
     Args:
         sequences: responses scored per step; 0 if unknown.
         thinks: whether the policy writes thoughts. None, unknown: right answers that fail after a thought are only a warning.
+        probabilities: whether rewards must be from 0 to 1.
     """
     if (
         needs_truths(config)
@@ -180,7 +186,7 @@ def bench_findings(
         yield from _last_turns(bench, "a thought", stops=thinks is True)
     yield from _traps(bench)
     yield from _programs(bench)
-    yield from _scale(bench)
+    yield from _scale(bench, probabilities)
     yield from _time(bench, config, sequences)
 
 
@@ -232,7 +238,13 @@ def _returns(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
                 + ("; None is for answers that cannot be judged" if cause == Cause.DECLINED else ""),
                 stops=cause is Cause.INVALID or len(bad) > config.max_no_verdict_rate * len(tried),
             )
-    kinds = {tuple(sorted(trial.score.terms)) for trial in bench.of_kinds(*ORDINARY) if trial.score.error is None}
+    kinds = {
+        tuple(
+            sorted(name for name in trial.score.terms if not name.endswith("pred"))
+        )  # the answer, a term where it is a number
+        for trial in bench.of_kinds(*ORDINARY)
+        if trial.score.error is None
+    }
     if len(kinds) > 1:
         shown = " and ".join(f"[{', '.join(names)}]" for names in sorted(kinds)[:3])
         yield _finding(
@@ -374,8 +386,17 @@ def _programs(bench: Bench) -> Iterator[Finding]:
         )
 
 
-def _scale(bench: Bench) -> Iterator[Finding]:
-    largest = max((abs(total) for total in bench.totals(*ORDINARY)), default=0.0)
+def _scale(bench: Bench, probabilities: bool) -> Iterator[Finding]:
+    totals = bench.totals(*ORDINARY)
+    if probabilities and totals and not 0 <= min(totals) <= max(totals) <= 1:
+        yield _finding(
+            "R54",
+            f"rewards are from {min(totals):.4g} to {max(totals):.4g}, but a process reward model learns from 0 (wrong) to 1 (right)",
+            why="they are the probabilities that it predicts, and the run would end at the first one outside",
+            fix="a reward from 0 to 1, or algorithm.adv_estimator=rloo",
+        )
+        return
+    largest = max((abs(total) for total in totals), default=0.0)
     if largest > LARGE:
         yield _finding(
             "R54",

@@ -598,7 +598,7 @@ def _score(record: dict[str, Any]) -> Score:
 _SOURCES = {
     **{name: name for name in ("prompt_ids", "response_ids", "response_mask", "token_versions", "old_log_probs")},
     **{name: name for name in ("new_log_probs", "ref_log_probs", "entropy", "values", "advantages", "returns")},
-    "sum_pi_squared": "sum_pi_squared",
+    **{name: name for name in ("sum_pi_squared", "process_rewards")},
     "token_rewards": "token_level_rewards",
     "correction": "rollout_is_weights",
 }

@@ -542,7 +542,8 @@ class RunCheckpoints:
 
     def _changes(self, checkpoint: Checkpoint) -> list[str]:
         """Return ``key: old -> new`` of the keys that differ from a checkpoint's, also in the values of variables."""
-        old, new = checkpoint.config, redacted(self._config)
+        old = completed(checkpoint.config, dataclasses.asdict(type(self._config)()))
+        new = redacted(self._config)
         values = redact_tree(dataclasses.asdict(self._config))
         before, now = checkpoint.state.get(ENVIRONMENT, {}), _digests(self._config)
         unequal = {
@@ -658,6 +659,13 @@ def _value_at(tree: Any, key: str) -> Any:
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
+
+
+def completed(old: Any, defaults: Any) -> Any:
+    """Return an older tree with the keys that its version of Hone did not have, at their defaults."""
+    if not isinstance(old, dict) or not isinstance(defaults, dict):
+        return old
+    return defaults | {key: completed(value, defaults.get(key)) for key, value in old.items()}
 
 
 def changed_keys(old: Any, new: Any, name: str = "") -> list[str]:

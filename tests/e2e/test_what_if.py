@@ -32,6 +32,7 @@ METHODS = {
     ),
     "remax": ("algorithm.adv_estimator=remax",),
     "otb": ("algorithm.adv_estimator=optimal_token_baseline",),
+    "prime": ("algorithm.adv_estimator=prime",),
 }
 
 
@@ -63,6 +64,8 @@ def test_the_step_of_each_method_is_computed_again(world: World, plain: Path, tm
         assert result.gap == 0
         norm = float(weights.gradient(result.actual.token_gradient).norm())
         assert norm == pytest.approx(grad_norm(other, step), rel=1e-4)
+    traced = hone("trace", other, "--step", "2", "--explain", log=tmp_path / "log")
+    assert traced.code == 0, traced.output
     if method in ("rloo", "gspo"):  # the others need columns that a plain run does not have
         stored = load_step(plain, 1)
         changed = recompute(stored, run_config(plain, METHODS[method]))

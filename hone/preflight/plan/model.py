@@ -21,6 +21,7 @@ from hone.data.model_settings import decoder_settings
 from hone.models.registry import TOWERS, CacheSize, family_of, tensor_plan_of
 from hone.preflight.reading import read_model
 
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HEADER_LIMIT = 100 * 2**20
 
@@ -46,10 +47,10 @@ class ModelShape:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], parameters: int) -> ModelShape | None:
         """Read the content of a ``config.json``; None when it does not describe a decoder."""
-        keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        if not all(isinstance(settings.get(key), int) and settings[key] > 0 for key in keys):
+        settings = _with_usual_names(settings)
+        if not all(isinstance(settings.get(key), int) and settings[key] > 0 for key in SIZES):
             return None
-        layers, hidden, heads, vocabulary = (settings[key] for key in keys)
+        layers, hidden, heads, vocabulary = (settings[key] for key in SIZES)
         experts = next((settings[key] for key in EXPERTS if settings.get(key)), 0)
         width = (settings.get("moe_intermediate_size") if experts else None) or settings.get("intermediate_size")
         width = max(width) if isinstance(width, list) else width  # Gemma 3n has one for each layer
@@ -103,6 +104,18 @@ class ModelShape:
     def adapter(self, rank: int) -> int:
         ends = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys) + 3 * (self.hidden + self.width)
         return rank * ends * self.layers
+
+
+def _with_usual_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with the sizes that the family calls otherwise, as GPT-2 has ``n_embd``, also under their usual names."""
+    from transformers import CONFIG_MAPPING
+
+    kind = settings.get("model_type")
+    if kind not in CONFIG_MAPPING or all(key in settings for key in SIZES):
+        return settings
+    named, own = CONFIG_MAPPING[kind], dict(settings)
+    own.setdefault("tie_word_embeddings", getattr(named, "tie_word_embeddings", False))
+    return own | {usual: settings[name] for usual, name in named.attribute_map.items() if name in settings}
 
 
 def shape_of(model: ModelConfig, parameters: int | None = None) -> ModelShape | None:

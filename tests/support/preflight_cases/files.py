@@ -479,7 +479,7 @@ TURNS = [
     ),
     Case(
         "R96 agents.tools_and_system_prompts_agree",
-        says=("names the tool 'adder'", "calculator"),
+        says=("not configured: adder", "calculator"),
         advice="the configured names",
         given=f"{TOOLS} {SHOWN} preflight.allow=[R47]",
         breaks=lambda world: world.rows(at={2: instructed("Call `adder` for sums.")}),
@@ -633,6 +633,14 @@ REWARDS = [
         repairs=reward(f"return {GOLDEN}"),
         given=CUSTOM,
         warns=True,
+    ),
+    Case(
+        "R54 rows.reward_R54",
+        breaks=reward(f"return 2 * {GOLDEN} - 1"),
+        says=("-1 to 1", "from 0"),
+        advice="adv_estimator=rloo",
+        repairs=reward(f"return {GOLDEN}"),
+        given=f"{CUSTOM} algorithm.adv_estimator=prime",
     ),
 ]
 

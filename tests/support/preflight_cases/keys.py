@@ -128,6 +128,14 @@ METHODS = [
         warns=True,
     ),
     Case(
+        "R22 methods.kl_twice",
+        "algorithm.use_kl_in_reward=true",
+        ("adv_estimator=prime", "use_kl_in_reward=true"),
+        advice="use_kl_loss=true",
+        then="algorithm.use_kl_in_reward=false",
+        given="algorithm.adv_estimator=prime",
+    ),
+    Case(
         "R23 effectless.effectless_keys",
         f"{ACTOR}.kl_loss_coef=0.01",
         ("kl_loss_coef=0.01",),

@@ -154,6 +154,23 @@ def test_rows_of_another_script_are_left_out(tmp_path: Path):
         clean_files([file], out, rest, messages_key="messages", limit=99, language="eng")
 
 
+def test_rows_to_read_are_not_written_over(tmp_path: Path):
+    row = {"data_source": "s", "prompt": "What is 2?", "reward_model": {"ground_truth": "2"}}
+    one, other, out = (
+        write(tmp_path / "rows.jsonl", [row]),
+        write(tmp_path / "other.jsonl", [row]),
+        tmp_path / "out.jsonl",
+    )
+    for kept, rest, option in (
+        (one, out, "--out"),
+        (out, other, "--rejected"),
+        (out, tmp_path / "x/../out.jsonl", "--rejected"),
+    ):
+        with raises(ConfigError, where=option):
+            clean_files([one], Path(kept), Path(rest), messages_key="messages", limit=99, against=[other])
+    assert json.loads(Path(one).read_text()) == row and not out.exists()
+
+
 def said(text: str) -> list[dict]:
     return [{"role": "assistant", "content": text}]
 

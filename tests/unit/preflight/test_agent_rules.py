@@ -12,7 +12,7 @@ from hone.agents.tools.loading import BUILT_IN
 from hone.config import RLConfig
 from hone.data.chat_formats import CHAT_FORMATS
 from hone.preflight import findings
-from hone.preflight.agents import schema_faults
+from hone.preflight.agents import named_tools, schema_faults
 
 MULTI = "actor_rollout_ref.rollout.multi_turn"
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -186,7 +186,7 @@ def test_names_that_say_nothing_are_named(name: str, says: bool) -> None:
     ("system", "limit", "words"),
     [
         ("Use the tool to calculate. Say `none` if you cannot.", 400, None),
-        ('Use "calculator" for sums, then tool: `look_up`.', 400, "'look_up'"),
+        ('Use "calculator" for sums, then tool: `look_up`.', 400, "configured: look_up ("),
         ('{"name": "calculator", "parameters": {"type": "object"}}', 400, "shows as well"),
         ("Calculate.", 90, "of data.max_prompt_length=90 tokens"),
     ],
@@ -203,3 +203,46 @@ def test_system_messages_agree_with_the_tools(
     }
     found = [one.error.what for one in findings_with_rows(rl, data, changes, content) if one.error.code == "R96"]
     assert [one for one in found if words and words in one] == found and bool(found) == bool(words), found
+
+
+@pytest.mark.parametrize(
+    ("system", "names"),
+    [
+        (
+            "You have access to the following tools: web_search, python_interpreter.",
+            ["web_search", "python_interpreter"],
+        ),
+        ("Available tools:\n- browser: opens a page\n- terminal: runs a command\n\nBe brief.", ["browser", "terminal"]),
+        ("Call web_search before answering. Run `git_status` first.", ["web_search", "git_status"]),
+        ("Use mcp__github__create_issue to file bugs.", ["mcp__github__create_issue"]),
+        ("<tools><tool>str_replace_editor</tool></tools>", ["str_replace_editor"]),
+        ('{"name": "web_search", "arguments": {"query": "x"}}', ["web_search"]),
+        ("请先调用 `发送邮件` 工具，或使用 send_email。", ["发送邮件", "send_email"]),
+        ("Write Python: use `print()` to show results and `len()`. Never call `finish`. Do not use rm_rf.", []),
+        ("Return `null` if unknown. Call the tool again, use it well, and put `final_answer` last.", []),
+    ],
+)
+def test_names_of_tools_in_a_system_message(system: str, names: list[str]) -> None:
+    assert named_tools(system) == names
+
+
+def test_schemas_in_chinese_and_within_arguments() -> None:
+    about = "查询指定城市当前的天气情况，返回温度和湿度"
+    street = {"type": "object", "description": "where to deliver", "properties": {"zip": {"type": "string"}}}
+    tools = [
+        {
+            "name": "查询天气",
+            "description": about,
+            "parameters": {"properties": {"城市": {"description": "城市的名称"}}},
+        },
+        {"name": "天气", "description": about.replace("，", "、")},
+        {
+            "name": "deliver",
+            "description": "Send the order off.",
+            "parameters": {"properties": {"address": street, "input": {"description": "the input"}}},
+        },
+    ]
+    assert list(schema_faults(tools)) == [
+        "tool 'deliver' does not say what address.zip, input is",
+        "tools '查询天气' and '天气' have nearly the same description",
+    ]

@@ -1,6 +1,7 @@
 """What a checkpoint was made from may not change unnoticed."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from hone.config.tree import RLConfig
 from hone.errors import HoneError
 from hone.insight import stop_requests
 from hone.insight.run_files import read_metrics, read_run
-from hone.trainers.session import RunSession, changed_keys, redacted
+from hone.trainers.session import RunSession, changed_keys, completed, redacted
+
+
+def test_a_key_that_an_older_version_lacked_is_no_change():
+    now = redacted(RLConfig())
+    older = json.loads(json.dumps(now))
+    del older["actor_rollout_ref"]["actor"]["entropy_coeff_delta"], older["distillation"]
+    older["actor_rollout_ref"]["rollout"]["engine_kwargs"] = {"a": 1}
+    assert changed_keys(completed(older, now), now) == ["actor_rollout_ref.rollout.engine_kwargs.a: 1 -> None"]
 
 
 def test_changed_keys_names_every_leaf_that_differs():

@@ -87,6 +87,12 @@ def clean_files(
         raise ConfigError(
             f"{out} is neither .jsonl nor .parquet", fix=f"--out {out.with_suffix('.jsonl')}", where="--out"
         )
+    read = {Path(file).resolve(): str(file) for file in (*files, *against)}
+    for option, path, taken in (("--out", out, read), ("--rejected", rejected, {**read, out.resolve(): str(out)})):
+        if (lost := taken.get(path.resolve())) is not None:
+            raise ConfigError(
+                f"{option} {path} is {lost}", why="it would be lost", fix=f"{option} a new file", where=option
+            )
     if repeated not in (None, "exact", "near"):
         raise ConfigError(
             f"'{repeated}' is not exact or near", fix="--drop-duplicates exact", where="--drop-duplicates"
@@ -207,7 +213,9 @@ def _group_of(row: Row, by: str, prompt_key: str) -> str:
         for name in by.split("."):
             value = plain(value).get(name) if isinstance(plain(value), dict) else None
         if value is None:
-            raise DataError(f"there is no '{by}'", where=row.where, fix="--by template, or a column that every row has")
+            raise DataError(
+                f"the row has no value of '{by}'", where=row.where, fix="--by template, or a column that every row has"
+            )
         return str(value)
     prompt = plain(row.values.get(prompt_key))
     text = answer_text(prompt, "user") or (text_of(prompt) if prompt else "")

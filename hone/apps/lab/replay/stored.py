@@ -38,6 +38,7 @@ TOKEN_COLUMNS = {
     "entropy": "entropy",
     "values": "values",
     "sum_pi_squared": "sum_pi_squared",
+    "process_rewards": "process_rewards",
     "token_scores": "token_level_scores",
     "token_rewards": "token_level_rewards",
     "advantages": "advantages",
