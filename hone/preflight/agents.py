@@ -242,8 +242,14 @@ def _silent(schema: Mapping[str, Any], said: Collection[str], place: str = "") -
     """Yield the arguments, also those within others, of which neither their own description nor that of the tool says anything."""
     for argument, part in (schema.get("properties") or {}).items():
         part, name = part if isinstance(part, Mapping) else {}, str(argument)
-        own = set(_words(str(part.get("description") or ""))) - {"the", "a", "an", *_words(name), str(part.get("type"))}
-        if name.lower() not in said and not own and not part.keys() & {"enum", "const"}:
+        described = set(_words(str(part.get("description") or ""))) - {
+            "the",
+            "a",
+            "an",
+            *_words(name),
+            str(part.get("type")),
+        }
+        if name.lower() not in said and not described and not part.keys() & {"enum", "const"}:
             yield place + name
         inner = part.get("items") if isinstance(part.get("items"), Mapping) else part
         yield from _silent(inner or {}, said, f"{place}{name}.")
@@ -251,14 +257,14 @@ def _silent(schema: Mapping[str, Any], said: Collection[str], place: str = "") -
 
 def named_tools(system: str) -> list[str]:
     """Return the names that a system message calls tools, in order; what it forbids to call is none."""
-    found = [
+    names = [
         next(name for name in match.groupdict(default="").items() if name[0] != "quote" and name[1])[1]
         for match in _NAMED.finditer(system)
         if not _NEGATED.search(system[: match.start()])
     ]
     for listed in _LISTED.finditer(system):
-        found += [first or second for first, second in _ENTRY.findall(listed[1])]
-    return list(dict.fromkeys(found))
+        names += [first or second for first, second in _ENTRY.findall(listed[1])]
+    return list(dict.fromkeys(names))
 
 
 @rule("R96", Stage.TEMPLATE)

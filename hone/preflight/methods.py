@@ -71,7 +71,7 @@ def kl_twice(config: RLConfig) -> Findings:
     if config.algorithm.use_kl_in_reward and RunSpec(config).rewards_process:
         yield error(
             "algorithm.use_kl_in_reward=true takes the KL penalty from rewards that adv_estimator=prime learns as right (1) or wrong (0)",
-            why="a reward below 0 is no probability, and the run would end at the first one",
+            why="a reward below 0 is not a probability, and the run would end at the first one",
             fix="algorithm.use_kl_in_reward=false, or actor_rollout_ref.actor.use_kl_loss=true for a penalty in the loss",
         )
 

@@ -113,9 +113,9 @@ def _with_usual_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = settings.get("model_type")
     if kind not in CONFIG_MAPPING or all(key in settings for key in SIZES):
         return settings
-    named, own = CONFIG_MAPPING[kind], dict(settings)
-    own.setdefault("tie_word_embeddings", getattr(named, "tie_word_embeddings", False))
-    return own | {usual: settings[name] for usual, name in named.attribute_map.items() if name in settings}
+    family, renamed = CONFIG_MAPPING[kind], dict(settings)
+    renamed.setdefault("tie_word_embeddings", getattr(family, "tie_word_embeddings", False))
+    return renamed | {usual: settings[name] for usual, name in family.attribute_map.items() if name in settings}
 
 
 def shape_of(model: ModelConfig, parameters: int | None = None) -> ModelShape | None:
