@@ -542,3 +542,14 @@ def test_the_record_of_a_run_is_in_gib(rl: RLConfig) -> None:
     (record,) = planned(rl)
     assert {"pool", "roles", "phases", "peak_phase", "peak_gib", "layout"} <= set(record) and "peak" not in record
     assert record["peak_gib"] == record["phases"][record["peak_phase"]]["total"] < 1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gptj", "bloom", "codegen", "mpt"])
+def test_sizes_under_the_names_of_a_family(kind: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    settings = CONFIG_MAPPING[kind]()
+    shape = ModelShape.from_settings(json.loads(settings.to_json_string(use_diff=False)), 10**8)
+    assert shape is not None and shape.tied == settings.tie_word_embeddings
+    sizes = settings.num_hidden_layers, settings.hidden_size, settings.num_attention_heads, settings.vocab_size
+    assert (shape.layers, shape.hidden, shape.heads, shape.vocabulary) == sizes
