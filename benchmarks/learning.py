@@ -8,7 +8,8 @@ numbers of sampling.
 
 Reward by step decides; reward by second is of one machine. Held-out problems are answered greedily by `hone eval` with either model.
 TRL has an environment of its own, `.venv-trl`, made on the first call. Each run is one process with one thread, and `--jobs` of them
-run at a time; those already complete in `--work` are not repeated. `--out` gets `learning.png`, the table goes to standard output.
+run at a time. A finished run is a line of `--records` and is not repeated, also on another machine: there both trainers share a start
+that may differ in its last bits. `--out` gets `learning.png`, the table goes to standard output.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -219,25 +219,32 @@ def accuracy(model: Path, task: str, work: Path, answers: Path) -> float:
     return fmean(json.loads(line)["score"] for line in answers.read_text().splitlines())
 
 
-def one(trainer: str, task: str, seed: int, start: Path, work: Path) -> Curve:
-    """Return the curve of a run, which is made unless it is there."""
+def one(trainer: str, task: str, seed: int, before: float, work: Path, records: Path) -> Curve:
+    """Make a run, and add its line to the records."""
     out = work / f"{trainer}-{task}-{seed}"
-    result = out / "result.json"
-    if not result.is_file():
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        begun = time.perf_counter()
-        curve = TRAINERS[trainer](start, task, seed, work, out)
-        curve["seconds_in_all"] = time.perf_counter() - begun
-        curve["held_out"] = accuracy(out / "model", task, work, out / "answers.jsonl")
-        result.write_text(json.dumps(curve))
-        first, last = fmean(curve["rewards"][:5]), fmean(curve["rewards"][-5:])
-        print(
-            f"{trainer:5} {task:17} seed {seed}: reward {first:.3f} -> {last:.3f}, held out {curve['held_out']:.3f}, "
-            f"{sum(curve['seconds']):.0f} s of steps",
-            flush=True,
-        )
-    return json.loads(result.read_text())
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    curve = TRAINERS[trainer](make_start(task, work), task, seed, work, out)
+    curve = {name: [round(value, 4) for value in values] for name, values in curve.items()}
+    curve["held_out"] = accuracy(out / "model", task, work, out / "answers.jsonl")
+    shutil.rmtree(out)
+    line = {"trainer": trainer, "task": task, "seed": seed, "machine": machine(), "before": before, **curve}
+    with records.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    first, last = fmean(curve["rewards"][:5]), fmean(curve["rewards"][-5:])
+    print(
+        f"{trainer:5} {task:17} seed {seed}: reward {first:.3f} -> {last:.3f}, held out {curve['held_out']:.3f}, "
+        f"{sum(curve['seconds']):.0f} s of steps",
+        flush=True,
+    )
+    return line
+
+
+def machine() -> str:
+    """Return the name of the processor, and whether it multiplies bfloat16 by itself."""
+    facts = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    name = next((line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")), "?")
+    return f"{name}, {'with' if 'avx512_bf16' in facts else 'without'} AVX-512 BF16"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -250,7 +257,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def table(curves: Curves, before: dict[str, float], seeds: Sequence[int]) -> str:
     """Return the table in Markdown: held-out accuracy, area under the curve of reward by step, seconds a step."""
     lines = [
-        "| Task | Before | Hone, held out | TRL, held out | Hone, mean reward | TRL, mean reward | Hone - TRL, by seed "
+        "| Task | Before | Hone, held out | TRL, held out | Hone, mean reward | TRL, mean reward | Hone - TRL, held out, by seed "
         "| Hone, s/step | TRL, s/step |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -318,17 +325,27 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--work", type=Path, default=HERE.parent / "runs/learning", help="problems, start model, runs")
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs/assets")
+    parser.add_argument("--records", type=Path, default=HERE / "learning.jsonl", help="finished runs")
     options = parser.parse_args()
     work = options.work.resolve()
-    ensure_trl()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        starts = dict(zip(options.tasks, pool.map(lambda task: make_start(task, work), options.tasks), strict=True))
-    before = {task: accuracy(starts[task], task, work, work / task / "before.jsonl") for task in options.tasks}
-    print("before:", ", ".join(f"{task} {share:.3f}" for task, share in before.items()), flush=True)
+    lines = options.records.read_text().splitlines() if options.records.is_file() else []
+    curves: Curves = {(run["trainer"], run["task"], run["seed"]): run for run in map(json.loads, lines)}
     keys = [(trainer, task, seed) for seed in options.seeds for task in options.tasks for trainer in TRAINERS]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = {key: pool.submit(one, *key, starts[key[1]], work) for key in keys}
-        curves = {key: job.result() for key, job in jobs.items()}
+    missing = [key for key in keys if key not in curves]
+    if missing:
+        ensure_trl()
+        tasks = list(dict.fromkeys(task for _, task, _ in missing))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            starts = dict(zip(tasks, pool.map(lambda task: make_start(task, work), tasks), strict=True))
+        shares = {task: accuracy(starts[task], task, work, work / task / "before.jsonl") for task in tasks}
+        print("before:", ", ".join(f"{task} {share:.3f}" for task, share in shares.items()), flush=True)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            jobs = {key: pool.submit(one, *key, shares[key[1]], work, options.records) for key in missing}
+            curves |= {key: job.result() for key, job in jobs.items()}
+    before = {
+        task: fmean(curves[trainer, task, seed]["before"] for trainer in TRAINERS for seed in options.seeds)
+        for task in options.tasks
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     draw(curves, options.tasks, options.seeds, options.out / "learning.png")
     print(table(curves, before, options.seeds))
