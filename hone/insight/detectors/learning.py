@@ -474,7 +474,7 @@ class EntropyCollapse(_Entropy):
 
     name = "entropy_collapse"
     question = "Does the entropy collapse?"
-    changes = "the order above, with `clip_ratio_high=0.28` before the rate; `algorithm.filter_groups.enable`"
+    changes = "the order above, with `clip_ratio_high=0.28` before the rate; `algorithm.filter_groups.enable`; `entropy_target`"
     fires = (
         "the mean of 10 steps is less than 0.5 (error: 0.2) of the mean of the first 20 steps (proposal; absolute floors differ by "
         "model), and the reward neither rose over 40 steps nor is near the best score"
@@ -512,6 +512,9 @@ class EntropyCollapse(_Entropy):
         yield Cause(
             f"{equal:.0%} of the groups have equal rewards", "algorithm.filter_groups.enable=true, or other rows"
         )
+        if setting(self.settings, f"{ACTOR}.entropy_target") is None:
+            target = f"{ACTOR}.entropy_target={self._baseline.mean / 2:.2g}"
+            yield Cause("the loss does not hold the entropy above a target", target)
 
     def concern(self, record: Mapping[str, Any]) -> float:
         return -fmean(record["entropy"]) if record["entropy"] else -1e9
