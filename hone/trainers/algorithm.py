@@ -210,7 +210,9 @@ class Algorithm:
         used = (*(("ref_log_probs",) if compared else ()), *(("rollout_is_weights",) if weighed else ()))
         judged, read = ("process_rewards", ("ref_log_probs",)) if self.spec.rewards_process else ("values", ())
         before_update, from_update, after_update = self._old_log_prob_stages(learn_policy=learn_policy)
-        taught = ("teacher",) if config.distillation.enable else ()
+        teaches, by_advantage = config.distillation.enable, config.distillation.by_advantage
+        taught = ("teacher",) if teaches and by_advantage else ()
+        used = (*used, *(("teacher",) if teaches and not by_advantage else ()))
         judge = "reward_model" if config.reward.reward_model.enable else "work"
         return [
             Stage("gen", self.generate, adds=SAMPLED, role="rollout"),
