@@ -224,8 +224,8 @@ def one(trainer: str, task: str, seed: int, before: float, work: Path, records: 
     out = work / f"{trainer}-{task}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    curve = TRAINERS[trainer](make_start(task, work), task, seed, work, out)
-    curve = {name: [round(value, 4) for value in values] for name, values in curve.items()}
+    trained = TRAINERS[trainer](make_start(task, work), task, seed, work, out)
+    curve: Curve = {name: [round(value, 4) for value in values] for name, values in trained.items()}
     curve["held_out"] = accuracy(out / "model", task, work, out / "answers.jsonl")
     shutil.rmtree(out)
     line = {"trainer": trainer, "task": task, "seed": seed, "machine": machine(), "before": before, **curve}

@@ -110,7 +110,7 @@ def _with_usual_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings with the sizes that the family calls otherwise, as GPT-2 has ``n_embd``, also under their usual names."""
     from transformers import CONFIG_MAPPING
 
-    kind = settings.get("model_type")
+    kind = str(settings.get("model_type"))
     if kind not in CONFIG_MAPPING or all(key in settings for key in SIZES):
         return settings
     family, renamed = CONFIG_MAPPING[kind], dict(settings)
