@@ -381,8 +381,13 @@ class CriticWorker(SupervisedModel):
         config, resume = self.context.config, self.context.resume
         actor, critic, policy = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.model
         path = str(model_directory(resume, "critic")) if resume else critic.model.path or policy.path
+        offload = critic.model.enable_activation_offload
         model_config = dataclasses.replace(
-            policy, path=path, lora_rank=0, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing
+            policy,
+            path=path,
+            lora_rank=0,
+            enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            enable_activation_offload=policy.enable_activation_offload if offload is None else offload,
         )
         self._load(
             kind,

@@ -32,6 +32,8 @@ class CriticModelConfig:
     """Model directory to start from, a causal or a token-classification model; null means the policy's."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    enable_activation_offload: bool | None = None
+    """Keep activations of GPU layers in the host's memory until the backward pass; null means as for the policy."""
 
 
 @dataclass

@@ -378,6 +378,16 @@ def reported(value: Any, others: Others) -> Settings:
     return trackers(["console", *(name for name in names if name not in (None, "none"))], others)
 
 
+def longest_sequence(value: Any, others: Others) -> Settings:
+    """The longest sequence is a prompt and a response, so a shorter one contradicts them."""
+    parts = [others.get(f"data.max_{part}_length") for part in ("prompt", "response")]
+    if isinstance(value, int) and all(isinstance(part, int) for part in parts) and value < sum(parts):
+        raise Refused(
+            f"sequences shorter than a prompt and a response, {sum(parts)} tokens", "smaller data.max_response_length"
+        )
+    return {}
+
+
 def gradient_checkpointing(value: Any, others: Others) -> Settings:
     return {
         "model.enable_gradient_checkpointing": value is not True
@@ -420,6 +430,7 @@ BY_NAME: dict[str, Callable[[Any, Others], Settings]] = {
             whole_epochs,
             lora_targets,
             reported,
+            longest_sequence,
             gradient_checkpointing,
         )
     },

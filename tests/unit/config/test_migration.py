@@ -175,6 +175,17 @@ def test_trls_adaptive_bonus_has_its_own_target() -> None:
     assert target(False, {"entropy_target": 0.5}) == {}
 
 
+def test_a_longest_sequence_holds_a_prompt_and_a_response() -> None:
+    key, lengths = (
+        "actor_rollout_ref.rollout.max_model_len",
+        {"data.max_prompt_length": 512, "data.max_response_length": 512},
+    )
+    assert read_setting(key, 1023, lengths).outcome is Outcome.UNSUPPORTED
+    for value, others in ((1024, lengths), (8192, lengths), (None, lengths), (100, {})):
+        reading = read_setting(key, value, others)
+        assert reading.outcome is not Outcome.UNSUPPORTED and not reading.sets
+
+
 def test_what_is_off_passes_and_what_is_on_is_refused() -> None:
     for tree, path, entry in ENTRIES:
         if isinstance(entry, Unsupported) and "*" not in path:
