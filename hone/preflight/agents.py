@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.agents.tool_agent import compaction_reserve
+from hone.config.derived import longest_sequence
 from hone.config.tree import RLConfig
 from hone.data.files import Row
 from hone.errors import DataError, HoneError
@@ -25,8 +26,8 @@ LEAST_WORDS = 3
 """Words below which a description says nothing."""
 SAME_WORDS = 0.8
 """Share of common words from which on two descriptions are nearly the same."""
-LARGEST_SHARE = 0.75
-"""Share of ``data.max_prompt_length`` above which tool schemas leave too little to the prompts."""
+LARGEST_SHARE = 0.5
+"""Share of a sequence above which tool schemas leave too little to prompts and answers."""
 _NAMED = re.compile(
     r"""(?:\b(?:call|use|invoke|run|tools?|functions?)|调用|使用)[\s:：]*(?:
     (?P<quote>[`'"])(?P<quoted>\w+)(?P=quote) | (?P<bare>[A-Za-z]+(?:_+\w+)+)(?![\w(]) )
@@ -270,7 +271,7 @@ def named_tools(system: str) -> list[str]:
 @rule("R96", Stage.TEMPLATE)
 def tools_and_system_prompts_agree(config: RLConfig, evidence: Evidence) -> Findings:
     """Tool schemas leave tokens to the prompts, and system messages neither repeat them nor name other tools."""
-    setting, question, limit = evidence.setting, [{"role": "user", "content": "?"}], config.data.max_prompt_length
+    setting, question, limit = evidence.setting, [{"role": "user", "content": "?"}], longest_sequence(config)
     if setting is None or setting.tokenizer is None:
         return
     try:
@@ -280,8 +281,8 @@ def tools_and_system_prompts_agree(config: RLConfig, evidence: Evidence) -> Find
         return  # R35 and R48 report it
     if taken > LARGEST_SHARE * limit:
         yield warning(
-            f"the schemas of {len(schemas)} tools take {taken} of data.max_prompt_length={limit} tokens",
-            why="each episode reads them again, and long prompts do not fit next to them",
+            f"the schemas of {len(schemas)} tools take {taken} of the {limit} tokens of a prompt and a response",
+            why="each episode reads them again, and long prompts and answers do not fit next to them",
             fix=f"shorter descriptions, fewer tools, or data.max_prompt_length={3 * taken} where the model reads that much",
             where=f"{MULTI_TURN}.tool_config_path",
         )

@@ -188,7 +188,7 @@ def test_names_that_say_nothing_are_named(name: str, says: bool) -> None:
         ("Use the tool to calculate. Say `none` if you cannot.", 400, None),
         ('Use "calculator" for sums, then tool: `look_up`.', 400, "configured: look_up ("),
         ('{"name": "calculator", "parameters": {"type": "object"}}', 400, "shows as well"),
-        ("Calculate.", 90, "of data.max_prompt_length=90 tokens"),
+        ("Calculate.", 90, "tokens of a prompt and a response"),
     ],
 )
 def test_system_messages_agree_with_the_tools(
@@ -199,6 +199,7 @@ def test_system_messages_agree_with_the_tools(
         f"{MULTI}.tool_config_path": "tools.yaml",
         LOOP: "tool_agent",
         "data.max_prompt_length": limit,
+        "data.max_response_length": limit,
         TEMPLATE: CHAT_FORMATS["chatml_tools"].template,
     }
     found = [one.error.what for one in findings_with_rows(rl, data, changes, content) if one.error.code == "R96"]

@@ -34,7 +34,8 @@ def name_of(entry: Rule) -> str:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert Counter(case.name for case in CASES) == Counter(name_of(entry) for entry in RULES)
+    cases = Counter(dict.fromkeys((case.name for case in CASES), 1))  # a rule may have several
+    assert cases == Counter(name_of(entry) for entry in RULES)
 
 
 @pytest.fixture
