@@ -381,9 +381,10 @@ def reported(value: Any, others: Others) -> Settings:
 def longest_sequence(value: Any, others: Others) -> Settings:
     """The longest sequence is a prompt and a response, so a shorter one contradicts them."""
     parts = [others.get(f"data.max_{part}_length") for part in ("prompt", "response")]
-    if isinstance(value, int) and all(isinstance(part, int) for part in parts) and value < sum(parts):
+    whole = sum(part for part in parts if isinstance(part, int))
+    if isinstance(value, int) and None not in parts and value < whole:
         raise Refused(
-            f"sequences shorter than a prompt and a response, {sum(parts)} tokens", "smaller data.max_response_length"
+            f"sequences shorter than a prompt and a response, {whole} tokens", "smaller data.max_response_length"
         )
     return {}
 
