@@ -243,13 +243,8 @@ def _silent(schema: Mapping[str, Any], said: Collection[str], place: str = "") -
     """Yield the arguments, also those within others, of which neither their own description nor that of the tool says anything."""
     for argument, part in (schema.get("properties") or {}).items():
         part, name = part if isinstance(part, Mapping) else {}, str(argument)
-        described = set(_words(str(part.get("description") or ""))) - {
-            "the",
-            "a",
-            "an",
-            *_words(name),
-            str(part.get("type")),
-        }
+        repeated = {"the", "a", "an", *_words(name), str(part.get("type"))}
+        described = set(_words(str(part.get("description") or ""))) - repeated
         if name.lower() not in said and not described and not part.keys() & {"enum", "const"}:
             yield place + name
         inner = part.get("items") if isinstance(part.get("items"), Mapping) else part
@@ -259,9 +254,7 @@ def _silent(schema: Mapping[str, Any], said: Collection[str], place: str = "") -
 def named_tools(system: str) -> list[str]:
     """Return the names that a system message calls tools, in order; what it forbids to call is none."""
     names = [
-        next(name for name in match.groupdict(default="").items() if name[0] != "quote" and name[1])[1]
-        for match in _NAMED.finditer(system)
-        if not _NEGATED.search(system[: match.start()])
+        match[str(match.lastgroup)] for match in _NAMED.finditer(system) if not _NEGATED.search(system[: match.start()])
     ]
     for listed in _LISTED.finditer(system):
         names += [first or second for first, second in _ENTRY.findall(listed[1])]

@@ -73,6 +73,8 @@ def _rl(config: RLConfig) -> Iterator[Switch]:
     algorithm, reward, spec = config.algorithm, config.reward, RunSpec(config)
     name, correction = algorithm.adv_estimator, "algorithm.rollout_correction"
     yield Switch("actor_rollout_ref.actor.{kl_loss_coef,kl_loss_type}", f"{ACTOR}.use_kl_loss=true", stops=True)
+    follows = config.actor_rollout_ref.actor.entropy_target is not None
+    yield Switch(f"{ACTOR}.{{entropy_coeff_delta,entropy_coeff_max}}", f"{ACTOR}.entropy_target=0.2", follows)
     in_reward = "algorithm.use_kl_in_reward=true"
     yield Switch("algorithm.{kl_penalty,kl_ctrl.kl_coef,kl_ctrl.type}", in_reward, stops=True)
     yield Switch("algorithm.kl_ctrl.{target_kl,horizon}", f"{in_reward} algorithm.kl_ctrl.type=adaptive")

@@ -382,12 +382,10 @@ def form_earns_less_than_the_result(config: RLConfig) -> Findings:
     from hone.rewards.terms import read_terms
 
     try:
-        terms = read_terms(
-            config.reward.terms
-        )  # a normalised one has deviation 1, so a bound of 1 holds about for it too
+        terms = read_terms(config.reward.terms)
     except HoneError:
         return  # R11 reports it
-    form = {
+    form = {  # a normalised term has deviation 1, so about the same bound
         term.name: term.weight * (min(1.0, term.clip[1]) if term.clip else 1.0) for term in terms if term.scorer in FORM
     }
     result = sum(term.weight for term in terms if term.scorer not in (*FORM, *PENALTIES))

@@ -238,10 +238,8 @@ def _returns(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
                 + ("; None is for answers that cannot be judged" if cause == Cause.DECLINED else ""),
                 stops=cause is Cause.INVALID or len(bad) > config.max_no_verdict_rate * len(tried),
             )
-    kinds = {
-        tuple(
-            sorted(name for name in trial.score.terms if not name.endswith("pred"))
-        )  # the answer, a term where it is a number
+    kinds = {  # without the answer, which is a term only where it is a number
+        tuple(sorted(name for name in trial.score.terms if not name.endswith("pred")))
         for trial in bench.of_kinds(*ORDINARY)
         if trial.score.error is None
     }
@@ -388,7 +386,7 @@ def _programs(bench: Bench) -> Iterator[Finding]:
 
 def _scale(bench: Bench, probabilities: bool) -> Iterator[Finding]:
     totals = bench.totals(*ORDINARY)
-    if probabilities and totals and not 0 <= min(totals) <= max(totals) <= 1:
+    if probabilities and totals and not (min(totals) >= -1e-4 and max(totals) <= 1 + 1e-4):  # as the loss checks them
         yield _finding(
             "R54",
             f"rewards are from {min(totals):.4g} to {max(totals):.4g}, but a process reward model learns from 0 (wrong) to 1 (right)",

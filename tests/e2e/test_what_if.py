@@ -33,6 +33,7 @@ METHODS = {
     "remax": ("algorithm.adv_estimator=remax",),
     "otb": ("algorithm.adv_estimator=optimal_token_baseline",),
     "prime": ("algorithm.adv_estimator=prime",),
+    "entropy_target": ("actor_rollout_ref.actor.entropy_target=0.0001",),  # a bonus that rests
 }
 
 

@@ -42,6 +42,7 @@ class TrainedModel:
     value: bool = False  # whether it predicts values instead of log-probs
     lora_rank: int = 0
     keeps_attention: bool = False
+    on_host: bool = False  # whether its activations wait in the host's memory
     frozen: int = 0  # parameters of a vision tower that is not trained
     packed: float = 0.0  # bytes of a number in the matrices of its layers; 0 if they are not packed
 
@@ -133,7 +134,7 @@ class Work:
             keeps_attention=model.keeps_attention,
             tiles=block.tiled_mlp.num_shards if block.tiled_mlp.enabled else 1,
             tensor=layout.tensor,
-            on_host=block.enable_activation_offload and not self.on_cpu,
+            on_host=model.on_host and not self.on_cpu,
             prompt_copies=micro.rows * (self.prompt + self.response) / micro.tokens,
             scale=self.activation_scale,
             ring=layout.context,
@@ -250,6 +251,7 @@ def _rl_work(
         mini_batch=min(critic.ppo_mini_batch_size or mini_batch, batch),
         epochs=critic.ppo_epochs or actor.ppo_epochs,
         checkpointing=critic.model.enable_gradient_checkpointing,
+        on_host=policy.on_host if (apart := critic.model.enable_activation_offload) is None else apart,
         value=not spec.rewards_process,
         lora_rank=0,
         frozen=0,
@@ -294,6 +296,7 @@ def _trained(
     adapters = {"lora_rank": _lora_rank(block), "frozen": frozen_parameters(block)}
     kept = {
         "keeps_attention": block.gradient_checkpointing_keeps == "attention",
+        "on_host": block.enable_activation_offload,
         "packed": PACKED_BYTES.get(block.quantization, 0.0),
     }
     return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, **adapters, **kept)

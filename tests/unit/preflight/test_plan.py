@@ -553,3 +553,14 @@ def test_sizes_under_the_names_of_a_family(kind: str) -> None:
     assert shape is not None and shape.tied == settings.tie_word_embeddings
     sizes = settings.num_hidden_layers, settings.hidden_size, settings.num_attention_heads, settings.vocab_size
     assert (shape.layers, shape.hidden, shape.heads, shape.vocabulary) == sizes
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic", "expected"), [(True, None, True), (False, True, True), (True, False, False)]
+)
+def test_the_critic_offloads_as_configured_else_as_the_policy(
+    policy: bool, critic: bool | None, expected: bool
+) -> None:
+    changes = {f"{MODEL}.enable_activation_offload": policy, "critic.model.enable_activation_offload": critic}
+    work, _ = of(change(RLConfig(), {"algorithm.adv_estimator": "gae", **changes}))
+    assert work.critic is not None and work.critic.on_host == expected and work.actor.on_host == policy

@@ -10,6 +10,8 @@ from support.preflight import change
 from hone.config import RLConfig
 from hone.preflight import Stage, findings
 from hone.preflight.evidence import try_reward
+from hone.preflight.methods import FORM, PENALTIES
+from hone.rewards.scorers import SCORERS
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 
@@ -149,3 +151,8 @@ def test_functions_of_trl_may_return_arrays(reward: RLConfig, tmp_path: Path, bo
     lines += ["    right = [float(t in text) for t, text in zip(ground_truth, texts)]", f"    return {body}"]
     (tmp_path / "custom.py").write_text("\n".join(lines))
     assert [f.error.render() for f in findings(reward, [Stage.REWARD]) if f.error.code in ("R51", "R52")] == []
+
+
+def test_the_scorers_of_form_are_those_of_text_and_tools() -> None:
+    modules = {name: SCORERS.get(name).compute.__module__.rpartition(".")[2] for name in SCORERS}
+    assert {*FORM, *PENALTIES} == {name for name, module in modules.items() if module in ("text_shape", "tool_use")}

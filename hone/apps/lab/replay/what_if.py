@@ -94,10 +94,9 @@ def _derivatives(mini: Batch, log_probs: Ragged, config: RLConfig, actor: ActorC
         zeros = torch.zeros_like(log_probs.values)
         return {"loss": zeros.sum(), **dict.fromkeys(("gradient", "passes", "normaliser", "kl"), zeros)}
     limit = config.data.max_response_length
-    whole = PolicyObjective(replace(actor, entropy_coeff=0.0), correction, max_response_length=limit)
-    policy = PolicyObjective(
-        replace(actor, entropy_coeff=0.0, use_kl_loss=False), correction, max_response_length=limit
-    )
+    actor = replace(actor, entropy_coeff=0.0, entropy_target=None)
+    whole = PolicyObjective(actor, correction, max_response_length=limit)
+    policy = PolicyObjective(replace(actor, use_kl_loss=False), correction, max_response_length=limit)
     if whole.needs_preparation:
         mini = whole.prepare(mini, log_probs)
     loss, gradient = _gradient(whole, mini, log_probs, totals)
