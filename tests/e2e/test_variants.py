@@ -185,7 +185,10 @@ def test_only_tokens_with_much_entropy_teach(train):
             if sampled
         ]
         assert all(advantage == 0 for entropy, advantage in tokens if entropy < bound)
-        assert sum(entropy >= bound for entropy, _ in tokens) == len(tokens) - math.ceil(0.75 * (len(tokens) - 1))
+        rank = math.ceil(0.75 * (len(tokens) - 1))
+        assert bound == pytest.approx(
+            sorted(entropy for entropy, _ in tokens)[rank]
+        )  # two tokens may be equal to the bound
         assert any(advantage != 0 for _, advantage in tokens)
 
 

@@ -200,6 +200,7 @@ def _objects(text: str) -> list[str]:
 
 _LOOKS_LIKE_CALLS = re.compile(r"\A\s*\[\s*[A-Za-z_][\w.]*\(")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+_MAX_NESTING = 100  # a limit of our own: Python's depends on the depth of the caller and on libraries that raise it
 
 
 @TOOL_PARSERS.register("pythonic")
@@ -223,12 +224,21 @@ class PythonicParser(ToolParser):
         source = turn.plain(body.partition(closing)[0]).strip()
         try:
             tree = ast.parse(source, mode="eval").body
+            _check_nesting(tree)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return before, [
                 ParsedCall("", None, source, f"The calls are not valid Python: {error}. Write [name(key=value)].")
             ]
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         return before, [_python_call(call, source, schemas) for call in calls]
+
+
+def _check_nesting(tree: ast.expr) -> None:
+    level: list[ast.AST] = [tree]
+    for _ in range(_MAX_NESTING):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise ValueError(f"more than {_MAX_NESTING} levels of nesting")
 
 
 def _python_call(node: ast.expr, source: str, schemas: Schemas) -> ParsedCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -105,8 +106,16 @@ def test_a_malformed_call_in_the_history_is_rendered_as_text() -> None:
     ],
     ids=["signs", "names", "calls", "sum", "digits"],
 )
-def test_a_call_that_python_cannot_walk_through_is_malformed(attack: str) -> None:
-    (parsed,) = TOOL_PARSERS.get("pythonic")().parse(attack).calls
+@pytest.mark.parametrize(
+    "limit", [1_000, 20_000]
+)  # libraries raise Python's limit: what is malformed may not depend on it
+def test_a_call_that_python_cannot_walk_through_is_malformed(attack: str, limit: int) -> None:
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        (parsed,) = TOOL_PARSERS.get("pythonic")().parse(attack).calls
+    finally:
+        sys.setrecursionlimit(usual)
     assert parsed.arguments is None and parsed.error
     encoded(parsed.as_openai())
 
