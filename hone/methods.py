@@ -36,6 +36,7 @@ ESTIMATOR_INPUTS: Mapping[str, EstimatorInputs] = {
     "grpo": _inputs("groups"),
     "grpo_passk": _inputs("groups"),
     "grpo_vectorized": _inputs("groups"),
+    "hierarchical_grpo": _inputs("groups", "turns", "turn_roles"),
     "maxrl": _inputs("groups"),
     "opo": _inputs("groups"),
     "optimal_token_baseline": _inputs("groups", "old_log_probs", "sum_pi_squared", uses=("rollout_is_weights",)),

@@ -258,6 +258,7 @@ class ToolAgent(ChatLoop):
 AGENT_LOOPS.register_later("hone.agents.program.loop", "program")
 AGENT_LOOPS.register_later("hone.agents.program.verifiers_loop", "verifiers")
 AGENT_LOOPS.register_later("hone.agents.self_play", "self_play")
+AGENT_LOOPS.register_later("hone.agents.proposer_solver", "proposer_solver")
 
 
 @AGENT_LOOPS.register("single_turn", "single_turn_agent")

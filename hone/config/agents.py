@@ -113,9 +113,9 @@ class AgentConfig:
     """The agent loop of episodes, their concurrency, and the handling of failed episodes."""
 
     default_agent_loop: str | None = named(None, "agent loop")
-    """Agent loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, self_play, program,
-    verifiers, or an import path (my_loops:MyLoop). null means program if agent.program is set, else the loop that the files of multi_turn need,
-    else single_turn."""
+    """Agent loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, self_play,
+    proposer_solver, program, verifiers, or an import path (my_loops:MyLoop). null means program if agent.program is set, else the loop
+    that the files of multi_turn need, else single_turn."""
     max_concurrent_episodes: int | None = number(None, low=1)
     """Most concurrent episodes per rollout worker; null plays a whole batch at once."""
     max_retries: int = number(1, low=0)

@@ -208,18 +208,27 @@ def reward_components(config: RLConfig) -> Findings:
         )
 
 
+_ROLES = {
+    "self_play": ("rae", "what one seat wins the other loses, so their sum teaches nothing"),
+    "proposer_solver": ("hierarchical_grpo", "a hard problem lowers the return of its solvers, whatever they do"),
+}
+"""Agent loops whose episodes have roles, with an estimator that knows them, and why another does not do."""
+
+
 @rule("R62", Stage.FILES)
 def self_play_has_roles(config: RLConfig, evidence: Evidence) -> Findings:
-    """Games that the policy plays against itself are credited by role."""
-    rows = [row for row in evidence.train_rows if evidence.loops.name(row) == "self_play"]
-    if rows and "turn_baselines" not in RunSpec(config).estimator.needs:
-        yield error(
-            f"{len(rows)} rows use the agent loop self_play, but adv_estimator={config.algorithm.adv_estimator} has one return for "
-            "all seats of a game",
-            why="what one seat wins the other loses, so their sum teaches nothing",
-            fix="algorithm.adv_estimator=rae",
-            where="algorithm.adv_estimator",
-        )
+    """Episodes in which the policy has several roles are credited by role."""
+    if RunSpec(config).estimator.needs & {"turn_baselines", "turn_roles"}:
+        return
+    for loop, (estimator, why) in _ROLES.items():
+        if count := sum(evidence.loops.name(row) == loop for row in evidence.train_rows):
+            yield error(
+                f"{count} rows use the agent loop {loop}, but adv_estimator={config.algorithm.adv_estimator} has one return for "
+                "all roles of an episode",
+                why=why,
+                fix=f"algorithm.adv_estimator={estimator}",
+                where="algorithm.adv_estimator",
+            )
 
 
 @rule("R62")

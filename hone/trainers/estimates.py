@@ -104,6 +104,7 @@ COLUMNS = {
     "turn_groups": "trajectory",
     "turn_values": "turn_values",
     "turn_baselines": "turn_baselines",
+    "turn_roles": "trajectory",
 }
 """Inputs that an estimator may need, with the column of each."""
 
@@ -199,22 +200,24 @@ def turn_ids(mask: Tensor) -> Tensor:
 
 
 def turn_baselines(batch: Batch, baselines: RoleBaselines) -> list[list[tuple[str, float]]]:
-    """Take the episodes of a batch into the averages, in order; return role and average of each turn of every row's episode.
-
-    An episode without roles has one, named after its data source.
-    """
+    """Take the episodes of a batch into the averages, in order; return role and average of each turn of every row's episode."""
     joined = join_segments(batch, {"token_level_rewards", "response_mask", "trajectory"})
     mask = joined.ragged("response_mask").to_padded()
     turns = Turns.from_ids(turn_ids(mask), mask)
     rewards = turns.sum(joined.ragged("token_level_rewards").to_padded()).tolist()
     column: list[list[tuple[str, float]]] = [[] for _ in range(len(batch))]
     for rows, trajectory, earned in zip(episode_rows(batch), joined.objects("trajectory"), rewards, strict=True):
-        log = trajectory.episode
-        roles = (log and log.turn_roles) or [trajectory.sample.data_source] * len(earned)
+        roles = roles_of(trajectory, len(earned))
         now = baselines.update(role_returns(earned, roles))
         for row in rows:
             column[row] = [(role, now[role]) for role in roles]
     return column
+
+
+def roles_of(trajectory: Trajectory, turns: int) -> list[str]:
+    """Return the role of each turn of an episode; one without roles has one, named after its data source."""
+    log = trajectory.episode
+    return (log and log.turn_roles) or [trajectory.sample.data_source] * turns
 
 
 def turn_states(trajectory: Trajectory) -> list[tuple]:
@@ -238,6 +241,7 @@ def _input(name: str, batch: Batch, algorithm: AlgorithmConfig) -> Any:
         "turns": lambda: turn_ids(batch.ragged("response_mask").to_padded()),
         "turn_values": lambda: batch.objects("turn_values"),
         "turn_baselines": lambda: batch.objects("turn_baselines"),
+        "turn_roles": lambda: [roles_of(t, len(t.response_mask)) for t in batch.objects("trajectory")],
         "turn_groups": lambda: [turn_states(trajectory) for trajectory in batch.objects("trajectory")],
     }
     return inputs[name]() if name in inputs else batch.ragged(COLUMNS[name]).to_padded()

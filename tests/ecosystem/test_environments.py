@@ -37,9 +37,9 @@ def made(pythons: dict[str, str]) -> EpisodeContext:
     return setting(agent={"environment_python": pythons, "max_retries": 0, "on_error": "drop"})
 
 
-def row(pythons: dict[str, str], name: str, seed: int, *, self_play: bool = False, **options) -> Sample:
+def row(pythons: dict[str, str], name: str, seed: int, *, loop: str = "environment", **options) -> Sample:
     """The row that `hone data make` writes for this seed."""
-    task = EnvironmentTask(name, {**options, "python": pythons[name]}, self_play=self_play)
+    task = EnvironmentTask(name, {**options, "python": pythons[name]}, loop=loop)
     problem = asyncio.run(task.problem(seed))
     assert "python" not in str(problem.extra)
     return sample(problem.question, f"{name}{seed}", **problem.extra, agent_name=problem.agent_name)
@@ -61,7 +61,7 @@ def test_a_game_of_textarena_for_one_player(pythons, made) -> None:
 
 
 def test_both_seats_of_a_game_of_textarena(pythons, made) -> None:
-    two = row(pythons, "textarena", 3, self_play=True, id="TicTacToe-v0", players=2)
+    two = row(pythons, "textarena", 3, loop="self_play", id="TicTacToe-v0", players=2)
 
     def script(name: str, turn: int) -> str:
         return (["[3]", "[4]"] if "/" in name else ["[0]", "[1]", "[2]"])[turn]

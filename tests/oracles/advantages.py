@@ -335,6 +335,42 @@ def rae(rewards: Matrix, mask: Mask, *, turn_ids: Matrix, turn_baselines: list[l
     return scatter(advantages, mask), scatter(returns, mask)
 
 
+def hierarchical_grpo(
+    rewards: Matrix,
+    mask: Mask,
+    *,
+    group_ids: list,
+    turn_ids: Matrix,
+    turn_roles: list[list[str]],
+    norm_adv_by_std_in_grpo: bool = True,
+    epsilon: float = 1e-6,
+) -> Answer:
+    rows, numbers = _turns(rewards, mask, turn_ids), compact(turn_ids, mask)
+    earned = [
+        {role: math.fsum(r for k, r in row.items() if names[k] == role) for role in {names[k] for k in row}}
+        for row, names in zip(rows, turn_roles, strict=True)
+    ]
+    advantages, returns = [], []
+    for i, (turn_of, names) in enumerate(zip(numbers, turn_roles, strict=True)):
+        found = []
+        for role in (names[int(k)] for k in turn_of):
+            if "#" in role:
+                peers = [
+                    value
+                    for name, value in earned[i].items()
+                    if "#" in name and name[: name.index("#")] == role[: role.index("#")]
+                ]
+            else:
+                peers = [
+                    earned[j][role] for j in range(len(rows)) if group_ids[j] == group_ids[i] and role in earned[j]
+                ]
+            alone = len(peers) == 1
+            found.append(0.0 if alone else against_group(earned[i][role], peers, norm_adv_by_std_in_grpo, epsilon))
+        advantages.append(found)
+        returns.append([earned[i][names[int(k)]] for k in turn_of])
+    return scatter(advantages, mask), scatter(returns, mask)
+
+
 ESTIMATORS: dict[str, Callable[..., Answer]] = {
     "gae": gae,
     "gdpo": gdpo,
@@ -342,6 +378,7 @@ ESTIMATORS: dict[str, Callable[..., Answer]] = {
     "gpg": gpg,
     "grpo": grpo,
     "grpo_passk": grpo_passk,
+    "hierarchical_grpo": hierarchical_grpo,
     "maxrl": maxrl,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,

@@ -125,6 +125,7 @@ def call(seed: int, rows: int, columns: int, *, least_group: int = 1, **how: Any
         "turn_ids": torch.where(case.mask.bool(), turn_ids, -7),
         "turn_values": [{k: draw.gauss(0, 1) for k in range(columns) if draw.random() < 0.3} for _ in range(rows)],
         "turn_group_ids": draw.choice([None, states]),
+        "turn_roles": [[draw.choice(("a", "b", "s#0", "s#1", "s#2")) for _ in range(columns + 1)] for _ in range(rows)],
         "turn_baselines": [[(draw.choice("ab"), draw.gauss(0, 1)) for _ in range(columns + 1)] for _ in range(rows)],
     }
     return Call(case.rewards, case.mask, inputs)

@@ -88,6 +88,7 @@ for _name, _class in (
     ("kuhn_poker", "KuhnPoker"),
 ):
     ENVIRONMENTS.register_later(f"hone.agents.environments.{_name}:{_class}", _name)
+ENVIRONMENTS.register_later("hone.agents.environments.proposals:Sums", "sums")
 ENVIRONMENTS.register_later("hone.agents.environments.hosted:TextArena", "textarena")
 ENVIRONMENTS.register_later("hone.agents.environments.hosted:Gem", "gem")
 

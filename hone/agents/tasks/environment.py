@@ -11,6 +11,7 @@ from hone.agents.environments.base import ENVIRONMENTS, make_environment
 from hone.agents.environments.game import Game
 from hone.agents.environments.guess_the_number import GuessTheNumber
 from hone.agents.environments.planning import Planning
+from hone.agents.environments.proposals import Proposals
 from hone.agents.messages import AssistantTurn, Message
 from hone.agents.tasks.demonstrations import says
 from hone.data.seeding import derive_seed
@@ -19,18 +20,24 @@ from hone.errors import ConfigError
 from hone.text import valid_data
 
 _SEEDS = 2**31
+_KINDS: dict[str, tuple[type, str]] = {
+    "self_play": (Game, "has no seats that the policy could all play"),
+    "proposer_solver": (Proposals, "takes no problems of the policy"),
+}
+"""Loops other than ``environment``: the class of their environments, and what another lacks."""
 
 
 class EnvironmentTask:
-    """Task whose problems are seeds of an environment. Demonstrations are of guess_the_number, planning, and games against an opponent.
+    """Task whose problems are seeds of an environment, played by the agent loop ``loop``.
 
-    Those of games are of random valid moves.
+    Demonstrations are of guess_the_number, planning, games against an opponent (random valid moves), and of problems that the policy
+    can write (solved, and with ``proposer_solver`` a random one).
 
     Of its options two are the task's: ``random_demonstrations``, percent of guess_the_number's demonstrations that guess at random; and
-    ``python``, the Python of an environment that runs in another one. With ``self_play`` the policy plays all seats.
+    ``python``, the Python of an environment that runs in another one.
     """
 
-    def __init__(self, name: str, options: dict[str, Any], *, self_play: bool = False) -> None:
+    def __init__(self, name: str, options: dict[str, Any], *, loop: str = "environment") -> None:
         self.careless = int(options.pop("random_demonstrations", 0))
         if not 0 <= self.careless <= 100:
             raise ConfigError(
@@ -38,13 +45,11 @@ class EnvironmentTask:
             )
         hosted = getattr(ENVIRONMENTS.get(name), "hosted", False)
         self.pythons = {name: str(options.pop("python"))} if hosted and "python" in options else {}
-        self.name, self.options, self.self_play = name, options, self_play
+        self.name, self.options, self.loop = name, options, loop
         environment = make_environment(name, options, self.pythons)  # checks the options now
-        if self_play and not isinstance(environment, Game):
+        if loop in _KINDS and not isinstance(environment, _KINDS[loop][0]):
             raise ConfigError(
-                f"the environment '{name}' has no seats that the policy could all play",
-                fix=f"environment:{name}",
-                where=f"self_play:{name}",
+                f"the environment '{name}' {_KINDS[loop][1]}", fix=f"environment:{name}", where=f"{loop}:{name}"
             )
         self.data_source = f"environment/{name}"
 
@@ -74,20 +79,24 @@ class EnvironmentTask:
             prompt=prompt,
             answer=answer,
             tools=list(environment.tools) or None,
-            agent_name="self_play" if self.self_play else "environment",
+            agent_name=self.loop,
             key=f"{seed}",
         )
 
     async def _first(self, environment: Any, seed: int) -> list[Message]:
-        if not self.self_play:
+        if self.loop == "environment":
             return await environment.reset(seed)
+        if self.loop == "proposer_solver":
+            return [{"role": "user", "content": await environment.ask(seed)}]
         await environment.begin(seed)
         return [{"role": "user", "content": await environment.view()}]
 
     async def _demonstration(self, environment: Any, seed: int) -> list[Message] | None:
         if isinstance(environment, Planning):
             return [says(environment.solution())]
-        if isinstance(environment, Game) and type(environment).moves is not Game.moves and not self.self_play:
+        if isinstance(environment, Proposals):
+            return [says(environment.answer if self.loop == "environment" else environment.proposal(seed))]
+        if isinstance(environment, Game) and type(environment).moves is not Game.moves and self.loop == "environment":
             return await _random_moves(environment, random.Random(derive_seed(seed, "demonstration")))
         if not isinstance(environment, GuessTheNumber):
             return None
@@ -124,6 +133,12 @@ def make_self_play(options: Sequence[str]) -> EnvironmentTask:
     return _task("self_play", options)
 
 
+@TASKS.register("proposer_solver")
+def make_proposer_solver(options: Sequence[str]) -> EnvironmentTask:
+    """Build the task of an environment for which the policy writes the problems, from the same options."""
+    return _task("proposer_solver", options)
+
+
 def _task(kind: str, options: Sequence[str]) -> EnvironmentTask:
     values = json_options(options, task=kind, example="max_number=16")
     environment = values.pop("dataset", None)
@@ -131,4 +146,4 @@ def _task(kind: str, options: Sequence[str]) -> EnvironmentTask:
         raise ConfigError(
             "the task has no environment", where=kind, fix=f"{kind}:<one of {', '.join(ENVIRONMENTS.names())}>"
         )
-    return EnvironmentTask(str(environment), values, self_play=kind == "self_play")
+    return EnvironmentTask(str(environment), values, loop=kind)

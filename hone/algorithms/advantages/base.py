@@ -20,6 +20,12 @@ from hone.registry import Registry
 SHOWN = 8
 TOKEN_INPUTS = ("values", "process_rewards", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
 
+_OF_TURNS = {
+    "turn_values": "mapping from turn to value",
+    "turn_baselines": "sequence of pairs of role and baseline",
+    "turn_roles": "sequence of roles",
+}
+
 
 def checked_inputs(
     rewards: Tensor, mask: Tensor, inputs: Mapping[str, Any], *, min_group: int, name: str
@@ -54,16 +60,15 @@ def _prepared(argument: str, value: Any, mask: Tensor, dtype: torch.dtype) -> An
         return _row_scores(argument, value, mask, dtype)
     if argument == "reward_components":
         return {key: _row_scores(f"reward_components['{key}']", scores, mask, dtype) for key, scores in value.items()}
-    if argument in ("turn_values", "turn_baselines"):
+    if argument in _OF_TURNS:
         if len(value) != len(mask):
-            what = (
-                "mapping from turn to value" if argument == "turn_values" else "sequence of pairs of role and baseline"
-            )
             raise ConfigError(
                 f"{argument} has {len(value)} rows for {len(mask)} sequences",
-                fix=f"pass one {what} per row",
+                fix=f"pass one {_OF_TURNS[argument]} per row",
                 where=argument,
             )
+        if argument == "turn_roles":
+            return value
         numbers = (row.values() if argument == "turn_values" else [baseline for _, baseline in row] for row in value)
         _finite(argument, torch.tensor([sum(row, 0.0) for row in numbers], device=mask.device))
     return value
@@ -169,6 +174,10 @@ INPUTS: Mapping[str, tuple[str, str]] = {
         "role and baseline of each turn, one sequence of pairs per row; the trainer keeps an average of each role when "
         "algorithm.adv_estimator=rae",
     ),
+    "turn_roles": (
+        "turn_roles",
+        "role of each turn, one sequence per row; use an agent loop that records roles (self_play, proposer_solver)",
+    ),
 }
 """Inputs of estimators: name -> (keyword argument, the key or the part of the program that supplies it)."""
 
@@ -217,6 +226,7 @@ class AdvantageEstimator:
                     ``turn_group_ids``: one sequence per row; item k names the state before turn k.
                     ``turn_values``: one mapping per row, from turn to the expected reward of the response before it.
                     ``turn_baselines``: one sequence per row; item k is the role and the baseline of turn k.
+                    ``turn_roles``: one sequence per row; item k is the role of turn k.
 
         Raises:
             ConfigError: a needed input is missing, has the wrong shape, or contains NaN or infinity; an option is unknown;

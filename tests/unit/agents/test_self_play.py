@@ -23,8 +23,8 @@ from hone.errors import ConfigError, DataError
 from hone.rewards.manager import RewardManager, share_rewards, token_rewards
 
 
-def game_row(name: str, seed: int = 1, *, self_play: bool = True, **options) -> Sample:
-    problem = asyncio.run(EnvironmentTask(name, options, self_play=self_play).problem(seed))
+def game_row(name: str, seed: int = 1, *, loop: str = "self_play", **options) -> Sample:
+    problem = asyncio.run(EnvironmentTask(name, options, loop=loop).problem(seed))
     return sample(problem.question, **problem.extra, agent_name=problem.agent_name)
 
 
@@ -70,12 +70,12 @@ def test_an_invalid_move_loses_and_a_game_cut_short_is_worth_nothing() -> None:
 
 
 def test_rows_that_self_play_cannot_play() -> None:
-    row = game_row("guess_the_number", self_play=False)
+    row = game_row("guess_the_number", loop="environment")
     row.agent_name = "self_play"
     with raises(DataError, "self_play", code="R48", where="extra_info.environment.name"):
         play(setting(), lambda name, turn: "1", [row])
     with raises(ConfigError, "guess_the_number", where="self_play:guess_the_number"):
-        EnvironmentTask("guess_the_number", {}, self_play=True)
+        EnvironmentTask("guess_the_number", {}, loop="self_play")
     changed = game_row("kuhn_poker")
     assert changed.messages is not None
     changed.messages[0]["content"] = "You have A. check or bet?"
@@ -192,7 +192,101 @@ def test_an_opponent_moves_at_random_from_the_seed(seat: int) -> None:
 
 
 def test_seats_are_drawn_and_checked() -> None:
-    firsts = Counter(game_row("tic_tac_toe", seed, self_play=False).messages[0]["content"][:10] for seed in range(40))  # type: ignore[index]
+    firsts = Counter(
+        game_row("tic_tac_toe", seed, loop="environment").messages[0]["content"][:10] for seed in range(40)
+    )  # type: ignore[index]
     assert firsts.keys() == {"You are X.", "You are O."} and min(firsts.values()) > 8
     with raises(ConfigError, "seat=2", where="extra_info.environment.options"):
         make_environment("kuhn_poker", {"seat": 2})
+
+
+def proposal_row(**options) -> Sample:
+    return game_row("sums", 5, loop="proposer_solver", **options)
+
+
+def proposes(proposal: str, *answers: str):
+    """A script of the proposer, and of solvers in the order in which they are asked."""
+    order: list[str] = []
+
+    def script(name: str, turn: int) -> str:
+        if "/" not in name:
+            return proposal
+        order.append(name)
+        return answers[len(order) - 1]
+
+    return script
+
+
+def test_a_problem_is_answered_by_solvers_that_do_not_see_each_other() -> None:
+    row = proposal_row()
+    assert row.messages is not None
+    given = int(row.messages[0]["content"].split()[-1].rstrip("."))
+    played, _ = play(
+        setting(), proposes(f"Take {given} + 4 - 9.", "I think 1", str(given - 5), str(given - 5), ""), [row]
+    )
+    log = played[0].episode
+    assert log is not None and log.end is EpisodeEnd.DONE and log.reward == 0.0
+    assert log.turn_roles == [*(f"sums/solver#{n}" for n in range(4)), "sums/proposer"]
+    assert log.turn_rewards == [0.0, 1.0, 1.0, 0.0, 1.0], "half of the solvers are right: the best problem"
+    assert log.facts == {"solved": 0.5, "valid_proposal": 1.0, "proposer": 1.0}
+    assert [t.part for t in played] == [0, 1, 2, 3, 4]
+    assert len({tuple(t.prompt_ids) for t in played[:4]}) == 1
+    assert log.conversations[0]["messages"][0]["content"] == f"{given} + 4 - 9 = ?"
+    scores = share_rewards(played, asyncio.run(RewardManager(RewardConfig()).score(played)))
+    placed = [sum(token_rewards(s, t.response_mask).values()) for s, t in zip(scores, played, strict=True)]
+    assert placed == [0.0, 1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "proposal", ["", "17", "1 * {given}", "{given}", "{given} + 100", "1 + 1", "{given} + 1 + 1 + 1", "{given} + 01"]
+)
+def test_an_invalid_proposal_has_no_solvers(proposal: str) -> None:
+    row = proposal_row()
+    assert row.messages is not None
+    given = row.messages[0]["content"].split()[-1].rstrip(".")
+    assert given not in ("1", "17")
+    (played,), _ = play(setting(), proposes(proposal.format(given=given)), [row])
+    assert played.episode is not None and played.episode.turn_rewards == [0.0]
+    assert played.episode.facts == {"valid_proposal": 0.0, "proposer": 0.0}
+
+
+@pytest.mark.parametrize("right, worth", [(0, 0.0), (1, 0.5), (2, 1.0), (3, 0.5), (4, 0.0)])
+def test_what_a_problem_is_worth(right: int, worth: float) -> None:
+    assert make_environment("sums", {}).worth([1.0] * right + [0.0] * (4 - right)) == worth  # type: ignore[attr-defined]
+
+
+def test_solvers_share_what_the_proposer_left() -> None:
+    row = proposal_row(attempts=3)
+    assert row.messages is not None
+    given = row.messages[0]["content"].split()[-1].rstrip(".")
+    proposal, long = f"{given} + 4", "1 " * 200
+    (*solvers, proposer), engine = play(setting(), proposes(proposal, long, long, long), [row], max_tokens=100)
+    left = 100 - len(proposer.response_ids)
+    assert [len(t.response_ids) for t in solvers] == [(left - 1) // 3] * 3
+    assert {request.sampling.max_tokens for request in engine.requests[1:]} == {(left - 1) // 3}
+    assert proposer.episode is not None and proposer.episode.end is EpisodeEnd.DONE
+    cut, _ = play(setting(), proposes(proposal), [row], max_tokens=len(proposer.response_ids) + 3)
+    assert cut[0].episode is not None and cut[0].episode.end is EpisodeEnd.TOKENS and len(cut) == 1
+
+
+def test_drawn_problems_are_valid_and_their_answers_right() -> None:
+    async def solved(seed: int) -> float:
+        problems = make_environment("sums", {"max_number": 12, "terms": 4})
+        (message,) = await problems.reset(seed)
+        assert message["content"].endswith(" = ?")
+        value = eval(message["content"].removesuffix(" = ?"))
+        assert (await problems.step(AssistantTurn(str(value + 1)))).reward == 0.0
+        return (await problems.step(AssistantTurn(f"It is {value}."))).reward
+
+    assert all(asyncio.run(solved(seed)) == 1.0 for seed in range(50))
+
+
+def test_rows_without_proposals_are_refused() -> None:
+    with raises(ConfigError, "tic_tac_toe", where="proposer_solver:tic_tac_toe"):
+        EnvironmentTask("tic_tac_toe", {}, loop="proposer_solver")
+    with raises(ConfigError, "attempts=1", where="extra_info.environment.options"):
+        make_environment("sums", {"attempts": 1})
+    row = game_row("tic_tac_toe")
+    row.agent_name = "proposer_solver"
+    with raises(DataError, "proposer_solver", code="R48", where="extra_info.environment.name"):
+        play(setting(), lambda name, turn: "1", [row])

@@ -23,6 +23,7 @@ KEYS = {
     "turn_ids": "agent loop that records turns",
     "turn_values": "algorithm.adv_estimator=turn_value_by_forks",
     "turn_baselines": "algorithm.adv_estimator=rae",
+    "turn_roles": "agent loop that records roles",
 }
 
 
@@ -139,6 +140,10 @@ def test_wrong_components_weights_counts_and_turns() -> None:
     made.inputs["turn_baselines"] = [[]] * 7
     with raises(ConfigError, "7 rows for 8"):
         made.run(advantage_estimators.get("rae"))
+    made = batch()
+    made.inputs["turn_roles"] = [[]] * 8
+    with raises(ConfigError, "turn_roles", "0 turns"):
+        made.run(advantage_estimators.get("hierarchical_grpo"))
     made = batch()
     made.inputs["turn_group_ids"] = [["x"]] * 8
     with raises(ConfigError, "turn_group_ids", "1 states"):

@@ -95,12 +95,14 @@ def test_agent_rules_have_no_findings(rl: RLConfig, data: Path, changes, columns
     assert [f.error.render() for f in findings_with_columns(rl, data, changes, columns) if f.error.code in codes] == []
 
 
-def test_self_play_needs_an_estimator_with_roles(rl: RLConfig, data: Path) -> None:
-    row = {"agent_name": "self_play", "extra_info": {"environment": {"name": "kuhn_poker", "seed": 1}}}
+@pytest.mark.parametrize("loop, name", [("self_play", "kuhn_poker"), ("proposer_solver", "sums")])
+def test_roles_need_an_estimator_that_knows_them(rl: RLConfig, data: Path, loop: str, name: str) -> None:
+    row = {"agent_name": loop, "extra_info": {"environment": {"name": name, "seed": 1}}}
     (refused,) = [f for f in findings_with_columns(rl, data, ENABLED, row) if f.error.code in ("R62", "R48")]
     assert refused.error.code == "R62" and "10 rows" in refused.error.render()
-    found = findings_with_columns(rl, data, ENABLED | {"algorithm.adv_estimator": "rae"}, row)
-    assert [f for f in found if f.error.code in ("R62", "R48")] == []
+    for estimator in ("rae", "hierarchical_grpo"):
+        found = findings_with_columns(rl, data, ENABLED | {"algorithm.adv_estimator": estimator}, row)
+        assert [f for f in found if f.error.code in ("R62", "R48")] == []
 
 
 def tool_rows(results: list[str], calls: int) -> list[dict[str, Any]]:

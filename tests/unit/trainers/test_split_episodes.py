@@ -39,7 +39,7 @@ def trajectory(uid: str, index: int, turns: list[tuple[int, int]], part: int = 0
     """Turns of (tokens given before it, tokens sampled); the first has none given."""
     mask = [own for given_, sampled in turns for own in [0] * given_ + [1] * sampled]
     sample, zeros = Sample(uid, [1, 2], None, "x"), [0.0] * len(mask)
-    log = EpisodeLog(turn_rewards=[0.0] * 9, assistant_turns=2)
+    log = EpisodeLog(turn_rewards=[0.0] * 9, assistant_turns=2, turn_roles=["even", "odd#0", "even", "odd#1"])
     return Trajectory(uid, index, [1, 2], [3] * len(mask), mask, zeros, zeros, "", StopReason.STOP, sample, episode=log, part=part)  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def columns_of(batch: Batch, sampled: list[dict[str, float]]) -> Batch:
     return batch.with_columns(**made)
 
 
-def both_ways(found, seed: int) -> tuple[Batch, Batch]:
+def both_ways(found, seed: int, *, roles: bool = False) -> tuple[Batch, Batch]:
     """The batch of whole episodes, and that of the same episodes cut into parts."""
     whole, split = [], []
     for uid, index, turns, cuts in found:
@@ -93,7 +93,7 @@ def both_ways(found, seed: int) -> tuple[Batch, Batch]:
                 reward_baselines=torch.full((len(rows),), 0.5),
                 turn_values=[{1: named[t.uid, t.index] / 3} for t in rows],
                 turn_baselines=[[("even", 0.1), ("odd", named[t.uid, t.index])] * 20 for t in rows],
-            ).select(*(name for name in (*batch.names(), *BY_ROW) if name != "trajectory"))
+            ).select(*(name for name in (*batch.names(), *BY_ROW) if roles or name != "trajectory"))
         )
     return made[0], made[1]
 
@@ -104,7 +104,7 @@ def both_ways(found, seed: int) -> tuple[Batch, Batch]:
 def test_advantages_are_those_of_the_episode_in_one_piece(name: str, found, seed: int, share: float | None) -> None:
     estimator = advantage_estimators.get(name)
     config = AlgorithmConfig(gamma=0.9, lam=0.8, gdpo_reward_keys=["acc", "score"], top_entropy_share=share)
-    whole, split = both_ways(found, seed)
+    whole, split = both_ways(found, seed, roles="turn_roles" in estimator.needs)
     for one, other in zip(estimate(estimator, whole, config), estimate(estimator, split, config), strict=True):
         mine, theirs = (
             column.values[batch.ragged("response_mask").values.bool()]

@@ -280,6 +280,7 @@ def batch_of_four() -> tuple[Tensor, Tensor, dict[str, Any]]:
         "turn_ids": (torch.arange(4) >= 2).long().expand(4, 4),
         "turn_group_ids": [["first", "first", "second", "second"] for _ in range(4)],
         "turn_values": [{}, {1: 0.5}, {1: 0.0}, {}],
+        "turn_roles": [["first", "second"]] * 4,
         "turn_baselines": [[("first", 0.25), ("second", -0.25)] for _ in range(4)],
     }
     return rewards, mask, inputs

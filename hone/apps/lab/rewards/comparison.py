@@ -101,6 +101,7 @@ def _episode(record: Mapping[str, Any]) -> EpisodeLog:
         "assistant_turns",
         "user_turns",
         "turn_rewards",
+        "turn_roles",
         "reward",
         "facts",
         "error",
