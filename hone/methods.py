@@ -76,6 +76,8 @@ _SEQ_RS = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
 _TOKEN = {"rollout_is": "token"}
 _SEQ = {"rollout_is": "sequence"}
 _ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+# weights as they are: within the margin of token_kpop (1e-6) no ratio is larger
+_KPOP = _TOKEN | {"rollout_is_threshold": "1e6", "rollout_rs": "token_kpop", "rollout_rs_threshold": 0.1}
 _CLIP = {"bypass_mode": True}
 _PG = {"bypass_mode": True, "loss_type": "reinforce"}
 
@@ -100,6 +102,7 @@ ROLLOUT_CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
         "decoupled_token_mis": _TOKEN | {"rollout_is_threshold": "0.0_2.0"},
         "decoupled_seq_mis": _SEQ | {"rollout_is_threshold": "0.0_2.0"},
         "decoupled_token_icepop": _ICEPOP,
+        "decoupled_token_kpop": _KPOP,
         "decoupled_seq_is_rs": _SEQ | _SEQ_RS,
         "decoupled_geo_rs": _GEO,
         "decoupled_geo_rs_seq_tis": _SEQ | _GEO,
@@ -112,6 +115,7 @@ ROLLOUT_CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
         "bypass_ppo_clip_k3_rs": _CLIP | _K3,
         "bypass_pg_is": _PG | _SEQ,
         "bypass_pg_token_icepop": _PG | _ICEPOP,
+        "bypass_pg_token_kpop": _PG | _KPOP,
         "bypass_pg_geo_rs": _PG | _GEO,
         "bypass_pg_geo_rs_seq_tis": _PG | _SEQ | _GEO,
         "bypass_pg_geo_rs_token_tis": _PG | _TOKEN | _GEO,

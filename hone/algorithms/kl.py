@@ -77,6 +77,17 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
+SMALLEST_PROBABILITY = 1e-8
+"""Lower bound for the probability of "any other token": log-probs are rounded, and log 0 is not finite."""
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p || q) in nats of the two-way choice "this token, or any other", from the log-probs of the token."""
+    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)
+    other_p, other_q = ((-x.expm1()).clamp(min=SMALLEST_PROBABILITY) for x in (log_p, log_q))
+    return log_p.exp() * (log_p - log_q) + other_p * (other_p / other_q).log()
+
+
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 

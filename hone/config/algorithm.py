@@ -42,10 +42,10 @@ class RolloutCorrectionConfig:
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Rejection from the loss: comma list of token_k1, token_k2, token_k3 (single tokens), seq_sum_k1, seq_mean_k1, ...,
-    seq_max_k2, seq_max_k3 (whole sequences); a sample must pass all. null rejects nothing."""
+    """Rejection from the loss: comma list of token_k1, token_k2, token_k3, token_kpop (single tokens), seq_sum_k1,
+    seq_mean_k1, ..., seq_max_k2, seq_max_k3 (whole sequences); a sample must pass all. null rejects nothing."""
     rollout_rs_threshold: str | None = None
-    """Bounds of rollout_rs, one for all or a comma list: ratios such as "0.5_2.0" for k1, an upper bound for k2 and k3."""
+    """Bounds of rollout_rs, one for all or a comma list: ratios such as "0.5_2.0" for k1, an upper bound for the others."""
     rollout_token_veto_threshold: float | None = number(None, above=0, high=1)
     """Reject whole sequences that contain a token whose probability under the trainer is below this share of the engine's."""
 

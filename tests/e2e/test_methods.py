@@ -50,6 +50,7 @@ def test_dynamic_sampling_that_finds_nothing_says_so(train):
     [
         ("decoupled_seq_is", "rollout_corr/rollout_is_seq_mean"),
         ("decoupled_k3_rs_token_tis", "rollout_corr/rollout_rs_seq_mean_k3_mean"),
+        ("decoupled_token_kpop", "rollout_corr/rollout_rs_token_kpop_mean"),
         ("bypass_pg_is", "actor/rollout_is_weight"),
         ("bypass_ppo_clip_k3_rs", "actor/rollout_rejected"),
     ],

@@ -59,10 +59,18 @@ def k(log_ratio: float, kind: str) -> float:
     return {"k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}[kind]
 
 
-def statistics_of(row: dict[int, float], option: str) -> dict[int, float]:
+def kpop(old: float, rollout: float) -> float:
+    """The larger KL of the two-way choices "this token, or any other" of the policies, in either direction."""
+    p, q = (min(max(math.exp(min(x, 0.0)), 1e-6), 1 - 1e-6) for x in (old, rollout))
+    there = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    back = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    return max(there, back)
+
+
+def statistics_of(row: dict[int, float], option: str, old: list[float], rollout: list[float]) -> dict[int, float]:
     """What a rejection option compares with its threshold, for every selected token of a row."""
     reduction, _, kind = option.rpartition("_")
-    values = {t: k(d, kind) for t, d in row.items()}
+    values = {t: kpop(old[t], rollout[t]) if kind == "kpop" else k(d, kind) for t, d in row.items()}
     if reduction == "token" or not row:
         return values
     whole = {"seq_sum": math.fsum, "seq_mean": lambda v: mean(list(v)), "seq_max": max}[reduction](values.values())
@@ -91,7 +99,7 @@ def correction(old: Matrix, rollout: Matrix, mask: Mask, o: Options) -> tuple[Ma
     kept = [set(row) for row in rows]
 
     for option, low, high in o.rejections:
-        values = [statistics_of(row, option) for row in rows]
+        values = [statistics_of(row, option, old[i], rollout[i]) for i, row in enumerate(rows)]
         tests = [{t: allowed(v, option, low, high) for t, v in row.items()} for row in values]
         passing = [{t for t, (above, below) in row.items() if not above and not below} for row in tests]
         units = by_unit(values, option.startswith("token"))

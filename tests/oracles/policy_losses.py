@@ -12,6 +12,8 @@ import math
 import struct
 from collections.abc import Callable
 
+from oracles.corrections import kpop
+
 Rows = list[list[float]]
 Result = list[list[tuple[float, dict[str, float]]]]
 TokenFormula = Callable[[float, float, float, float], tuple[float, dict[str, float]]]
@@ -303,6 +305,8 @@ def bypass_mode(
                 kept &= math.log(low) <= mean([clamp(g, -20, 20) for g in gaps]) <= math.log(high)
             if rollout_rs == "token_k2":
                 kept &= 0.5 * clamp(gap, -20, 20) ** 2 <= rollout_rs_threshold
+            if rollout_rs == "token_kpop":
+                kept &= kpop(f[t], o[t]) <= rollout_rs_threshold
             level = {"token": gap, "sequence": math.fsum(gaps), "geometric": mean(gaps), None: 0.0}[rollout_is]
             weight = math.exp(clamp(level, -20, 20))
             if isinstance(rollout_is_threshold, list):

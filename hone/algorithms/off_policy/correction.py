@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hone.algorithms.kl import binary_kl
 from hone.algorithms.masked import masked_mean, masked_sum, where_mask, wide
 from hone.algorithms.off_policy.rules import CorrectionRules, RejectionRule, Threshold, WeightRule
 
@@ -112,15 +113,31 @@ def _limited(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def rejection_statistic(log_ratio: Tensor, mask: Tensor, rule: RejectionRule) -> tuple[Tensor, Tensor]:
+KPOP_MARGIN = 1e-6
+"""Distance of probabilities from 0 and 1, where their KL may be infinite: it is at most 13.8 nats."""
+
+
+def kpop(old: Tensor, rollout: Tensor) -> Tensor:
+    """Return the larger of KL(old || rollout) and KL(rollout || old) of "this token, or any other" ``[B, T]``.
+
+    A probability that is rounded to 0 or 1 counts as one at ``KPOP_MARGIN`` from there. Guo et al. 2026, "KPop"
+    (https://ringtech.notion.site/kpop).
+    """
+    p, q = (x.clamp(math.log(KPOP_MARGIN), math.log1p(-KPOP_MARGIN)) for x in (old, rollout))
+    return torch.maximum(binary_kl(p, q), binary_kl(q, p))
+
+
+def rejection_statistic(old: Tensor, rollout: Tensor, mask: Tensor, rule: RejectionRule) -> tuple[Tensor, Tensor]:
     """Return the distance of the policies per token ``[B, T]`` or sequence ``[B, 1]``, and which units count.
 
     With ``r`` the token's ratio, its log clamped to +-20: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r
-    (Schulman 2020); ``token_*`` uses it unchanged, ``seq_sum_*``, ``seq_mean_*`` and ``seq_max_*`` (the worst token)
-    reduce it over the sequence.
+    (Schulman 2020); :func:`kpop` takes both log-probs. ``token_*`` uses it unchanged, ``seq_sum_*``, ``seq_mean_*``
+    and ``seq_max_*`` (the worst token) reduce it over the sequence.
     """
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if rule.statistic == "k1":
+    log_ratio = _limited(old - rollout)
+    if rule.statistic == "kpop":
+        tokens = kpop(old, rollout)
+    elif rule.statistic == "k1":
         tokens = -log_ratio
     elif rule.statistic == "k2":
         tokens = 0.5 * log_ratio.square()
@@ -138,14 +155,16 @@ def rejection_statistic(log_ratio: Tensor, mask: Tensor, rule: RejectionRule) ->
     return reduce(tokens, mask, -1)[:, None], units
 
 
-def reject(log_ratio: Tensor, mask: Tensor, rules: tuple[RejectionRule, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+def reject(
+    old: Tensor, rollout: Tensor, mask: Tensor, rules: tuple[RejectionRule, ...]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the tokens that every rule keeps, bool ``[B, T]``, and statistics of each rule and of all together.
 
-    Each rule is applied to the whole of ``mask``; the log-ratio is 0 outside it.
+    Each rule is applied to the whole of ``mask``; log-probs are finite outside it.
     """
     kept, metrics = mask.bool(), {}
     for rule in rules:
-        value, units = rejection_statistic(log_ratio, mask, rule)
+        value, units = rejection_statistic(old, rollout, mask, rule)
         passes = (value >= rule.low) & (value <= rule.high)  # NaN does not pass
         kept = kept & passes
         metrics |= _rule_metrics(rule, value[units], mask, mask.bool() & passes)
@@ -298,7 +317,7 @@ def rollout_correction(
         rollout_rs: rejection criteria: names of ``REJECTION_OPTIONS``, a list or separated by commas; a token must pass
             all of them. ``seq_*`` options drop whole sequences, ``seq_max_*`` by their worst token.
         rollout_rs_threshold: one for all of them, or one each: ``k1`` takes ratio bounds ``"lower_upper"`` (a number u
-            means 1/u to u), ``k2`` and ``k3`` an upper bound.
+            means 1/u to u), ``k2``, ``k3`` and ``kpop`` an upper bound.
         rollout_token_veto_threshold: drop a sequence if one token's ratio is below it (1e-4 is usual).
     """
     if not old_log_probs.shape == rollout_log_probs.shape == response_mask.shape:
@@ -315,7 +334,7 @@ def rollout_correction(
     old, rollout = (wide(where_mask(x, response_mask)) for x in (old_log_probs, rollout_log_probs))
     log_ratio = old - rollout
     metrics = off_policy_metrics(old, rollout, response_mask)
-    kept, rejected = reject(log_ratio, response_mask, rules.rejections)
+    kept, rejected = reject(old, rollout, response_mask, rules.rejections)
     metrics |= rejected
     if rules.veto is not None:
         spared, vetoed = veto(log_ratio, response_mask, rules.veto)

@@ -20,9 +20,10 @@ REJECTION_OPTIONS = (
     *(f"{reduction}_{k}" for reduction in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
     "seq_max_k2",
     "seq_max_k3",
+    "token_kpop",
 )
 LOSS_TYPES = ("ppo_clip", "reinforce")
-RENAMED = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+RENAMED = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1", "binary_kl": "token_kpop"}
 
 Threshold = float | str | Sequence[float | str]
 
@@ -157,7 +158,7 @@ def _rejection_rules(options: str | Sequence[str] | None, threshold: Threshold |
             raise ConfigError(f"unknown rejection option '{name}'", where=f"{KEY}.rollout_rs", fix=fix)
     thresholds = _entries(threshold)
     if not thresholds:
-        example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
+        example = ",".join(_example(name) for name in names)
         raise ConfigError(
             f"rollout_rs={','.join(names)} needs a threshold, and rollout_rs_threshold is null",
             fix=f"'{where}=\"{example}\"'" if len(names) > 1 else f"{where}={example}",
@@ -185,11 +186,15 @@ def _rejection_rule(option: str, threshold: float | str) -> RejectionRule:
     if isinstance(threshold, str) and "_" in threshold:
         raise ConfigError(
             f"{option} takes one upper bound, got '{threshold}'",
-            why="k2 and k3 are never negative and are 0 on policy, so a lower bound has no use",
+            why="the statistic is never negative and is 0 on policy, so a lower bound has no use",
             fix=f"{KEY}.rollout_rs_threshold={threshold.rpartition('_')[2]}",
             where=f"{KEY}.rollout_rs_threshold",
         )
-    return RejectionRule(option, -math.inf, _positive(threshold, "rollout_rs_threshold", "0.01"))
+    return RejectionRule(option, -math.inf, _positive(threshold, "rollout_rs_threshold", _example(option)))
+
+
+def _example(option: str) -> str:
+    return {"k1": "0.5_2.0", "kpop": "0.1"}.get(option.rpartition("_")[2], "0.01")
 
 
 def _veto(threshold: float | None) -> float | None:

@@ -13,9 +13,12 @@ from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss, 
 
 
 @torch.no_grad()
-def correct(log_ratio: Tensor, response_mask: Tensor, rules: CorrectionRules) -> tuple[Tensor | None, Tensor]:
-    """Return weights ``[B, T]`` (or None) and the remaining tokens (bool) for ``log_ratio`` = policy - sampling engine."""
-    kept, _ = reject(log_ratio, response_mask, rules.rejections)
+def correct(
+    log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, rules: CorrectionRules
+) -> tuple[Tensor | None, Tensor]:
+    """Return weights ``[B, T]`` (or None) and the remaining tokens (bool) of policy against sampling engine."""
+    kept, _ = reject(log_probs, rollout_log_probs, response_mask, rules.rejections)
+    log_ratio = log_probs - rollout_log_probs
     if rules.veto is not None:
         kept = kept & veto(log_ratio, response_mask, rules.veto)[0]
     if rules.weight is None:
@@ -62,7 +65,7 @@ def bypass_mode(
         rollout_rs_threshold=rollout_rs_threshold,
         rollout_token_veto_threshold=rollout_token_veto_threshold,
     )
-    weights, kept = correct(log_probs.detach() - old_log_probs, response_mask, rules)
+    weights, kept = correct(log_probs.detach(), old_log_probs, response_mask, rules)
     rejected = ~kept & response_mask
     if loss_type == "ppo_clip":
         clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}

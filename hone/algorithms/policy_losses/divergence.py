@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hone.algorithms.kl import binary_kl
 from hone.algorithms.masked import where_mask
 from hone.algorithms.policy_losses.base import (
     Prepared,
@@ -15,9 +16,6 @@ from hone.algorithms.policy_losses.base import (
     require,
     token_ratio,
 )
-
-SMALLEST_PROBABILITY = 1e-8
-"""Lower bound for the probability of "any other token": log-probs are rounded, and log 0 is not finite."""
 
 
 def divergence_masked(
@@ -76,11 +74,9 @@ def dppo_kl(
     ``clip_ratio_low`` and ``clip_ratio_high`` bound that KL (nats) here, and ``clip_ratio_c`` truncates the importance
     weight.
     """
-    new, old = log_probs.detach().clamp(max=0.0), old_log_probs.clamp(max=0.0)
-    other, old_other = ((-x.expm1()).clamp(min=SMALLEST_PROBABILITY) for x in (new, old))
-    kl = old.exp() * (old - new) + old_other * (old_other / other).log()
-    further = (new - old) * advantages.sign() > 0
-    outside = further & (kl > by_sign(advantages, clip_ratio_high, clip_ratio_low))
+    new = log_probs.detach()
+    further = (new - old_log_probs) * advantages.sign() > 0
+    outside = further & (binary_kl(old_log_probs, new) > by_sign(advantages, clip_ratio_high, clip_ratio_low))
     return divergence_masked(old_log_probs, log_probs, advantages, outside, clip_ratio_c)
 
 

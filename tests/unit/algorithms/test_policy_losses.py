@@ -40,6 +40,8 @@ COMBINATIONS: dict[str, list[dict[str, Any]]] = {
         REINFORCE | {"rollout_is": "token"},
         REINFORCE | {"rollout_is": "token", "rollout_is_threshold": [0.5, 1.5], "rollout_token_veto_threshold": 0.5},
         REINFORCE | {"rollout_is": "sequence", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1},
+        REINFORCE | {"rollout_is": "token", "rollout_rs": "token_kpop", "rollout_rs_threshold": 0.1},
+        {"rollout_rs": "token_kpop", "rollout_rs_threshold": 0.1},
         REINFORCE | {"rollout_is": "geometric", "rollout_is_threshold": 1.2},
     ]
 }

@@ -22,6 +22,7 @@ from hone.algorithms import (
     rollout_correction,
 )
 from hone.algorithms.off_policy import IMPORTANCE_LEVELS, REJECTION_OPTIONS, CorrectionRules
+from hone.algorithms.off_policy.correction import kpop
 from hone.errors import ConfigError
 
 quick = examples(60)
@@ -229,6 +230,50 @@ def test_k1_bounds_hold_for_the_ratio_itself() -> None:
         assert result.response_mask.flatten().tolist() == [1.0, 0.0], option
 
 
+EXTREMES = [-math.inf, -80.0, -20.0, math.log(1e-6), -5.0, -0.7, -0.01, -1e-5, math.log1p(-1e-6), -1e-8, -0.0, 1e-7]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_kpop_of_extreme_probabilities_equals_the_oracle(dtype: torch.dtype, error: float) -> None:
+    """Between nearly 0 and exactly 1, or above it by rounding: finite, the same in both orders, 0 for equal policies."""
+    column = torch.tensor(EXTREMES, dtype=dtype)
+    table = kpop(column[:, None], column[None, :])
+    expected = [[oracle.kpop(p, q) for q in column.tolist()] for p in column.tolist()]
+    torch.testing.assert_close(table, torch.tensor(expected, dtype=dtype), rtol=10 * error, atol=error)
+    assert torch.equal(table, table.T) and not table.diagonal().any() and float(table.max()) < 13.82
+
+
+def kept_by_kpop(old: list[float], rollout: list[float], phi: float) -> list[float]:
+    p, q = (torch.tensor([row + [math.nan]]) for row in (old, rollout))
+    mask = torch.tensor([[1.0] * len(old) + [0.0]])
+    result = rollout_correction(p.log(), q.log(), mask, rollout_rs="token_kpop", rollout_rs_threshold=phi)
+    return result.response_mask[0, :-1].tolist()
+
+
+def test_kpop_bounds_both_directions() -> None:
+    """KL(0.5 || 0.25) = 0.144 and KL(0.25 || 0.5) = 0.131, in nats, of "this token, or any other"."""
+    for phi, kept in ((0.13, 0.0), (0.14, 0.0), (0.15, 1.0)):
+        assert kept_by_kpop([0.5, 0.25], [0.25, 0.5], phi) == [kept, kept]
+
+
+def test_kpop_lets_rare_tokens_move_further_than_likely_ones() -> None:
+    assert kept_by_kpop([0.02, 0.004, 0.99, 0.9], [0.004, 0.02, 0.9, 0.99], 0.1) == [1, 1, 0, 0]
+
+
+def test_the_preset_of_kpop_weighs_kept_tokens_by_their_whole_ratio() -> None:
+    chosen = ROLLOUT_CORRECTION_PRESETS["decoupled_token_kpop"]
+    chosen = {key: value for key, value in chosen.items() if key not in ("bypass_mode", "loss_type")}
+    old, rollout = torch.tensor([[0.02, 0.004, 0.99]]), torch.tensor([[0.004, 0.02, 0.9]])
+    weights = rollout_correction(old.log(), rollout.log(), torch.ones(1, 3), **chosen).weights
+    assert weights is not None and weights[0].tolist() == pytest.approx([5.0, 0.2, 0.0])
+
+
+def test_kpop_with_a_large_threshold_keeps_all() -> None:
+    p = [math.exp(x) for x in EXTREMES]
+    assert kept_by_kpop(p, p[::-1], 14.0) == [1.0] * len(p)
+    assert kept_by_kpop([math.nan], [0.5], 14.0) == [0.0], "NaN inside the mask does not pass"
+
+
 def test_weights_are_truncated_or_masked() -> None:
     ratio = torch.tensor([[0.25, 1.0, 4.0]])
     weights = {
@@ -360,6 +405,10 @@ def test_one_threshold_serves_all() -> None:
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}, "seq_max_k2"),
         ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs_threshold=0.2"),
         ({"rollout_rs": "seq_mean_k3,token_k1", "rollout_rs_threshold": "1,2,3"}, "3 thresholds"),
+        ({"rollout_rs": "token_kpop"}, "rollout_rs_threshold=0.1"),
+        ({"rollout_rs": "token_kpop", "rollout_rs_threshold": "0.1_2.0"}, "rollout_rs_threshold=2.0"),
+        ({"rollout_rs": "token_kpop", "rollout_rs_threshold": "phi"}, "rollout_rs_threshold=0.1"),
+        ({"rollout_rs": "binary_kl", "rollout_rs_threshold": 2.0}, "rollout_rs=token_kpop"),
         ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0"),
         ({"rollout_token_veto_threshold": 1.5}, "rollout_token_veto_threshold=1.5"),
         ({"rollout_token_veto_threshold": 0}, "rollout_token_veto_threshold: '0'"),
@@ -408,4 +457,4 @@ def test_the_peers_preset_names_are_all_there() -> None:
     for name, chosen in ROLLOUT_CORRECTION_PRESETS.items():
         assert chosen["bypass_mode"] == name.startswith("bypass"), name
         assert (chosen["loss_type"] == "reinforce") == name.startswith("bypass_pg"), name
-        assert (chosen["rollout_rs"] is not None) == ("_rs" in name), name
+        assert (chosen["rollout_rs"] is not None) == ("_rs" in name or "kpop" in name), name

@@ -242,7 +242,7 @@ def linked(paper: str) -> str:
     >>> linked("Hu 2025, arXiv:2501.03262, eq. 1")
     'Hu 2025, [arXiv:2501.03262](https://arxiv.org/abs/2501.03262), eq. 1'
     """
-    text = re.sub(r"(?<!\()https?://[^\s,)]+", lambda link: f"<{link[0]}>", paper)
+    text = re.sub(r"(?<!\()https?://[^\s,;)]+", lambda link: f"<{link[0]}>", paper)
     return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
