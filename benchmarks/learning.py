@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -225,7 +225,7 @@ def one(trainer: str, task: str, seed: int, before: float, work: Path, records: 
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     trained = TRAINERS[trainer](make_start(task, work), task, seed, work, out)
-    curve: Curve = {name: [round(value, 4) for value in values] for name, values in trained.items()}
+    curve: Curve = {name: [round(value, 4) for value in trained[name]] for name in ("rewards", "seconds")}
     curve["held_out"] = accuracy(out / "model", task, work, out / "answers.jsonl")
     shutil.rmtree(out)
     line = {"trainer": trainer, "task": task, "seed": seed, "machine": machine(), "before": before, **curve}
@@ -340,8 +340,11 @@ def main() -> None:
         shares = {task: accuracy(starts[task], task, work, work / task / "before.jsonl") for task in tasks}
         print("before:", ", ".join(f"{task} {share:.3f}" for task, share in shares.items()), flush=True)
         with ThreadPoolExecutor(options.jobs) as pool:
-            jobs = {key: pool.submit(one, *key, shares[key[1]], work, options.records) for key in missing}
-            curves |= {key: job.result() for key, job in jobs.items()}
+            jobs = {pool.submit(one, *key, shares[key[1]], work, options.records): key for key in missing}
+            for job in as_completed(jobs):
+                if job.exception() is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                curves[jobs[job]] = job.result()
     before = {
         task: fmean(curves[trainer, task, seed]["before"] for trainer in TRAINERS for seed in options.seeds)
         for task in options.tasks
