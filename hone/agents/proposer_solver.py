@@ -16,8 +16,8 @@ from hone.together import gather_or_cancel
 class ProposerSolver(EnvironmentLoop):
     """Loop of one turn that proposes a problem, and one turn of each solver, all at the same time.
 
-    A row is that of the loop ``environment``, whose prompt is the proposer's. Each solver has a conversation of its own, a segment of the
-    episode, and an equal share of the tokens that the proposer left. The turns have the roles ``NAME/proposer`` and ``NAME/solver#K``,
+    A row is that of the loop ``environment``, whose prompt is the proposer's. The proposer may take half of the episode's tokens. Each
+    solver has a conversation of its own, a segment of the episode, and an equal share of what is left. The turns have the roles ``NAME/proposer`` and ``NAME/solver#K``,
     so that an estimator can compare solvers with solvers (``hierarchical_grpo``). An episode that a limit cuts short is worth 0 to all.
     """
 
@@ -38,7 +38,7 @@ class ProposerSolver(EnvironmentLoop):
         check_prompt(episode, valid_data([{"role": "user", "content": shown}]))
         solvers: list[Episode] = []
         try:
-            proposal = await self.take_turn(episode)
+            proposal = await self._turn(episode, (), max_tokens=max(1, episode.tokens_left // 2))
             problem = await episode.outside(problems.pose(proposal.content), limit)
             scores: list[float] = []
             if problem is not None:

@@ -265,7 +265,10 @@ def test_solvers_share_what_the_proposer_left() -> None:
     assert [len(t.response_ids) for t in solvers] == [(left - 1) // 3] * 3
     assert {request.sampling.max_tokens for request in engine.requests[1:]} == {(left - 1) // 3}
     assert proposer.episode is not None and proposer.episode.end is EpisodeEnd.DONE
-    cut, _ = play(setting(), proposes(proposal), [row], max_tokens=len(proposer.response_ids) + 3)
+    (wordy,), _ = play(setting(), proposes(long), [row], max_tokens=100)
+    assert len(wordy.response_ids) == 50
+    many = proposal_row(attempts=100)
+    cut, _ = play(setting(), proposes(proposal), [many], max_tokens=100)
     assert cut[0].episode is not None and cut[0].episode.end is EpisodeEnd.TOKENS and len(cut) == 1
 
 
