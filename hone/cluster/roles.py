@@ -158,6 +158,7 @@ class PolicyWorker(WeightSource, TrainedModel):
             dtype=actor.dtype,
             max_tokens=actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,
+            balances_experts=actor.router_aux_loss_coef > 0,
         )
         self._spec = RunSpec(config)
         self._by_pairs = None

@@ -147,6 +147,9 @@ class ActorConfig(ParallelConfig):
     """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
     it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used. float16 rounds
     eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
+    router_aux_loss_coef: float = number(0.0, low=0)
+    """Weight of the balance loss of a mixture of experts: the sequence-wise loss of DeepSeek-V3 over the trained tokens of each
+    response, mean over the sequences of a mini-batch and the routers; 1 where the load is even. 0 computes none."""
 
 
 @dataclass

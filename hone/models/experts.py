@@ -17,11 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hone.data.ragged import Ragged
 from hone.errors import ModelError
+from hone.models.inputs import PackedSequences
 
+SCORES, CHOSEN = "router_scores", "chosen_experts"
+"""Outputs next to those of the head: what :meth:`ExpertRouters.take_kept` returns."""
 UNKNOWN = -1
 """In place of an expert: the engine did not report the choice, and the router makes it."""
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
@@ -51,6 +56,8 @@ class ExpertRouters:
     _followed: Tensor | None = None
     _recorded: list[Tensor] | None = None
     _counts: list[RouterCounts] = field(default_factory=list)
+    _keeps: bool = False
+    _kept: list[tuple[Tensor, Tensor]] | None = None
 
     @property
     def width(self) -> int:
@@ -79,8 +86,8 @@ class ExpertRouters:
         self._followed = choices.unflatten(1, (len(self.modules), self.top_k))
 
     def release(self) -> None:
-        """Follow and count nothing any more."""
-        self._followed, self._counts = None, []
+        """Follow, count and keep nothing any more."""
+        self._followed, self._counts, self._keeps, self._kept = None, [], False, None
 
     def record(self) -> None:
         """Begin to record what the routers choose in one forward pass."""
@@ -92,8 +99,9 @@ class ExpertRouters:
         assert recorded is not None and len(recorded) == len(self.modules), "one forward pass follows `record`"
         return torch.cat(recorded, 1)
 
-    def count(self) -> None:
-        """Begin to count the tokens of each expert."""
+    def count(self, *, keep: bool = False) -> None:
+        """Begin to count the tokens of each expert. With ``keep``, :meth:`take_kept` has what the next forward pass decides."""
+        self._keeps, self._kept = keep, [] if keep else None
         device = next(self.modules[0].parameters()).device
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         chosen = zeros(len(self.modules), self.experts)
@@ -103,6 +111,19 @@ class ExpertRouters:
         """Return the counts since :meth:`count`, and stop counting."""
         (counts,), self._counts = self._counts, []
         return counts
+
+    def take_kept(self, packed: PackedSequences) -> dict[str, Tensor]:
+        """Return what the routers decided at the tokens that predict a response token; nothing unless it was to be kept.
+
+        ``SCORES [U, routers, experts]``, positive with a sum of 1 and their gradient, and ``CHOSEN [U, routers, top_k]``.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return {}
+        scores, chosen = (
+            torch.stack([packed.of_outputs(part) for part in parts], 1) for parts in zip(*kept, strict=True)
+        )
+        return {SCORES: scores, CHOSEN: chosen}
 
     def route(self, number: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if self._followed is None and self._recorded is None and not self._counts:
@@ -126,7 +147,36 @@ class ExpertRouters:
             if mode.changed is not None:
                 counts.changed += mode.changed.sum()
                 counts.replayed += mode.changed.numel()
+        if self._keeps:  # also when a backward pass computes the layer again, which has to save the same tensors
+            logits = output[0].float()
+            scores = F.normalize(logits.sigmoid(), p=1, dim=-1) if mode.gates else logits.softmax(-1)
+            if self._kept is not None:
+                self._kept.append((scores, mode.choice))
         return output
+
+
+def balance_losses(scores: Tensor, chosen: Tensor, mask: Ragged) -> Tensor:
+    """Return the balance loss ``[R]`` at the response tokens of some sequences; its mean over the trained ones is a sequence's.
+
+    The sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20), of each router and then the mean of the routers.
+    T trained tokens of one sequence have scores s, and the top k of N experts compute each of them::
+
+        f_i = N / (k T) x tokens that expert i computes     P_i = mean of s_i / sum_j s_j     loss = sum_i f_i P_i
+
+    It is 1 where the load is even, and N / k where the same k experts get all tokens and scores. f has no gradient.
+
+    Args:
+        scores: ``[R, routers, experts]``, which add up to 1.
+        chosen: ``[R, routers, top_k]`` the experts that compute each token.
+        mask: 1 on trained tokens.
+    """
+    trained = mask.values.to(scores)
+    row = torch.arange(len(mask), device=scores.device).repeat_interleave(mask.lengths.to(scores.device))
+    hits = torch.zeros_like(scores).scatter_(2, chosen, trained[:, None, None].expand(chosen.shape))
+    counts = scores.new_zeros(len(mask), *scores.shape[1:]).index_add_(0, row, hits)
+    tokens = scores.new_zeros(len(mask)).index_add_(0, row, trained).clamp(min=1)
+    share = counts * scores.shape[2] / (chosen.shape[2] * tokens[:, None, None])
+    return (scores * share[row]).sum(-1).mean(-1)
 
 
 class _ChosenExperts(TorchFunctionMode):
@@ -139,9 +189,11 @@ class _ChosenExperts(TorchFunctionMode):
         # ``[known, top_k]`` bool, True where a followed expert is not among those of the scores; None if nothing is
         # followed
         self.changed: Tensor | None = None
+        self.gates = False  # whether scores are sigmoids of the logits, as in DeepSeek-V3
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.gates |= func in (torch.sigmoid, Tensor.sigmoid) and result.shape[-1] == self._experts
         if func not in (torch.topk, Tensor.topk):
             return result
         values, choice = result

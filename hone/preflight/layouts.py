@@ -31,7 +31,7 @@ from hone.training.backends.fsdp2.pipeline_models import require_divisible
 from hone.training.backends.megatron import support
 from hone.training.backends.registry import BACKENDS, backend_of
 
-_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP2_NAMES = (None, "fsdp2", "fsdp")
 """Values of ``strategy`` with which a model on several processes has the backend fsdp2."""
 _CONNECT_SECONDS = 3.0
@@ -394,6 +394,42 @@ def experts_can_be_followed(config: RLConfig, evidence: Evidence) -> Findings:
             why="the trainer would choose them itself, as with router_replay.mode=disabled",
             fix=f"{_ROLLOUT}.name=native, or {key}=disabled",
             where=key,
+        )
+
+
+@rule("R87")
+def experts_can_be_balanced(config: RLConfig, evidence: Evidence) -> Findings:
+    """A balance loss that is trained has experts with routers to train, and whole sequences of a mini-batch in one place."""
+    actor, model, key = config.actor_rollout_ref.actor, evidence.model_settings, f"{_ACTOR}.router_aux_loss_coef"
+    if actor.router_aux_loss_coef == 0:
+        return
+    stages, steps = f"{_ACTOR}.pipeline_model_parallel_size=1", config.trainer.save_microbatch_steps
+    without = bool(model) and not any(model.get(name) for name in EXPERTS)
+    streams = RunSpec(config).streams and not actor.loss_agg_mode.startswith("seq-mean")
+    obstacles = (
+        (without, f"a {model.get('model_type')} model has no experts", ""),
+        (actor.strategy == support.NAME, "the scores of Megatron's routers are not read", f"{_ACTOR}.strategy=fsdp2"),
+        (actor.pipeline_model_parallel_size > 1, "a pipeline stage does not see the routers of the others", stages),
+        (
+            streams,
+            f"a streamed update of {actor.loss_agg_mode} does not weigh its parts by sequences",
+            "trainer.async_training.stream=false",
+        ),
+        (bool(steps), "hone oracle does not compute it", "trainer.save_microbatch_steps=[]"),
+    )
+    for applies, reason, instead in obstacles:
+        if applies:
+            yield error(
+                f"router_aux_loss_coef={actor.router_aux_loss_coef:g}, but {reason}",
+                why="the loss is a mean over the routers of all layers, and over the sequences of a mini-batch",
+                fix=f"{key}=0, or {instead}" if instead else f"{key}=0",
+            )
+    policy = config.actor_rollout_ref.model
+    if policy.lora_rank > 0 or policy.lora_adapter_path is not None:
+        yield warning(
+            f"router_aux_loss_coef={actor.router_aux_loss_coef:g}, but an adapter leaves the routers frozen",
+            why="the loads could be evened out by the routers' inputs alone, at the cost of what these say",
+            fix=f"{key}=0, or actor_rollout_ref.model.lora_rank=0",
         )
 
 

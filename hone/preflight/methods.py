@@ -568,6 +568,7 @@ def online_preference_loss(config: RLConfig) -> Findings:
         "actor_rollout_ref.actor.entropy_coeff=0": actor.entropy_coeff > 0,
         "actor_rollout_ref.actor.entropy_target=null": actor.entropy_target is not None,
         "actor_rollout_ref.actor.use_kl_loss=false": actor.use_kl_loss,
+        "actor_rollout_ref.actor.router_aux_loss_coef=0": actor.router_aux_loss_coef > 0,
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": actor.policy_loss.loss_mode != "vanilla",
         "algorithm.use_pf_ppo=false": config.algorithm.use_pf_ppo,
         "algorithm.rollout_correction.preset=null": correction.preset is not None,

@@ -26,10 +26,11 @@ from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.images import IMAGES
 from hone.data.ragged import Ragged
+from hone.errors import ModelError
 from hone.insight import activity
 from hone.models.devices import deterministic_algorithms, dtype_on
 from hone.models.dropout import say_what_is_off
-from hone.models.experts import ExpertRouters, RouterCounts
+from hone.models.experts import CHOSEN, SCORES, ExpertRouters, RouterCounts, balance_losses
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
@@ -44,6 +45,8 @@ from hone.training.objectives import GatheredRows, LossFn, PartialLoss, Statisti
 from hone.training.optimizer import LossScale, ScheduledOptimizer
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
+
+BALANCE_KEY = "actor_rollout_ref.actor.router_aux_loss_coef"
 
 
 class DeviceClock:
@@ -134,6 +137,7 @@ class TrainSettings:
     offload_activations: bool = False  # to host memory, between forward and backward pass
     compile_layers: str = "auto"  # see :mod:`hone.models.compiled`
     deterministic: bool = False  # gradients have the same bits in every run, also on a GPU
+    balances_experts: bool = False  # the loss function gets the balance loss of the routers, as output ``balance``
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_on(self.device, self.dtype))
@@ -164,6 +168,13 @@ class MicroBatchLoop:
         self._reads_images = reads_images
         self._forward, self._settings, self._ranks, self._cost = forward, settings, ranks, cost
         self._device, self._loss_scale, self._routers = settings.device, loss_scale, routers
+        if settings.balances_experts and routers is None:
+            raise ModelError(
+                "the model has no routers whose loads can be balanced",
+                why="the balance loss is computed from their scores",
+                fix=f"{BALANCE_KEY}=0",
+                where=BALANCE_KEY,
+            )
         self._clock = DeviceClock(settings.device)
         self.recorder: MicroBatchRecorder | None = None
         moves = settings.offload_activations and settings.device.type != "cpu"
@@ -219,14 +230,17 @@ class MicroBatchLoop:
             recorder, self.recorder = self.recorder, None
             recording = contextlib.nullcontext() if recorder is None else recorder.forward(packed)
             if self._routers is not None:
-                self._routers.count()
+                self._routers.count(keep=self._settings.balances_experts)
             on_host = contextlib.nullcontext() if self._offload is None else self._offload.saving()
             with self.computing(), autocast(self._device, self._settings.dtype), on_host, recording:
                 outputs = packed.outputs_by_row(self._forward(head, packed, with_entropy))
+            scores, chosen = (outputs.pop(name, None) for name in (SCORES, CHOSEN))
             if recorder is not None:
                 recorder.keep_gradients(outputs)
             if outputs_seen is not None:
                 outputs_seen.add(rows, outputs)
+            if scores is not None and chosen is not None:
+                outputs["balance"] = balance_losses(scores, chosen, micro.ragged("response_mask"))
             loss, micro_statistics = micro_batch_loss(rows, micro, outputs, loss_fn, totals)
             statistics += micro_statistics
             factor = 1.0 if self._loss_scale is None else self._loss_scale.value

@@ -159,6 +159,8 @@ def learns_entropy(actor: ActorConfig) -> bool:
 class PolicyObjective:
     """Policy loss - :attr:`entropy_coeff` x entropy + kl_loss_coef x KL(policy, reference) + coef x distance from a teacher.
 
+    With router_aux_loss_coef also that times the balance loss of the experts, a mean over sequences whatever the aggregation.
+
     Reads columns ``advantages`` and ``response_mask``; if present ``old_log_probs`` and ``rollout_is_weights``; with
     use_kl_loss ``ref_log_probs``; with a distance of sampled tokens ``teacher_log_probs``; and the columns of :meth:`prepare`.
     Without old log-probs the ratio is 1, with the gradient of the log-probs.
@@ -252,6 +254,10 @@ class PolicyObjective:
             shares["distillation/loss"] = aggregate_loss(distance, mask, mode, **aggregation)
             metrics = {**metrics, **teacher_metrics}
             loss = loss + self.distillation.coef * shares["distillation/loss"]
+        if actor.router_aux_loss_coef > 0:
+            balance = outputs["balance"].to_padded()
+            shares["actor/balance_loss"] = aggregate_loss(balance, mask, "seq-mean-token-mean", **aggregation)
+            loss = loss + actor.router_aux_loss_coef * shares["actor/balance_loss"]
         shares["actor/loss"] = loss
         for name in () if self.loss.name in policy_losses else metrics:
             if not is_declared(name):

@@ -121,3 +121,15 @@ def test_two_workers_follow_as_one_process_does(experts: World, tmp_path: Path) 
         for name in ("moe/replayed", "actor/grad_norm", "actor/loss", "critic/score/mean"):
             if name in other:
                 assert row[name] == pytest.approx(other[name], abs=0.02 if name == "moe/replayed" else 1e-4), name
+
+
+@pytest.mark.slow
+def test_a_balance_loss_that_is_trained_is_part_of_the_loss(experts: World, tmp_path: Path) -> None:
+    free = trained(experts, tmp_path / "free")
+    balanced = trained(experts, tmp_path / "balanced", f"{ACTOR}.router_aux_loss_coef=0.5")
+    assert not curve(free, "actor/balance_loss")
+    parts = zip(
+        *(curve(balanced, f"actor/{name}") for name in ("loss", "pg_loss", "kl_loss", "balance_loss")), strict=True
+    )
+    for loss, policy, kl, balance in parts:
+        assert loss == pytest.approx(policy + 0.001 * kl + 0.5 * balance, rel=1e-5) and 1 <= balance < 2

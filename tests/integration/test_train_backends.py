@@ -100,6 +100,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "experts",
         {"replayed": True, "model_settings": CHECKPOINTING},
     ),
+    "fsdp, balance loss": ("experts", {"balance": 0.5, "trees": True, "model_settings": CHECKPOINTING}),
+    "tensor, balance loss": ("experts", {"balance": 0.5, "parallel": TENSOR}),
+    "sequence, balance loss": ("experts", {"balance": 0.5, "parallel": SEQUENCE, "replayed": True}),
+    "ring, balance loss": ("gpt_oss", {"balance": 0.5, "parallel": RING, "model_settings": CHECKPOINTING}),
+    "expert, balance loss": ("experts", {"balance": 0.5, "parallel": EXPERT}),
     "expert, gradient checkpointing": ("experts", {"parallel": EXPERT, "model_settings": CHECKPOINTING}),
 }
 
@@ -121,6 +126,23 @@ def test_one_process_follows_the_experts_of_the_engine(model: str, checkpointing
     assert not torch.allclose(
         alone(free).columns["log_probs"], alone(dataclasses.replace(free, replayed=True)).columns["log_probs"]
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("experts", {"budget": 8}),
+        ("gpt_oss", {"budget": 1000, "trees": True, "loss_agg_mode": "seq-mean-token-sum"}),
+        ("experts", {"trees": True, "replayed": True, "model_settings": CHECKPOINTING}),
+        ("biased router", {}),
+    ],
+)
+def test_one_process_trains_the_balance_loss_of_single_sequences(model: str, changes: Any, tiny_models) -> None:
+    """In micro-batches of one row and of all, of softmax and sigmoid routers, with experts of the engine and recomputed layers."""
+    case = Case(tiny_models[model], parallel={"strategy": "local"}, balance=0.5, optim=STEADY, updates=2, **changes)
+    assert_trains_as_one(lambda function, *args: [function(*args)], case)
+    plain = alone(dataclasses.replace(case, balance=0.0)).norms
+    assert any(abs(norm - without) > 1e-3 for norm, without in zip(alone(case).norms, plain, strict=True))
 
 
 @long

@@ -67,6 +67,7 @@ class Case:
         trees: whether rows share prefixes at any depth, sampled tokens included; otherwise at most their prompts.
         replayed: whether the tokens of a mixture of experts (two layers, two of four experts) come with experts to follow.
         images: whether rows have images, for a model that reads them.
+        balance: weight of the balance loss of a mixture of experts.
         restricted: whether every other response token was sampled from a support.
         dtype: of the computation.
         shift: added to the old and the reference log-probs, as if the policy's own were off by as much.
@@ -90,6 +91,7 @@ class Case:
     dtype: str = "float32"
     shift: float = 0.0
     images: bool = False
+    balance: float = 0.0
 
     def model_config(self) -> ModelConfig:
         """The model block."""
@@ -139,7 +141,14 @@ def backend_of(case: Case) -> tuple[TrainBackend, Layout]:
         case.kind,
         case.model_config(),
         ValueHead() if case.kind == "value" else PolicyHead(TEMPERATURE),
-        TrainSettings(torch.device(case.device), optim=optim, dtype=case.dtype, max_tokens=case.budget, total_steps=10),
+        TrainSettings(
+            torch.device(case.device),
+            optim=optim,
+            dtype=case.dtype,
+            max_tokens=case.budget,
+            total_steps=10,
+            balances_experts=case.balance > 0,
+        ),
         parallel=parallel,
         meshes=build_meshes(layout, case.device) if dist.is_initialized() else None,
         seed=SEED,
@@ -163,7 +172,7 @@ def objective_of(case: Case) -> Any:
     if case.kind == "value":
         return value_objective(cliprange_value=0.5, loss_agg_mode=case.loss_agg_mode, loss_scale_factor=16)
     actor = ActorConfig(loss_agg_mode=case.loss_agg_mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
-    actor.policy_loss.loss_mode = case.loss_mode
+    actor.policy_loss.loss_mode, actor.router_aux_loss_coef = case.loss_mode, case.balance
     actor.policy_loss.clip_cov_ratio = actor.policy_loss.kl_cov_ratio = 0.2
     return PolicyObjective(actor, correction_settings(RolloutCorrectionConfig()), max_response_length=16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,11 +40,14 @@ def outputs_of(case: Case, model: nn.Module, batch: Batch) -> dict[str, Ragged]:
             routers = expert_routers(model)
             assert routers is not None
             routers.follow(batch.ragged("expert_ids").row(row).view(-1, routers.width))
-        tokens = torch.cat([prompt, response])
+        tokens, decided = torch.cat([prompt, response]), list[Any]()
+        hooks = [layer.mlp.register_forward_hook(partial(_decisions, decided)) for layer in _mixtures(case, model)]
         if case.images:
             whole = plain_logits(model, case.model, tokens.tolist(), batch.objects("images")[row])
         else:
             whole = model(tokens[None], use_cache=False).logits[0]
+        for hook in hooks:
+            hook.remove()
         logits = whole[len(prompt) - 1 : -1].float()
         if case.kind == "value":
             outputs = {"values": logits[:, 0]}
@@ -59,10 +63,55 @@ def outputs_of(case: Case, model: nn.Module, batch: Batch) -> dict[str, Ragged]:
                 "log_probs": restricted.gather(1, response[:, None])[:, 0],
                 "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
             }
+        if case.balance and model.training:
+            trained = batch.ragged("response_mask").row(row) > 0
+            followed = batch.ragged("expert_ids").row(row).view(len(tokens), -1, 2) if case.replayed else None
+            loss = balance_loss(decided, len(prompt) - 1 + trained.nonzero()[:, 0], followed)
+            outputs["balance"] = loss.expand(len(response))
         for name, values in outputs.items():
             columns.setdefault(name, []).append(values)
     lengths = batch.ragged("response_ids").lengths
     return {name: Ragged.from_lengths(torch.cat(parts), lengths) for name, parts in columns.items()}
+
+
+def _mixtures(case: Case, model: nn.Module) -> list[Any]:
+    """The layers whose routers a balance loss is computed from."""
+    decoder: Any = causal_lm(model).get_decoder()
+    layers = decoder.layers if case.balance and model.training else []
+    return [layer for layer in layers if hasattr(layer.mlp, "gate") or hasattr(layer.mlp, "router")]
+
+
+def _decisions(decided: list[Any], mixture: Any, arguments: Any, output: Any) -> None:
+    """Compute a router's normalised scores ``[N, experts]`` once more, and what it ranks experts by."""
+    router = getattr(mixture, "gate", None) or mixture.router
+    hidden = arguments[0].reshape(-1, router.weight.shape[1])
+    logits = nn.functional.linear(hidden, router.weight, getattr(router, "bias", None))
+    if hasattr(router, "e_score_correction_bias"):
+        gates = 1 / (1 + (-logits).exp())
+        decided.append((gates / gates.sum(1, keepdim=True), gates + router.e_score_correction_bias))
+    else:
+        scores = logits.exp() / logits.exp().sum(1, keepdim=True)
+        decided.append((scores, scores))
+
+
+def balance_loss(decided: list[Any], places: Tensor, followed: Tensor | None = None, top_k: int = 2) -> Tensor:
+    """The balance loss of one sequence, token by token: N / (k T) x sum over experts of their tokens x mean score.
+
+    ``places``: of the decisions. ``followed``: ``[N, routers, top_k]`` an engine's choice; -1 where it is not known.
+    """
+    losses = []
+    for number, (scores, ranks) in enumerate(decided):
+        experts, loads = scores.shape[1], [0] * scores.shape[1]
+        for place in places.tolist():
+            chosen = ranks[place].argsort(descending=True)[:top_k].tolist()
+            if followed is not None and int(followed[place, number, 0]) >= 0:
+                chosen = followed[place, number].tolist()
+            for expert in chosen:
+                loads[expert] += 1
+        means = [scores[places, expert].sum() / max(len(places), 1) for expert in range(experts)]
+        terms = [experts / (top_k * max(len(places), 1)) * load * mean for load, mean in zip(loads, means, strict=True)]
+        losses.append(sum(terms, torch.zeros(())))
+    return torch.stack(losses).mean()
 
 
 def alone(case: Case) -> Outcome:

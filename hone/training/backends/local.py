@@ -82,7 +82,8 @@ class LocalBackend(LoopBackend[ScheduledOptimizer]):
             packed = self._compiled.traceable(packed)
         if self._routers is not None:
             self._routers.follow(packed.experts)
-        return head(self.model, packed, with_entropy=with_entropy)
+        outputs = head(self.model, packed, with_entropy=with_entropy)
+        return outputs if self._routers is None else outputs | self._routers.take_kept(packed)
 
     def _gradient_norm(self, optimizer: ScheduledOptimizer, scale: float) -> float:
         optimizer.scale(scale)

@@ -462,6 +462,12 @@ PROCESSES = [
         fix=f"{ACTOR}.router_replay.mode=disabled",
     ),
     Case(
+        "R87 layouts.experts_can_be_balanced",
+        f"{ACTOR}.router_aux_loss_coef=0.001",
+        ("router_aux_loss_coef=0.001", "qwen3", "no experts"),
+        fix=f"{ACTOR}.router_aux_loss_coef=0",
+    ),
+    Case(
         "R84 distillation.teachers_can_teach",
         "distillation.use_policy_gradient=true",
         ("reverse_kl_topk", "use_policy_gradient"),

@@ -145,6 +145,26 @@ def test_experts_that_do_not_divide(rl: RLConfig) -> None:
     assert "<one of 1, 2, 3, 6>" in finding.error.fix
 
 
+@pytest.mark.parametrize(
+    ("changes", "word", "fix"),
+    [
+        ({"trainer.save_microbatch_steps": [1]}, "hone oracle", "trainer.save_microbatch_steps=[]"),
+        ({"trainer.async_training.stream": True}, "token-mean", "trainer.async_training.stream=false"),
+        ({**TWO, f"{ACTOR}.pipeline_model_parallel_size": 2}, "stage", f"{ACTOR}.pipeline_model_parallel_size=1"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "adapter", "actor_rollout_ref.model.lora_rank=0"),
+    ],
+)
+def test_a_balance_loss_that_cannot_be_trained(rl: RLConfig, changes: dict[str, Any], word: str, fix: str) -> None:
+    write_model(rl, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    change(rl, {f"{ACTOR}.router_aux_loss_coef": 0.01})
+    assert not [finding for finding in findings(rl) if finding.error.code == "R87"]
+    (found,) = [finding for finding in findings(change(rl, changes)) if finding.error.code == "R87"]
+    assert found.stops == (word != "adapter") and word in found.error.what and fix in found.error.fix
+    change(rl, {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"})
+    still = [finding for finding in findings(rl) if finding.error.code == "R87"]
+    assert bool(still) == (word != "token-mean")
+
+
 def test_a_model_without_a_tensor_plan_is_not_sharded(rl: RLConfig) -> None:
     write_model(rl, model_type="gpt2", num_key_value_heads=None)
     finding = only_finding(change(rl, {**TWO, f"{ACTOR}.tensor_model_parallel_size": 2}))

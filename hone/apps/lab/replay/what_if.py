@@ -8,7 +8,7 @@ log-probs. For a token with advantage A, correction w, ratio r and normaliser c,
     derivative = - A * w * r * passes * c  +  KL loss
 
 `passes` is 1, 0 for a token that is clipped, or another factor of the loss (a truncated ratio, the ratio of a sequence). An entropy bonus
-has no part in it: it acts on all tokens of the vocabulary.
+has no part in it: it acts on all tokens of the vocabulary. Nor has the balance loss of experts, which acts on routers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _derivatives(mini: Batch, log_probs: Ragged, config: RLConfig, actor: ActorC
         zeros = torch.zeros_like(log_probs.values)
         return {"loss": zeros.sum(), **dict.fromkeys(("gradient", "passes", "normaliser", "kl"), zeros)}
     limit = config.data.max_response_length
-    actor = replace(actor, entropy_coeff=0.0, entropy_target=None)
+    actor = replace(actor, entropy_coeff=0.0, entropy_target=None, router_aux_loss_coef=0.0)
     whole = PolicyObjective(actor, correction, max_response_length=limit)
     policy = PolicyObjective(replace(actor, use_kl_loss=False), correction, max_response_length=limit)
     if whole.needs_preparation:

@@ -258,6 +258,8 @@ class Computation(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the head's outputs for the whole row, on every rank that shares it."""
         outputs = head(self.model, packed, with_entropy=with_entropy)
+        if self.routers is not None:
+            outputs |= self.routers.take_kept(packed)
         if indices is None:
             return outputs
         group = self.meshes.row_group
