@@ -19,17 +19,18 @@ INSTALL = Path(__file__).parents[2] / "hone" / "installer.py"
 FOLDER = Path(os.environ.get("HONE_TEST_ENVIRONMENTS", str(Path.home() / ".cache" / "hone" / "environments")))
 
 
-def foreign_python(name: str, *requirements: str, beside: bool = False) -> str:
+def foreign_python(name: str, *requirements: str, beside: bool = False, version: str = "") -> str:
     """The Python of the environment ``name``, made when it is first asked for and kept; see :func:`missing` where it cannot be.
 
     Args:
         name: of the environment, a folder below :data:`FOLDER`.
         requirements: what is installed in it; options of pip may come first.
         beside: whether it also has the packages of the Python that runs the tests, such as torch. Its own come first.
+        version: of another Python than the one that runs the tests, such as 3.12.
     """
 
     def make(folder: Path) -> None:
-        _run([sys.executable, "-m", "venv", str(folder)], name)
+        _run([_interpreter(version), "-m", "venv", str(folder)], name)
         _run([str(folder / "bin" / "python"), "-P", str(INSTALL), *requirements], name)
 
     folder = _made(name, "\n".join(requirements), make)
@@ -89,6 +90,16 @@ def wheel_folder(requirement: str) -> Path:
 def missing(why: str) -> NoReturn:
     """Skip the test that needs something of the network, or fail it where HONE_TEST_FOREIGN is 1."""
     (pytest.fail if os.environ.get("HONE_TEST_FOREIGN") == "1" else pytest.skip)(why)
+
+
+def _interpreter(version: str) -> str:
+    if not version:
+        return sys.executable
+    on_path = shutil.which(f"python{version}")
+    for path in (*([on_path] if on_path else []), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")):
+        if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return str(path)
+    missing(f"there is no Python {version}")
 
 
 def _made(name: str, wanted: str, make: Callable[[Path], None]) -> Path:

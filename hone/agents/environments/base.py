@@ -86,6 +86,7 @@ for _name, _class in (
     ("openenv", "OpenEnv"),
     ("tic_tac_toe", "TicTacToe"),
     ("kuhn_poker", "KuhnPoker"),
+    ("harbor", "Harbor"),
 ):
     ENVIRONMENTS.register_later(f"hone.agents.environments.{_name}:{_class}", _name)
 ENVIRONMENTS.register_later("hone.agents.environments.proposals:Sums", "sums")

@@ -50,6 +50,15 @@ _users = itertools.count(secrets.randbelow(USERS))
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """Folders and a user for several commands of ``bubblewrap`` one after another, which see what those before them wrote."""
+
+    folder: str  # of this machine; each folder in it is one of the same name below the root that a command sees
+    uid: int | None  # user of its files and commands; None for the caller's
+    workdir: str  # where a command begins
+
+
+@dataclass(frozen=True)
 class Backend:
     """Method of confining a program."""
 
@@ -78,26 +87,33 @@ class Backend:
         }
         return tuple(name for name in PROTECTIONS if not given[name])
 
-    def request(self, limits: Limits, stdin: str, files: dict[str, str], main: str) -> dict[str, Any]:
+    def user(self) -> int | None:
+        """Return the id of another user for a program of root; None if it runs as the caller."""
+        return FIRST_USER + next(_users) % USERS if os.geteuid() == 0 and self.name != "process" else None
+
+    def request(
+        self, limits: Limits, command: list[str], stdin: str, files: dict[str, str], workspace: Workspace | None = None
+    ) -> dict[str, Any]:
         """Return the request for the supervisor.
 
         Args:
+            command: program to run, and its arguments.
             files: text by path in the program's folder.
-            main: file to run.
+            workspace: folders to show, with ``bubblewrap``; None gives the program a new one.
         """
-        uid = FIRST_USER + next(_users) % USERS if os.geteuid() == 0 and self.name != "process" else None
-        command = [self.python, "-I", "-B", "-X", "int_max_str_digits=0", main]
+        uid = workspace.uid if workspace else self.user()
         seconds = limits.cpu_seconds or limits.seconds
         confined = self.name == "bubblewrap"
         program = system_call_filter(sockets=confined) if self.filtered else None
         return {
-            "argv": _bubblewrap(limits, root=uid is not None) if confined else [],
+            "argv": _bubblewrap(limits, workspace, root=uid is not None) if confined else [],
             "tail": ["--remount-ro", "/", "--", *_inside(limits, uid), *command] if confined else command,
             "env": {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}
             | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             "stdin": stdin,
             "files": files,
             "directory": not confined,
+            "workspace": workspace.folder if workspace else "",
             "uid": None if confined else uid,
             "filter": program and base64.b64encode(program).decode(),
             "landlock": rules(self.landlock, _readable(self.python)) if self.landlock and not confined else None,
@@ -119,7 +135,7 @@ def _readable(python: str) -> list[str]:
     return [*_SYSTEM, *(_prefixes() if python == sys.executable else ())]
 
 
-def _bubblewrap(limits: Limits, *, root: bool) -> list[str]:
+def _bubblewrap(limits: Limits, workspace: Workspace | None, *, root: bool) -> list[str]:
     """Return the arguments of bubblewrap before those that add files."""
     rights = ["--cap-drop", "ALL"]
     if root:  # mounts are made as root, then the program runs as another user
@@ -127,12 +143,14 @@ def _bubblewrap(limits: Limits, *, root: bool) -> list[str]:
     else:
         rights += ["--unshare-user"]
     spaces = [f"--unshare-{space}" for space in ("pid", "net", "ipc", "uts")]
-    size = str(limits.disk_mb * 2**20)
+    # these file systems are memory; the files of a workspace are on disk
+    size = str((min(64, limits.disk_mb) if workspace else limits.disk_mb) * 2**20)
     arguments = ["bwrap", *spaces, *rights, "--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    arguments += ["--perms", "0755", "--dir", "/etc"]  # links to programs lead through it
     for path_name in _SYSTEM:
         arguments += _bind_arguments(path_name)
     arguments += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # the interpreter may be below it
-    for prefix in _prefixes():
+    for prefix in () if workspace else _prefixes():
         parents = [str(parent) for parent in reversed(Path(prefix).parents) if parent not in (Path("/"), Path("/tmp"))]
         arguments += [word for parent in parents for word in ("--perms", "0755", "--dir", parent)]
         arguments += ["--ro-bind", prefix, prefix]
@@ -143,7 +161,9 @@ def _bubblewrap(limits: Limits, *, root: bool) -> list[str]:
     for name, target in {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}.items():
         arguments += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
     arguments += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
-    arguments += ["--remount-ro", "/dev", "--chdir", "/tmp"]
+    for folder in sorted(Path(workspace.folder).iterdir()) if workspace else ():
+        arguments += ["--bind", str(folder), f"/{folder.name}"]
+    arguments += ["--remount-ro", "/dev", "--chdir", workspace.workdir if workspace else "/tmp"]
     return arguments
 
 
@@ -168,7 +188,16 @@ def execute(backend: Backend, code: str, stdin: str, files: dict[str, str], limi
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or name == MAIN or "\x00" in name:
             raise ValueError(f"'{name}' must be a path inside the program's folder, other than {MAIN}")
-    request = json.dumps(backend.request(limits, stdin, {**files, MAIN: code}, MAIN))
+    command = [backend.python, "-I", "-B", "-X", "int_max_str_digits=0", MAIN]
+    return _supervised(backend.request(limits, command, stdin, {**files, MAIN: code}), limits)
+
+
+def execute_in(backend: Backend, workspace: Workspace, command: list[str], limits: Limits) -> Result:
+    """Run one command among the files of ``workspace`` under a new supervisor and wait for it and all that it started."""
+    return _supervised(backend.request(limits, command, "", {}, workspace), limits)
+
+
+def _supervised(request: dict[str, Any], limits: Limits) -> Result:
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", str(_SUPERVISOR)],
         stdin=subprocess.PIPE,
@@ -182,7 +211,7 @@ def execute(backend: Backend, code: str, stdin: str, files: dict[str, str], limi
     watchdog.start()
     try:
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(request.encode() + b"\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()  # left open: the supervisor ends when it closes
         answer, errors = process.stdout.read(), process.stderr.read()
     finally:

@@ -4,7 +4,8 @@ Run as ``python -I -S supervisor.py`` with only the standard library and ``proce
 writes one JSON answer to standard output. When standard input closes, the requesting process is gone, and the program is ended.
 Orphans of the program become children of this process, so none escapes.
 
-    request: argv, tail, env, stdin, files {path: text}, directory (make one for the files), uid, filter (base64, or null),
+    request: argv, tail, env, stdin, files {path: text}, directory (make one for the files), workspace (folder whose
+             files count as the program's, or empty), uid, filter (base64, or null),
              landlock (see system_calls.rules, or null), cgroup (folder, or empty), limits {...}
     answer:  ending, exit_code, stdout, stderr (base64), seconds, error, left (folder that could not be removed)
 """
@@ -38,6 +39,7 @@ from processes import (
     files_of_mount,
     locks,
     opened,
+    remove,
     socket_bytes,
     unix_sockets,
     usage,
@@ -94,7 +96,7 @@ class Supervised:
             if self.group and self.group.exists():
                 end_all()
                 self.group.rmdir()
-            left = self.folder is not None and not _remove(self.folder)
+            left = self.folder is not None and not remove(self.folder)
         stdout, stderr = (base64.b64encode(bytes(text)).decode() for text in self.output.values())
         return {
             "ending": ending,
@@ -234,6 +236,8 @@ class Supervised:
 
     def _exceeds_disk(self) -> bool:
         files, size = self.limits["files"], self.limits["disk_mb"] * 2**20
+        if self.request["workspace"]:
+            return exceeds(self.request["workspace"], files, size)
         if self.folder is None:  # bubblewrap's file systems have a size, and their number of files is known
             return any(files_of_mount(pid) > files for pid in descendants()[-1:])
         return exceeds(self.folder, files, size)
@@ -282,15 +286,6 @@ class Supervised:
                 while len(text) <= self.limits["output_bytes"] and (data := os.read(number, CHUNK)):
                     text += data
             del text[self.limits["output_bytes"] :]
-
-
-def _remove(folder: str) -> bool:
-    """Remove a folder of any depth, whatever its files allow their owner; return whether it is gone."""
-    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        if not os.path.lexists(folder):
-            break
-        subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    return not os.path.lexists(folder)
 
 
 def _limit(which: int, value: int) -> None:
