@@ -203,11 +203,11 @@ def push(model: str | Path | Run, repository: str, **options: Any) -> str:
     Args:
         model: as in :func:`generate`.
         repository: USER/NAME; it is made, private, if it does not exist.
-        options: ``merge``, ``dtype``, ``gguf`` and ``private`` of :func:`hone.training.push.push_model`.
+        options: ``merge``, ``dtype``, ``gguf`` and ``private`` of :func:`hone.apps.ops.push.push_model`.
 
     Raises:
         HoneError: there is no model, or the hub refuses it.
     """
-    from hone.training.push import push_model
+    from hone.apps.ops.push import push_model
 
     return push_model(str(model_directory(model)), repository, **{"report": log.info, **options})

@@ -13,7 +13,7 @@ from hone.errors import ConfigError, DataError
 from hone.insight.run_files import disk_errors
 
 if TYPE_CHECKING:
-    from hone.preflight.dataset import DatasetReport
+    from hone.apps.lab.data.check import DatasetReport
 
 
 app = new_group(
@@ -126,10 +126,10 @@ def check(
 
     Exit code 2 when a run would not start with these files.
     """
+    from hone.apps.lab.data.check import DatasetOptions, check_dataset
     from hone.apps.lab.data.inspection import html_report
     from hone.data.checks import read_gates
     from hone.data.tokenizing import check_policy
-    from hone.preflight.dataset import DatasetOptions, check_dataset
 
     check_policy(truncation)
     options = DatasetOptions(
@@ -406,7 +406,7 @@ def template(
     """
     import json
 
-    from hone.agents.rendering.verdict import examine
+    from hone.apps.lab.data.verdict import examine
     from hone.data.tokenizer import load_tokenizer, stop_tokens
 
     form = "--kwargs '{\"enable_thinking\": false}'"

@@ -116,12 +116,12 @@ def export(
     if (out is None) == (push is None):
         raise ConfigError("export needs one place to write to", fix="--out DIR, or --push USER/NAME")
     if push is not None:
-        from hone.training.push import push_model
+        from hone.apps.ops.push import push_model
 
         address = push_model(source, push, merge=merge, dtype=dtype, gguf=gguf, private=private, report=lines.append)
         lines.insert(0, f"pushed to {address}")
     elif gguf is not None:
-        from hone.training.gguf_export import export_gguf
+        from hone.apps.ops.gguf_export import export_gguf
 
         if not merge or dtype != "auto":
             raise ConfigError("--gguf writes merged weights of its own type", fix="leave out --no-merge and --dtype")

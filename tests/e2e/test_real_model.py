@@ -74,7 +74,7 @@ def test_imitation_learns_a_style_that_export_keeps(model: Path, tmp_path: Path)
 
 def test_a_file_for_llama_cpp_answers_as_the_model(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    from hone.training.gguf_export import export_gguf
+    from hone.apps.ops.gguf_export import export_gguf
 
     gaps = {}
     for kind in ("f16", "q8_0", "q4_1"):

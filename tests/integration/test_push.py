@@ -19,7 +19,7 @@ import hone
 from hone.cli.main import app
 from hone.errors import HoneError
 
-pytestmark = pytest.mark.application("hone/hub", "hone/training/push.py", "hone/training/export.py")
+pytestmark = pytest.mark.application("hone/hub", "hone/apps/ops/push.py", "hone/training/export.py")
 
 
 @pytest.fixture

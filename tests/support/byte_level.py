@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hone.training.gguf_export import SPLITS
+from hone.apps.ops.gguf_export import SPLITS
 
 TEXTS = ["the sum of 12 and 3 is 15", "Ünïcode, naïve: 東京 🙂", "def f(x):\n    return x + 1\n"] * 3
 ROWS = 416

@@ -1,1 +1,1 @@
-"""Gates: may a model be released? A suite of checks on held-out data, and their verdict."""
+"""What becomes of a model: gates before a release, pruning of checkpoints, a file for llama.cpp, a repository on a hub."""

@@ -13,6 +13,7 @@ from support.messages import raises
 from support.small_sft import PLAIN, make_small_sft
 
 from hone.agents.rendering.template import Template
+from hone.apps.lab.data.check import DatasetOptions, check_dataset
 from hone.data import template_limits
 from hone.data.chat import render_prompt, render_texts
 from hone.data.files import BadLines, read_all
@@ -20,7 +21,6 @@ from hone.data.statistics import statistics
 from hone.data.template_limits import check_template
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import DataError
-from hone.preflight.dataset import DatasetOptions, check_dataset
 
 pytestmark = pytest.mark.application("hone/data", "hone/preflight")
 

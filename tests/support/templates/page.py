@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.templates import SHAPES, tokenizer
 
-from hone.agents.rendering.verdict import TemplateReport, examine
+from hone.apps.lab.data.verdict import TemplateReport, examine
 from hone.text import replace_between
 
 BEGIN = "<!-- Generated from the templates in tests/support/templates by scripts/make_docs: do not edit from here -->"

@@ -12,8 +12,8 @@ from support.templates import SHAPES, Shape, tokenizer, tokenizer_with
 from support.templates.page import models_page, report
 from typer.testing import CliRunner
 
-from hone.agents.rendering.verdict import Outcome
 from hone.apps.lab.data.inspection import train_tokenizer
+from hone.apps.lab.data.verdict import Outcome
 from hone.cli.data import app
 from hone.errors import ConfigError, DataError
 

@@ -20,6 +20,7 @@ from support.messages import raises
 from support.preflight import write_rows
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
+from hone.apps.lab.data.check import DatasetOptions, check_dataset
 from hone.apps.lab.data.inspection import inspect_row
 from hone.config.tree import RLConfig
 from hone.data.batch import to_batch
@@ -38,7 +39,6 @@ from hone.data.tokenizing import shortened
 from hone.data.types import StopReason, Trajectory
 from hone.errors import DataError
 from hone.insight.run_directory import RunDirectory
-from hone.preflight.dataset import DatasetOptions, check_dataset
 from hone.trainers.sft import conversation_batch
 from hone.trainers.teacher_inputs import teacher_prompt
 

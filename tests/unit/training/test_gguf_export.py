@@ -12,11 +12,11 @@ from support.messages import raises
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from hone.apps.ops.gguf_export import SPLITS, export_gguf
 from hone.errors import ConfigError, ModelError
-from hone.training.gguf_export import SPLITS, export_gguf
 
 gguf = pytest.importorskip("gguf")
-ABOUT = pytest.mark.application("hone/training/gguf_export.py", "hone/training/export.py", "constraints.txt")
+ABOUT = pytest.mark.application("hone/apps/ops/gguf_export.py", "hone/training/export.py", "constraints.txt")
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Reports about datasets, and their cleaning."""
+"""Reports about datasets and chat templates, and the cleaning of data."""

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from hone import __version__
+from hone.apps.ops.gguf_export import export_gguf
 from hone.config.overrides import one_line
 from hone.errors import ConfigError, HoneError
 from hone.hub.download import parse_hub_name
@@ -20,7 +21,6 @@ from hone.insight.curves import points, svg_curve
 from hone.insight.run_directory import data_hashes
 from hone.insight.run_files import CONFIG, containing_run, read_metrics, read_run
 from hone.training.export import base_of_adapter, export, find_actor
-from hone.training.gguf_export import export_gguf
 
 CARD, CURVE = "README.md", "curve.svg"
 _KEYS = (
