@@ -1,1 +1,1 @@
-"""What becomes of a model: gates before a release, pruning of checkpoints, a file for llama.cpp, a repository on a hub."""
+"""Releases of models: gates, pruning of checkpoints, a file for llama.cpp, a repository on a hub."""
