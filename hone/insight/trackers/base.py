@@ -25,7 +25,6 @@ import yaml
 from hone.errors import ConfigError, HoneError
 from hone.extras import install_command
 from hone.insight.archive.read import Archive, open_archive, table_records
-from hone.insight.curves import draw_png, points
 from hone.insight.redaction import redact_credentials, redact_tree
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_files import read_metrics
@@ -348,6 +347,8 @@ def _row(record: Mapping[str, Any]) -> list[Any]:
 
 def draw_curves(directory: RunDirectory, file: Path, title: str) -> Path | None:
     """Draw the main curves of a run as a PNG; None if no metric has two steps."""
+    from hone.insight.curves import draw_png, points  # a step needs none of it
+
     metrics = read_metrics(directory.path)
     validations = sorted({name for row in metrics for name in row if name.startswith("val-core/")})
     curves = {name: points(metrics, name) for name in (*_CURVES, *validations)}
