@@ -76,7 +76,7 @@ _SEQ_RS = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
 _TOKEN = {"rollout_is": "token"}
 _SEQ = {"rollout_is": "sequence"}
 _ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
-# weights as they are: within the margin of token_kpop (1e-6) no ratio is larger
+# a bound without effect: within the margin of token_kpop (1e-6) no ratio is larger
 _KPOP = _TOKEN | {"rollout_is_threshold": "1e6", "rollout_rs": "token_kpop", "rollout_rs_threshold": 0.1}
 _CLIP = {"bypass_mode": True}
 _PG = {"bypass_mode": True, "loss_type": "reinforce"}

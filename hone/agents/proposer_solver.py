@@ -5,9 +5,8 @@ from __future__ import annotations
 from hone.agents.base import AGENT_LOOPS
 from hone.agents.environments.proposals import Proposals
 from hone.agents.episode import BudgetSpent, Episode
-from hone.agents.tool_agent import EnvironmentLoop, check_prompt
+from hone.agents.tool_agent import EnvironmentLoop, check_prompt, wrong_environment
 from hone.data.episode_log import EpisodeEnd
-from hone.errors import DataError
 from hone.text import valid_data
 from hone.together import gather_or_cancel
 
@@ -24,13 +23,8 @@ class ProposerSolver(EnvironmentLoop):
     async def play(self, episode: Episode) -> None:
         problems, seed = self.environment_of(episode)
         if not isinstance(problems, Proposals):
-            raise DataError(
-                f"row {episode.sample.uid} has the loop 'proposer_solver', but its environment takes no proposals",
-                why="the policy writes the problem that it then solves: sums, or your own class derived from Proposals",
-                fix="agent_name=environment",
-                where="extra_info.environment.name",
-                code="R48",
-            )
+            why = "the policy writes the problem that it then solves: sums, or your own class derived from Proposals"
+            raise wrong_environment(episode, "proposer_solver", "takes no proposals", why)
         name, limit = episode.sample.extra_info["environment"]["name"], self.context.multi_turn.tool_timeout
         episode.on_finish(problems.close)
         episode.log.reward = 0.0  # all rewards are those of turns

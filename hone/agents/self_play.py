@@ -5,9 +5,8 @@ from __future__ import annotations
 from hone.agents.base import AGENT_LOOPS
 from hone.agents.environments.game import Game
 from hone.agents.episode import Episode
-from hone.agents.tool_agent import EnvironmentLoop, check_prompt
+from hone.agents.tool_agent import EnvironmentLoop, check_prompt, wrong_environment
 from hone.data.episode_log import EpisodeEnd
-from hone.errors import DataError
 from hone.text import valid_data
 
 
@@ -23,13 +22,8 @@ class SelfPlay(EnvironmentLoop):
     async def play(self, episode: Episode) -> None:
         game, seed = self.environment_of(episode)
         if not isinstance(game, Game):
-            raise DataError(
-                f"row {episode.sample.uid} has the loop 'self_play', but its environment has no seats",
-                why="self-play is of games: tic_tac_toe, kuhn_poker, textarena, or your own class derived from Game",
-                fix="agent_name=environment",
-                where="extra_info.environment.name",
-                code="R48",
-            )
+            why = "self-play is of games: tic_tac_toe, kuhn_poker, textarena, or your own class derived from Game"
+            raise wrong_environment(episode, "self_play", "has no seats", why)
         label = ":".join([str(episode.sample.extra_info["environment"]["name"]), *([game.id] if game.id else [])])
         limit = self.context.multi_turn.tool_timeout
         episode.on_finish(game.close)

@@ -314,6 +314,17 @@ class EnvironmentLoop(ChatLoop):
 AGENT_LOOPS.register("environment")(EnvironmentLoop)
 
 
+def wrong_environment(episode: Episode, loop: str, lacks: str, why: str) -> DataError:
+    """Return the error of a row whose environment cannot be played by ``loop``."""
+    return DataError(
+        f"row {episode.sample.uid} has the loop '{loop}', but its environment {lacks}",
+        why=why,
+        fix="agent_name=environment",
+        where="extra_info.environment.name",
+        code="R48",
+    )
+
+
 def check_prompt(episode: Episode, shown: list[Message]) -> None:
     """Raise DataError if the row's prompt differs from what its environment shows first."""
     row = episode.sample.messages or []
